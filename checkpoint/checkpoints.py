@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.agree import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
-from ..cluster.failures import meet_all_ranks, naming_failures
+from ..cluster.failures import naming_failures, wait_for_all_ranks
 from ..cluster.mesh import ParallelMesh
 from .background import Copies, Keep, Save, Saver
 from .calls import lr_scheduler_errors, require_same_call
@@ -78,7 +78,7 @@ def made_by_all(
 def _failing_alike(action: str) -> Iterator[None]:
     agreed: Exception | None = None
     with naming_failures(action):
-        meet_all_ranks()
+        wait_for_all_ranks()
         try:
             yield
         except (OSError, ValueError, AgreedError) as error:

@@ -1,1 +1,1 @@
-"""Processes: launch, mesh and groups, collectives, how a parameter is split, random state."""
+"""Processes: launch, mesh and process groups, collectives, placements of parameters, random state."""

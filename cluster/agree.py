@@ -1,4 +1,4 @@
-"""Agreement of ranks before they compute: integers that they exchange, settings that must be equal."""
+"""Agreement of ranks before they compute: gather integers and objects, require equal settings, share errors."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,36 +16,36 @@ from torch import Tensor
 from .collectives import InFlight, all_gather_single
 from .device import backend_of, default_device
 from .errors import SAME_CALLS, UnmatchedCall
-from .failures import current_call, meet_all_ranks, naming_failures, raise_if_in_vain
+from .failures import current_call, naming_failures, raise_if_stuck, wait_for_all_ranks
 
-# The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
+# Multipliers of SplitMix64's mixing function (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
-_MOST_NAMED = 8  # settings in a message
-_FEW = 16  # integers: more than any call of a step exchanges
-_SLICE = timedelta(seconds=1)  # in which a rank that waits looks whether the others still come
-_CALLS: dict[int, str] = {}  # that this process has made, by their codes in messages
-# Of errors that all ranks raise as they are; the first that fits.
+_MOST_NAMED = 8  # the most settings that an error lists
+_FEW = 16  # the most integers that are gathered in one message of fixed length
+_SLICE = timedelta(seconds=1)  # time between two checks of a waiting rank for failures of the others
+_CALLS: dict[int, str] = {}  # names of the calls of this process, by their codes in messages
+# Error types that all ranks raise unchanged; the first that matches is taken.
 _KINDS = (FileNotFoundError, OSError, ValueError)
 
 Result = TypeVar("Result")
 
 
 class AgreedError(RuntimeError):
-    """Work failed on some rank with an error of another kind than `on_all_ranks` passes on; on every rank alike."""
+    """Work failed on a rank with an error of a type that other ranks cannot raise; raised on all ranks instead."""
 
 
 def gather_integers(
     values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
 ) -> list[tuple[int, ...]]:
-    """Every rank's integers, equally many on each, in the order of ranks.
+    """Gather the same number of integers from every rank, in the order of ranks.
 
-    An all-gather between CPUs: it waits for no device, unless the group has no backend for CPUs.
+    An all-gather between CPUs. It does not wait for a device, unless the group has no backend for CPUs.
 
     Args:
         values: 64-bit integers.
-        group: None is the world.
-        call: in which they are exchanged; None is the watched one.
+        group: the ranks; None is the world.
+        call: name of the calling operation, for errors; None takes the watched call.
 
     Raises:
         UnmatchedCall: another rank is in another call; on every rank of the group.
@@ -56,14 +56,15 @@ def gather_integers(
 def begin_gather_integers(
     values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
 ) -> InFlight[list[tuple[int, ...]]]:
-    """Begin `gather_integers`."""
+    """Start `gather_integers` asynchronously."""
     size = dist.get_world_size(group)
     if size == 1:
         return InFlight(None, torch.empty(0), lambda _: [tuple(values)])
     call = call or current_call() or "no call of Echelon"
     code = zlib.crc32(call.encode())
     _CALLS[code] = call
-    # Of one length where there are few, or gloo ends the process where ranks in different calls meet.
+    # Few integers are sent with a fixed length: gloo aborts the process if ranks in different calls send
+    # other lengths.
     message = (code, len(values), *values, *(0,) * (_FEW - len(values)))
     device = default_device() if backend_of("cpu", group) is None else torch.device("cpu")
     own = torch.tensor(message, dtype=torch.int64, device=device)
@@ -74,7 +75,7 @@ def begin_gather_integers(
 
 @dataclass(frozen=True)
 class _Watched:
-    """A collective between CPUs whose wait raises where the others never join it.
+    """A collective between CPUs whose `wait` raises if other ranks never join it.
 
     See [Note: a call that others do not make].
     """
@@ -82,12 +83,12 @@ class _Watched:
     work: dist.Work
 
     def wait(self) -> None:
-        """Return when it is done."""
+        """Wait for the collective."""
         while not self.work.is_completed():
             try:
                 self.work.wait(_SLICE)
-            except RuntimeError:  # it takes longer, or has failed, which is raised below
-                raise_if_in_vain()
+            except RuntimeError:  # not done yet, or failed; a failure is raised below
+                raise_if_stuck()
         self.work.wait()
 
 
@@ -103,12 +104,12 @@ def _received(found: Tensor, *, group: dist.ProcessGroup | None) -> list[tuple[i
 
 
 def broadcast_object(value: Any, root: int, group: dist.ProcessGroup | None) -> Any:
-    """Any object of one rank, on all ranks of the group, by pickle. Two broadcasts.
+    """Broadcast an object by pickle and return it on all ranks of the group. Two broadcasts.
 
     Args:
-        value: of the root, without tensors on a device; unused on the others.
-        root: the rank in the group.
-        group: the ranks, which all call.
+        value: the object on the root, without tensors on a device; ignored on the other ranks.
+        root: rank within the group.
+        group: every rank of it must call.
     """
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=root)
@@ -116,11 +117,11 @@ def broadcast_object(value: Any, root: int, group: dist.ProcessGroup | None) -> 
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's object, in the order of ranks, by pickle. Two all-gathers.
+    """Gather an object from every rank by pickle, in the order of ranks. Two all-gathers.
 
     Args:
-        value: without tensors on a device.
-        group: the ranks, which all call; None is the world.
+        value: this rank's object, without tensors on a device.
+        group: every rank of it must call; None is the world.
     """
     found: list[Any] = [value] * dist.get_world_size(group)
     if len(found) > 1:
@@ -129,34 +130,34 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list[Result]:
-    """Do it here, and return what every rank of the group got. One all-gather of objects over each group.
+    """Run `work` on every rank and return the results of all. One all-gather of objects over each group.
 
     Args:
-        work: what is to be done.
-        groups: one group, or the axes of a grid, all of whose ranks call.
+        work: the function to run.
+        groups: one group, or the groups of several mesh axes; every rank of their product must call.
 
     Raises:
-        FileNotFoundError, OSError, ValueError, AgreedError: it failed somewhere; on every rank, with what happened on
-            which. The last one where that was no one of the others.
+        FileNotFoundError, OSError, ValueError, AgreedError: `work` failed on some rank. Raised on every rank, with
+            each rank's error in the text. `AgreedError` stands for all other types.
     """
     outcome: Result | Exception
     cause: Exception | None = None
     try:
         outcome = work()
-    except Exception as error:  # whatever it is, the other ranks wait
+    except Exception as error:  # of any type: the other ranks are waiting
         cause, outcome = error, _plain_error(error)
     every = {dist.get_rank(): outcome}
     for group in groups:
         every = {rank: each for found in gather_objects(every, group) for rank, each in found.items()}
     if failures := {rank: each for rank, each in every.items() if isinstance(each, Exception)}:
         raise joined_errors(failures, len(every)) from cause
-    return list(every.values())  # type: ignore[arg-type]  # none is an error
+    return list(every.values())  # type: ignore[arg-type]  # no element is an error here
 
 
 def run_or_raise_together(work: Callable[[], Result], *groups: dist.ProcessGroup) -> Result:
-    """Do it here, and return what it gave here; where it failed on some rank, raise on every rank.
+    """Run `work` on every rank and return this rank's result; raise on all ranks if it failed on one.
 
-    One all-gather of objects over each group. Arguments and errors as of `on_all_ranks`.
+    One all-gather of objects over each group. Arguments and errors are those of `on_all_ranks`.
     """
     result: list[Result] = []
     on_all_ranks(lambda: result.append(work()), *groups)
@@ -164,17 +165,18 @@ def run_or_raise_together(work: Callable[[], Result], *groups: dist.ProcessGroup
 
 
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
-    """Let the first rank do it, and return on every rank what it got; failures as of `on_all_ranks`."""
+    """Run `work` on the first rank and return its result on all ranks. Errors are raised as by `on_all_ranks`."""
     done = on_all_ranks(lambda: work() if group.rank() == 0 else None, group)[0]
-    return done  # type: ignore[return-value]  # the first rank's is one
+    return done  # type: ignore[return-value]  # the first rank's result is set
 
 
 def joined_errors(errors: Mapping[int, BaseException], num_ranks: int | None = None) -> Exception:
-    """One error for those of several ranks; see `on_all_ranks`.
+    """Join the errors of several ranks in one; see `on_all_ranks`.
 
     Args:
-        errors: by rank.
-        num_ranks: of all that worked. Each text stands once, with its ranks unless it is that of all of several.
+        errors: errors by rank.
+        num_ranks: number of ranks that ran the work. Each distinct text appears once, followed by its ranks
+            unless all of several ranks raised it.
     """
     plain = {rank: _plain_error(error) for rank, error in errors.items()}
     ranks: dict[str, list[int]] = {}
@@ -191,31 +193,31 @@ def joined_errors(errors: Mapping[int, BaseException], num_ranks: int | None = N
 
 
 def _plain_error(error: BaseException) -> Exception:
-    """The same of a kind that every rank knows and pickles."""
+    """Convert an error to a type that every rank can unpickle."""
     kind = next((kind for kind in (*_KINDS, AgreedError) if isinstance(error, kind)), None)
     return AgreedError(f"{type(error).__name__}: {error}") if kind is None else kind(str(error))
 
 
 def differing_ranks(found: Sequence[Sequence[int]], place: int = 0) -> list[int]:
-    """The ranks whose integer at this place, of what was gathered, is not that of the first one."""
+    """Return the ranks whose integer at this position differs from that of the first rank."""
     return [rank for rank, own in enumerate(found) if own[place] != found[0][place]]
 
 
 def batch_hash(batch: Any) -> int:
-    """A number below 2**63 that differs where a batch does: names, order, shapes, dtypes, or any byte of a tensor.
+    """Hash a batch to a number below 2**63: names, order, shapes, dtypes and all bytes of tensors.
 
-    Equal batches have one hash on all processes, on the CPU as well as on a device; but not a hash across the
-    two. Tensors on a device are hashed there, and one transfer waits for the results.
+    Equal batches have equal hashes in all processes, if they are on the same kind of device: hashes of a batch on the
+    CPU and on a GPU differ. Tensors on a device are hashed there, and one transfer reads the results.
 
     Args:
-        batch: nested mappings, lists and tuples of tensors, numbers, strings and None. Of other objects, only
-            the type counts.
+        batch: nested mappings, lists and tuples of tensors, numbers, strings and None. Other objects are
+            hashed by their type alone.
     """
     return int(batch_code(batch)) % 2**63
 
 
 def batch_code(batch: Any) -> int | Tensor:
-    """Return a number as `batch_hash` does, which waits for no device: 0-d int64 of a batch on one."""
+    """Hash a batch as `batch_hash` does, without waiting for a device: 0-d int64 if the batch is on one."""
     on_devices: list[Tensor] = []
     code = _extend(0, batch, on_devices)
     if not on_devices:
@@ -224,7 +226,7 @@ def batch_code(batch: Any) -> int | Tensor:
 
 
 def _extend(code: int, tree: Any, on_devices: list[Tensor]) -> int:
-    """The hash of what came before and of `tree`, the tensors on devices left out."""
+    """Extend a hash by `tree`; collect tensors on devices in `on_devices` instead of hashing them."""
     if isinstance(tree, Tensor):
         code = zlib.crc32(f"{tuple(tree.shape)} {tree.dtype}".encode(), code)
         data = tree.detach().contiguous().view(-1).view(torch.uint8)
@@ -247,10 +249,10 @@ def _extend(code: int, tree: Any, on_devices: list[Tensor]) -> int:
 
 
 def device_hash(data: Tensor) -> Tensor:
-    """A 64-bit hash of bytes, computed by integer operations where they are: the sum of mixed (byte, place) pairs.
+    """Hash bytes to 64 bits on their device, by integer operations: the sum of mixed (byte, position) pairs.
 
     Args:
-        data: 1-D uint8; where the length divides by 8, eight bytes are mixed at a time.
+        data: 1-D uint8; if its length is divisible by 8, eight bytes are mixed at a time.
 
     Returns:
         0-D int64, on the same device.
@@ -264,7 +266,7 @@ def device_hash(data: Tensor) -> Tensor:
 
 
 def settings_hash(settings: Any) -> int:
-    """A number below 2**32 that differs where settings do, as `require_equal` takes them."""
+    """Hash settings, in the form that `require_equal` takes, to a number below 2**32."""
     return zlib.crc32(repr([*_plain(settings)]).encode())
 
 
@@ -275,32 +277,32 @@ def require_equal(
     what: str,
     rule: str = "every rank must give the same",
 ) -> None:
-    """Raise unless all ranks have set the same. All-gather of a number, and of the settings where they differ.
+    """Raise unless all ranks have equal settings. All-gather of a hash, and of the settings if hashes differ.
 
     Args:
-        value: a dataclass, or a mapping by name, either of which may hold more such. Of what is no plain value
-            the type counts alone.
-        group: the ranks; None is the world, all ranks of which meet in the store first, so that no message of
-            another call can be taken for one of this.
-        what: is set so, as the message shall say it.
-        rule: what the message says about that.
+        value: a dataclass or a mapping by name; both may be nested. Objects that are no plain values are compared by
+            their type alone.
+        group: the ranks; None is the world, where a barrier through the store comes first, so that messages of other
+            calls cannot be mixed up with this one.
+        what: what has these settings, for the error message.
+        rule: the rule that the error message states.
 
     Raises:
-        ValueError: some rank has another value; names the settings and ranks, on every rank.
+        ValueError: settings differ; names them and the ranks. Raised on every rank.
     """
     if dist.get_world_size(group) == 1:
         return
     if group is not None:
         return begin_require_equal(value, group, what=what, rule=rule).wait()
     with naming_failures(what):
-        meet_all_ranks()
+        wait_for_all_ranks()
         begin_require_equal(value, what=what, rule=rule).wait()
 
 
 def begin_require_equal(
     value: Any, group: dist.ProcessGroup | None = None, *, what: str, rule: str
 ) -> InFlight[None]:
-    """Begin `require_equal` of the value as it now is, without a meeting."""
+    """Start `require_equal` asynchronously, for the present value and without the barrier."""
     gathering, plain = begin_gather_integers((settings_hash(value),), group), dict(_plain(value))
 
     def finish(codes: Tensor) -> None:
@@ -317,7 +319,7 @@ def raise_different(
     """Raise for settings that differ between ranks, see `require_equal`.
 
     Args:
-        every: each rank's, by name, as text.
+        every: the settings of each rank, as text by name.
     """
     errors = []
     for name in dict.fromkeys(name for one in every for name in one):
@@ -334,7 +336,7 @@ def raise_different(
 
 
 def _plain(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values as text that is equal where they are, in all processes."""
+    """Yield names and values as text that is the same in all processes if the values are equal."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -347,7 +349,7 @@ def _plain(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def _text(value: Any) -> str:
     if value is None or isinstance(value, str | int | Enum | torch.dtype):
         return repr(value)
-    if isinstance(value, Real):  # those of numpy print their type, too
+    if isinstance(value, Real):  # numpy's numbers would print their type too
         return repr(float(value))
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return repr(value.item())

@@ -1,4 +1,4 @@
-"""Collectives that autograd can pass through, in conjugate pairs. Groups come from mesh.py.
+"""Differentiable collectives, in conjugate pairs. Process groups come from mesh.py.
 
 Each moves activations between the layouts of one axis: replicated (R), split along a dim (S), partial sums
 (P). The backward of each is the forward of its partner (arXiv:1909.08053 section 3, arXiv:2205.05198
@@ -14,11 +14,11 @@ section 4.2).
 A group of one rank communicates nothing. Every rank of a group must call, in the same order. Gradients of gradients
 raise.
 
-Whatever sums over or gathers from the ranks of a group comes here, on CPUs as on CUDA. Communication in flight is a
-`Handle`; on CUDA it begins behind what the current stream was given, and waiting holds up the stream, not the host.
+All reductions and gathers over a group go through this file, on CPUs and on CUDA. Communication in flight is a
+`Handle`. On CUDA it starts after all work enqueued on the current stream, and `wait` blocks the stream, not the host.
 
 [Note: compiled collectives] While torch.compile traces a layer nothing is in flight: torch's functional collectives
-become nodes of the graph, and `InFlight.wait` the node behind which the result is there. The compiler orders them.
+become nodes of the graph, and `InFlight.wait` becomes the node that provides the result. The compiler orders them.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from torch.autograd import Function, function
 
 from . import gloo
 
-# torch 2.13 renamed them and warns of the old names. This can go once 2.13 is the oldest torch allowed.
+# torch 2.13 renamed these functions and warns of the old names. Remove this once 2.13 is the oldest supported.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -48,18 +48,18 @@ class Handle(Protocol):
     """Communication in flight."""
 
     def wait(self) -> Any:
-        """Return, or on CUDA let the current stream go on, when it is done."""
+        """Wait for the communication; on CUDA the current stream waits, not the host."""
         ...
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The tensor itself."""
+    """Return the tensor unchanged."""
     return x
 
 
 @dataclass(frozen=True)
 class InFlight(Generic[Result]):
-    """A tensor, the communication that fills it (None where it is there already), and what becomes of it then."""
+    """A tensor, the communication that fills it (None if it is filled already), and a function to apply to it then."""
 
     handle: Handle | None
     tensor: Tensor
@@ -74,12 +74,12 @@ class InFlight(Generic[Result]):
         return self.finish(self.tensor)
 
     def then(self, finish: Callable[[Tensor], Result]) -> "InFlight[Result]":
-        """Let this become of the tensor."""
+        """Apply a function to the tensor once it has arrived."""
         return replace(self, finish=finish)
 
 
 def begin_all_gather(whole: Tensor, own_slice: Tensor, group: dist.ProcessGroup) -> Handle:
-    """Begin to fill a 1-D buffer with the ranks' 1-D slices, in their order. One all-gather."""
+    """Start an all-gather of the ranks' 1-D slices into a 1-D buffer, in the order of ranks."""
     if gloo.takes(whole, group):
         return gloo.AllGather(whole, own_slice, group)
     work: Handle = all_gather_single(whole, own_slice, group=group, async_op=True)
@@ -87,7 +87,7 @@ def begin_all_gather(whole: Tensor, own_slice: Tensor, group: dist.ProcessGroup)
 
 
 def begin_reduce_scatter(own_slice: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Handle:
-    """Begin to bring this rank's slice of the sum of all 1-D buffers into `own_slice`. One reduce-scatter."""
+    """Start a reduce-scatter: `own_slice` receives this rank's slice of the sum of all 1-D buffers."""
     if gloo.takes(whole, group):
         return gloo.ReduceScatter(own_slice, whole, group)
     work: Handle = reduce_scatter_single(own_slice, whole, group=group, async_op=True)
@@ -95,17 +95,17 @@ def begin_reduce_scatter(own_slice: Tensor, whole: Tensor, group: dist.ProcessGr
 
 
 def begin_gather(own: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
-    """Begin to gather tensors of one shape, stacked (T, *shape)."""
+    """Start an all-gather of tensors of one shape, stacked to (T, *shape)."""
     if torch.compiler.is_compiling():
         row = own.unsqueeze(0).contiguous()
         return InFlight(None, _functional.all_gather_into_tensor(row, group.size(), group.group_name))
     rows = own.new_empty((group.size(), *own.shape))
-    # Flat: gloo takes rows end to end in dim 0 alone.
+    # Flat: gloo concatenates along dim 0 only.
     return InFlight(begin_all_gather(rows.view(-1), own.contiguous().view(-1), group), rows)
 
 
 def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
-    """Begin to sum (T, *shape) over the ranks: this rank's row of the sum."""
+    """Start a reduce-scatter of (T, *shape): this rank's row of the sum over ranks."""
     if torch.compiler.is_compiling():
         ends = rows.flatten(0, 1).contiguous(), "sum", group.size(), group.group_name
         return InFlight(None, _functional.reduce_scatter_tensor(*ends))
@@ -114,7 +114,7 @@ def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor
 
 
 def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
-    """Begin `all_reduce`."""
+    """Start `all_reduce` asynchronously."""
     if torch.compiler.is_compiling():
         return InFlight(None, _functional.all_reduce(x.contiguous(), "sum", group.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
@@ -122,7 +122,7 @@ def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over the group, in a new tensor, equal to the bit on all ranks; no gradient."""
+    """Sum `x` over the group into a new tensor, bitwise equal on all ranks; no gradient."""
     return begin_all_reduce(x, group).wait()
 
 
@@ -130,43 +130,45 @@ def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not x.is_contiguous() or torch.compiler.is_compiling():
         return all_reduce(x, group)
     dist.all_reduce(x, group=group)
-    return x.data  # and no view of it, which models could not add to in place
+    return x.data  # not a view, which models could not modify in place
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """The slices of all ranks, of one shape, side by side along `dim`; no gradient."""
+    """Concatenate the ranks' slices, all of one shape, along `dim`; no gradient."""
     return torch.cat(begin_gather(x, group).wait().unbind(0), dim)
 
 
 def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's slice of `x` along `dim`, contiguous. The length must divide by the size of the group."""
+    """This rank's slice of `x` along `dim`, contiguous. The length must be divisible by the size of the group."""
     if x.shape[dim] % group.size():
-        raise AssertionError(f"length {x.shape[dim]} of dim {dim} does not divide by {group.size()} ranks")
+        raise AssertionError(f"length {x.shape[dim]} of dim {dim} is not divisible by {group.size()} ranks")
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
 def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's slice along `dim` of the sum over the group; no gradient."""
+    """Reduce-scatter `x` along `dim`: this rank's slice of the sum over the group; no gradient."""
     return begin_sum_of_rows(torch.stack(x.chunk(group.size(), dim)), group).wait()
 
 
 def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:
-    """Slices of `x` along `split_dim` to the other ranks, and theirs side by side along `gather_dim`; no gradient.
+    """All-to-all: send slices of `x` along `split_dim`, concatenate those received along `gather_dim`.
 
-    Where the slices lie end to end in memory already nothing is copied before sending, nor after it where dims before
+    Without a gradient.
+
+    Nothing is copied before sending if the slices are contiguous in memory, nor after it if all dims before
     `gather_dim` have length 1.
     """
     if x.shape[split_dim] % group.size():
         raise AssertionError(
-            f"length {x.shape[split_dim]} of dim {split_dim} does not divide by {group.size()} ranks"
+            f"length {x.shape[split_dim]} of dim {split_dim} is not divisible by {group.size()} ranks"
         )
-    pieces = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
+    slices = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
     if torch.compiler.is_compiling():
         sizes = [1] * group.size()
-        arrived = _functional.all_to_all_single(pieces, sizes, sizes, group.group_name)
+        arrived = _functional.all_to_all_single(slices, sizes, sizes, group.group_name)
         return _functional.wait_tensor(arrived).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
-    arrived = torch.empty_like(pieces)
-    dist.all_to_all_single(arrived.view(-1), pieces.view(-1), group=group)
+    arrived = torch.empty_like(slices)
+    dist.all_to_all_single(arrived.view(-1), slices.view(-1), group=group)
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
@@ -182,7 +184,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Pair(Function):
-    """A function of a tensor whose backward is another one, of the gradient."""
+    """Apply one function to a tensor in forward and another one to its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
@@ -196,7 +198,7 @@ class _Pair(Function):
 
 
 def paired(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    """A function of a tensor with another one for its backward; gradients of gradients raise."""
+    """Apply `forward` to a tensor and `backward` to its gradient; gradients of gradients raise."""
     result: Tensor = _Pair.apply(x, forward, backward)
     return result
 
@@ -214,8 +216,8 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward all-reduce, backward identity: the "g" of arXiv:1909.08053, section 3.
 
     Args:
-        x: overwritten by the sum. The caller has just computed it, and neither it nor a backward reads it: a product,
-            a sum, rows of an embedding.
+        x: overwritten by the sum. Neither the caller nor a backward may read it afterwards: a matrix product, a sum,
+            rows of an embedding.
         group: every rank of it must call.
     """
     return _apply(x, group, lambda x: _sum_in_place(x, group), unchanged)
@@ -243,15 +245,16 @@ def gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, *, split_dim: int, gather_dim: int) -> Tensor:
-    """Split along `gather_dim` forward becomes split along `split_dim`; backward the other way round.
+    """Forward turns slices along `gather_dim` into slices along `split_dim`; backward reverses this.
 
     Args:
-        x: this rank's slice along `gather_dim`, whole along `split_dim`, whose length must divide by the group's size.
+        x: this rank's slice along `gather_dim`, of full length along `split_dim`; that length must be
+            divisible by the group's size.
         group: every rank of it must call.
         split_dim, gather_dim: counted from 0, and different.
 
     Returns:
-        This rank's slice along `split_dim`, whole along `gather_dim`.
+        This rank's slice along `split_dim`, of full length along `gather_dim`.
     """
     return _apply(
         x,

@@ -1,4 +1,4 @@
-"""The coordinator of a script's processes, under ColossalAI's name: who is master, who goes first."""
+"""`DistCoordinator`, under ColossalAI's name: the master rank, printing, and order of execution."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ from .failures import stop_watch
 
 
 class DistCoordinator:
-    """The processes of a run as one: who is master, who goes first.
+    """The master rank, printing, and order of execution of a run's processes.
 
     Raises:
-        RuntimeError: no process group was started.
+        RuntimeError: no process group has been started.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class DistCoordinator:
 
     @property
     def rank(self) -> int:
-        """This process in the world."""
+        """The rank of this process in the world."""
         return dist.get_rank()
 
     @property
@@ -34,7 +34,7 @@ class DistCoordinator:
 
     @property
     def local_rank(self) -> int:
-        """This process on its node."""
+        """The rank of this process on its node."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
@@ -50,7 +50,7 @@ class DistCoordinator:
         return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
-        """Print a line on the first rank of the group alone."""
+        """Print a line on the first rank of the group only."""
         if self.is_master(process_group):
             print(msg, flush=True)
 
@@ -63,7 +63,7 @@ class DistCoordinator:
     def priority_execution(
         self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> Iterator[None]:
-        """Run the block on one rank before the others, which then read what it prepared. Two barriers."""
+        """Run the block on one rank first, then on the others, which may read what it prepared. Two barriers."""
         first = dist.get_rank(process_group) == executor_rank
         if not first:
             dist.barrier(process_group)
@@ -91,7 +91,7 @@ class DistCoordinator:
         dist.barrier(process_group)
 
     def destroy(self) -> None:
-        """End the process group. Every rank calls it, at the end of the script."""
+        """Destroy the process group. Every rank calls it, at the end of the script."""
         stop_watch()
         if dist.is_initialized():
             dist.destroy_process_group()

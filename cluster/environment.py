@@ -1,7 +1,7 @@
-"""The environment of a process: variables of CUDA, NCCL and gloo, and open files. Set where safe, else reported.
+"""Environment of a process: variables of CUDA, NCCL and gloo, and the limit of open files.
 
-[Note: several communicators] A rank has kernels of several communicators on its GPU at once: of tensor parallelism, of
-the pipeline, of gradients. A receive that was posted ahead holds its place until the sender comes. So a first use of a
+[Note: several communicators] A rank runs kernels of several communicators on its GPU at once: of tensor parallelism,
+of the pipeline, of gradients. A prefetched receive occupies the GPU until its sender starts. So the first use of a
 kernel must not wait for the device (CUDA_MODULE_LOADING=EAGER), streams must not share a hardware queue with one that
 waits (CUDA_DEVICE_MAX_CONNECTIONS), and all ranks must launch in one order (NCCL_LAUNCH_ORDER_IMPLICIT).
 """
@@ -15,17 +15,17 @@ from collections.abc import MutableMapping
 from .device import cuda_has_begun, is_cuda_built, orders_launches
 
 _LOG = logging.getLogger(__name__)
-# See [Note: several communicators]. CUDA reads them when it starts.
+# See [Note: several communicators]. CUDA reads these variables when it is initialized.
 CUDA_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # which NCCL reads with its first communicator
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # NCCL reads it when it creates its first communicator
 INTERFACE = "GLOO_SOCKET_IFNAME"
-_OTHER_FILES = 256  # of a process: libraries, data, workers, groups over parts of the ranks
+_OTHER_FILES = 256  # open files of a process for libraries, data, workers and subgroups
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Set what the environment leaves open and is safe, and give one warning of what only the user can set.
+    """Set unset variables where this is safe; give one warning about those that only the user can set.
 
-    What the user has set stays. Called before the device is used. Communicates nothing.
+    The user's values are kept. Called before the device is used. No communication.
 
     Args:
         environment: `os.environ`.
@@ -38,7 +38,9 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     if is_cuda_built():
         unset = {name: value for name, value in CUDA_VARIABLES.items() if name not in environment}
         if cuda_has_begun():
-            advice += [f"export {name}={value}, for CUDA had begun" for name, value in unset.items()]
+            advice += [
+                f"export {name}={value}, since CUDA was initialized before" for name, value in unset.items()
+            ]
         else:
             chosen |= unset
         if LAUNCH_ORDER not in environment and orders_launches():
@@ -52,7 +54,7 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def interface_advice(environment: MutableMapping[str, str], world_size: int) -> list[str]:
-    """Advice for several nodes, where gloo would offer the others an address of this node alone."""
+    """Advice for several nodes, if gloo would advertise an address that only this node can reach."""
     is_alone = int(environment.get("LOCAL_WORLD_SIZE", world_size)) == world_size
     if is_alone or INTERFACE in environment:
         return []
@@ -66,13 +68,13 @@ def interface_advice(environment: MutableMapping[str, str], world_size: int) -> 
     interface = environment.get(
         "NCCL_SOCKET_IFNAME", "the interface to the other nodes, as `ip addr` lists it"
     )
-    return [f"export {INTERFACE}={interface}, for the address of {name} is {address}"]
+    return [f"export {INTERFACE}={interface}, since the address of {name} is {address}"]
 
 
 def file_advice(world_size: int) -> list[str]:
-    """Let this process open the files that it needs; advice where it may not.
+    """Raise the limit of open files as far as needed; return advice if it cannot be raised.
 
-    gloo holds a connection to every other rank in each of two groups of all ranks.
+    gloo keeps a connection to every other rank in each of two groups of all ranks.
     """
     needed = 2 * (world_size - 1) + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Errors: one for all that is wrong with a call, those that another rank causes, and the SIGTERM that follows these."""
+"""Errors: a list of errors raised as one, failures of other ranks, and deferred SIGTERM."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class ErrorList(ValueError):
-    """All that is wrong with a call: `args` are the errors, of which the text has a line each."""
+    """Several errors of one call: `args` holds them, and the text has one line for each."""
 
     def __str__(self) -> str:
         if len(self.args) == 1:
@@ -21,21 +21,21 @@ class ErrorList(ValueError):
 
 
 def raise_errors(errors: Sequence[str]) -> None:
-    """Raise all errors as one; return where there are none.
+    """Raise all errors as one `ErrorList`; return if there are none.
 
     Raises:
-        ErrorList: there are some.
+        ErrorList: the list is not empty.
     """
     if errors:
         raise ErrorList(*errors)
 
 
 def errors_of(error: Exception) -> tuple[str, ...]:
-    """The errors that were raised as one, or the text of any other error."""
+    """The texts of an `ErrorList`, or the text of any other error."""
     return error.args if isinstance(error, ErrorList) else (str(error),)
 
 
-# What gloo says of a peer that is gone; NCCL and the store have error types of their own.
+# gloo's messages about a lost peer; NCCL and the store have error types of their own.
 BROKEN = re.compile(
     r"connection (closed by peer|reset by peer|refused)|broken pipe|socket closed|remote worker crashing"
     r"|connectFullMesh failed",
@@ -43,13 +43,13 @@ BROKEN = re.compile(
 )
 TIMED_OUT = re.compile(r"timed out waiting|(wait|operation|application) timeout|operation timed out", re.I)
 
-SAME_CALLS = (  # what to do about an `UnmatchedCall`
-    "every rank has to make the same calls in the same order, so make this one on all ranks or on none"
+SAME_CALLS = (  # advice of an `UnmatchedCall`
+    "every rank must make the same calls in the same order, so make this call on all ranks or on none"
 )
 
 
 class RankFailure(RuntimeError):
-    """Another rank failed, died or left while this one waited for it. `rank` is the one to blame, if known."""
+    """Another rank failed, died or left while this one waited for it. `rank` is the failed rank, if known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message, rank)
@@ -60,24 +60,24 @@ class RankFailure(RuntimeError):
 
 
 class UnmatchedCall(RankFailure):
-    """This rank is in a call that another one, `rank`, never makes: it is in another call instead."""
+    """This rank waits in a call that `rank` never makes, because `rank` waits in another call."""
 
 
 def is_broken(error: BaseException) -> bool:
-    """Return True if an error says that another rank went away, or that the backend failed."""
+    """Return True if an error reports a lost connection to another rank, or a failure of the backend."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | ConnectionError):
         return True
     return isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return True if an error says that another rank did not come."""
+    """Return True if an error reports a timeout."""
     return isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None
 
 
 @contextmanager
 def termination_deferred() -> Iterator[None]:
-    """Do not end by SIGTERM before the block does. A user's own handler stays as it is."""
+    """Defer SIGTERM to the end of the block. A user's own handler is kept."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -88,5 +88,5 @@ def termination_deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and sys.exc_info()[0] is None:  # an error that passes ends the process, and says more
+        if came and sys.exc_info()[0] is None:  # an error in flight ends the process, and is more informative
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Reduce-scatter and all-gather over gloo as slices that go from rank to rank. collectives.py says where they do.
+"""Reduce-scatter and all-gather over gloo by point-to-point slices. collectives.py decides when to use them.
 
-[Note: slices] gloo's own reduce-scatter and all-gather copy whole buffers first: of 128 MiB on two ranks (2 cores) they
-took 236 and 188 ms, and slices that are sent take 52 and 45. Each rank sends every other one its slice, which sums up
-itself. As with NCCL, what has begun ends without another rank waiting for it.
+[Note: slices] gloo's own reduce-scatter and all-gather first copy full buffers: for 128 MiB on two ranks (2 cores)
+they took 236 and 188 ms, point-to-point slices take 52 and 45. In a reduce-scatter each rank sends every other rank
+that rank's slice, and the receiver adds up. As with NCCL, communication that started completes although no rank waits.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,27 @@ from torch import Tensor
 
 from .traffic import one_collective
 
-# Shorter buffers gain nothing. A test that patches this to 0 sends slices of all, to infinity of none.
+# Shorter buffers gain nothing. Tests patch this: 0 sends slices of all buffers, infinity of none.
 MIN_BYTES: float = 2**16
-# Elements that are summed up at a time, while the next are in flight: they stay in a core's cache.
+# Elements added at a time, while the next are in flight: they fit a core's cache.
 _PART = 2**18
-_GATHER, _REDUCE = 2**20, 2**20 + 1  # tags; those of ring.py are others
+_GATHER, _REDUCE = 2**20, 2**20 + 1  # message tags, different from those of ring.py
 
 
 def takes(whole: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether a buffer goes by slices: a long one on CPUs, over gloo. Equal on all ranks."""
+    """Return True for a long buffer on a CPU over gloo, which is communicated in slices. Equal on all ranks."""
     if whole.device.type != "cpu" or whole.nbytes < MIN_BYTES or group.size() == 1:
         return False
     return bool(group._get_backend(whole.device).name() == "gloo")
 
 
 class AllGather:
-    """The slices of all ranks on their way into the 1-D buffers of all. Making it begins.
+    """An all-gather in flight: each rank sends its slice to all others. The constructor starts it.
 
     Args:
         whole: the buffer; `own_slice` may be this rank's slice of it.
-        own_slice: contiguous, of one length on all ranks.
-        group: every rank of it makes one.
+        own_slice: contiguous, of the same length on all ranks.
+        group: every rank of it must construct one.
     """
 
     def __init__(self, whole: Tensor, own_slice: Tensor, group: dist.ProcessGroup) -> None:
@@ -47,19 +47,19 @@ class AllGather:
         _end_when_dropped(self, self._works)
 
     def wait(self) -> None:
-        """Return when the buffer is filled and may be written to. Once more does nothing."""
+        """Wait until the buffer is filled and may be written to. A second call does nothing."""
         _wait_for(self._works)
 
 
 class ReduceScatter:
-    """The sum of the 1-D buffers of all ranks on its way, slice by slice, to the ranks. Making it begins.
+    """A reduce-scatter in flight: each rank receives and adds up its slice of all buffers. The constructor starts it.
 
     16-bit formats are added up in float32.
 
     Args:
-        own_slice: becomes this rank's slice of the sum; it may be that slice of `whole`, the rest of which stays.
+        own_slice: receives this rank's slice of the sum. It may be that slice of `whole`; the rest is kept.
         whole: the buffer.
-        group: every rank of it makes one.
+        group: every rank of it must construct one.
     """
 
     def __init__(self, own_slice: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
@@ -80,12 +80,12 @@ class ReduceScatter:
         arrivals.in_flight = self
 
     def wait(self) -> None:
-        """Return when the sum is there, and the buffer may be written to. Once more does nothing."""
+        """Wait until the sum is complete and the buffer may be written to. A second call does nothing."""
         self.add_up()
         _wait_for(self._works)
 
     def add_up(self) -> None:
-        """Wait for the slices of the others, and add them up: the memory where they arrived is free then."""
+        """Wait for the slices of the other ranks and add them up, which frees the receive buffer."""
         if self._own_slice is None:
             return
         own_slice, self._own_slice = self._own_slice, None
@@ -99,12 +99,12 @@ class ReduceScatter:
 
 
 class _Arrivals:
-    """The memory of a group for slices that arrive to be added up, for one reduce-scatter at a time.
+    """A group's receive buffer, for one reduce-scatter at a time.
 
-    It is kept: a process pays more for fresh memory than for a transfer.
+    It is reused: allocating fresh memory takes longer than a transfer.
 
     Attributes:
-        in_flight: whose slices arrive there.
+        in_flight: the reduce-scatter that receives into it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class _Arrivals:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Have the memory once what came before is added up."""
+        """Return the buffer, once the previous reduce-scatter has been added up."""
         if self.in_flight is not None:
             self.in_flight.add_up()
             self.in_flight = None
@@ -122,12 +122,12 @@ class _Arrivals:
         return self._memory[:nbytes].view(dtype).view(shape)
 
 
-# By group, as long as that lives; none refers back to its group.
+# Weak references by group: entries end with their group.
 _ARRIVALS: WeakKeyDictionary[dist.ProcessGroup, _Arrivals] = WeakKeyDictionary()
 
 
 def _others(group: dist.ProcessGroup) -> Sequence[int]:
-    """The other ranks, from the next one on: where all go by this order, nobody is sent to by all at once."""
+    """The other ranks, starting with the next one, so that ranks do not all send to the same one at once."""
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 
@@ -137,12 +137,12 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def _wait_for(works: list[dist.Work]) -> None:
-    while works:  # each once: gloo would wait for a further tensor
+    while works:  # wait for each only once: gloo would wait for another tensor
         works.pop().wait()
 
 
 def _end_when_dropped(handle: object, works: list[dist.Work]) -> None:
-    """Let slices reach the other ranks though nobody waits for the handle; not where the process ends."""
+    """Complete the sends when a handle is dropped without a wait, except at the end of the process."""
 
     def end() -> None:
         with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Heartbeats and news of ranks in the store of a run, and what is certain of two heartbeats."""
+"""Heartbeats and events of ranks in the store of a run, and detection of mismatched calls from heartbeats."""
 
 import json
 import os
@@ -16,22 +16,22 @@ from torch.distributed import distributed_c10d
 
 from .errors import RankFailure
 
-KEPT = 4  # names of the latest calls of a group
-MOST_NAMED = 8  # ranks in a message
+KEPT = 4  # names of the latest calls that are kept for each group
+MOST_NAMED = 8  # the most ranks that a message lists
 
 
 @dataclass(kw_only=True)
 class Heartbeat:
-    """A number that changes while the process lives, and where its main thread stands.
+    """A counter that increases while the process lives, and the call that its main thread is in.
 
     Args:
-        beat: the number.
-        action: the call it is in, None outside.
-        calls: how many calls it has begun, of all kinds.
-        group: the ranks that have to make this call, "0,1,2"; empty where it may be alone.
-        joined: by group, how many of its calls it has begun.
-        recent: by group, the names of the latest of them.
-        errors: how many calls have raised.
+        beat: the counter.
+        action: name of the current call, None outside of calls.
+        calls: number of calls that it has entered.
+        group: the ranks that must make this call, "0,1,2"; empty if this rank may make it alone.
+        joined: number of calls that it has entered, by group.
+        recent: names of the latest calls, by group.
+        errors: number of calls that raised.
     """
 
     beat: int
@@ -48,30 +48,30 @@ class Heartbeat:
 
     @property
     def number(self) -> int:
-        """The number of the call it is in, among those of the group."""
+        """The number of the current call, among those of its group."""
         return self.joined.get(self.group, 0)
 
     def has_come(self, other: "Heartbeat") -> bool:
-        """Return True if this process has made the call that another one is in."""
+        """Return True if this process has entered the call that the other process is in."""
         return self.joined.get(other.group, 0) >= other.number
 
     def name_of(self, group: str, number: int) -> str | None:
-        """The call of this number in a group, None where it was not made or is long ago."""
+        """Name of the call of this number in a group; None if it was not made or is no longer kept."""
         recent, behind = self.recent.get(group, []), self.joined.get(group, 0) - number
         return recent[-1 - behind] if 0 <= behind < len(recent) else None
 
 
 @dataclass(kw_only=True, eq=False)
 class Call:
-    """The watched call that a thread is in, and what the watch has found out about it.
+    """The watched call that a thread is in, and the findings of the watch about it.
 
     Args:
-        thread_id: of the thread.
-        entered: when it began.
-        is_reported: whether its error is printed or raised.
-        is_announced: whether a line says for whom it waits.
-        suspect: a rank that may never meet it, and where that was.
-        vain, since: the error of a call that cannot end, and when it was found.
+        thread_id: id of the thread.
+        entered: start time.
+        is_reported: True once its error has been printed or raised.
+        is_announced: True once a line has named the ranks that it waits for.
+        suspect: a rank that may never enter this call, with its last heartbeat.
+        vain, since: the error of a call that can never complete, and the time when it was found.
     """
 
     thread_id: int
@@ -89,7 +89,7 @@ def members(group: str) -> list[int]:
 
 
 def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
-    """The ranks that have not made the call that a rank is in."""
+    """The ranks that have not entered the call that a rank is in."""
     own = beats[rank]
     assert own is not None
     return [
@@ -100,10 +100,10 @@ def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
 
 
 def never_meeting(rank: int, beats: Mapping[int, Heartbeat | None]) -> int | None:
-    """A rank that never makes the call that `rank` is in; None where that is not certain of any.
+    """A rank that certainly never enters the call that `rank` is in; None if there is none.
 
-    It is certain where the group's call of this number has another name there, or where that rank waits in a call of
-    another group that `rank` has not made. Ranks that have raised differently often are left out: their numbers differ.
+    It is certain if that rank entered another call in its place, or waits in a call of another group that `rank` has
+    not entered. Ranks that raised a different number of errors are left out: their calls are numbered differently.
     """
     own = beats[rank]
     assert own is not None
@@ -120,23 +120,23 @@ def never_meeting(rank: int, beats: Mapping[int, Heartbeat | None]) -> int | Non
 
 
 def _waits_for(beat: Heartbeat, rank: int, own: Heartbeat) -> bool:
-    """Return True if a process is in a call of another group that `rank` has not made."""
+    """Return True if a process is in a call of another group that `rank` has not entered."""
     return beat.group != own.group and rank in members(beat.group) and not own.has_come(beat)
 
 
 def places(ranks: Iterable[int], beats: Mapping[int, Heartbeat | None]) -> str:
-    """Where ranks are, as a message shall say it."""
+    """Describe the calls that ranks are in, for messages."""
     found = [f"rank {rank} is {beats.get(rank) or 'not connected yet'}" for rank in ranks]
     more = len(found) - MOST_NAMED
     return "; ".join(found[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else []))
 
 
-# A store that takes longer to answer is treated as gone.
+# A store that does not answer in this time is treated as gone.
 ANSWER_SECONDS = 30.0
 _TEXTS = {
     "failed": "rank {rank} failed: {text}",
     "gone": "rank {rank} died: its process is gone",
-    "silent": "rank {rank} gives no sign of life",
+    "silent": "rank {rank} sends no heartbeats",
     "left": "rank {rank} left: its script ended, or it destroyed the process group",
     "recovered": "rank {rank} is back",
 }
@@ -144,13 +144,13 @@ _TEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """News of a rank: that it "failed", is "gone" or "silent", "left", or "recovered" from any of these.
+    """A change of a rank's state: it "failed", is "gone" or "silent", "left", or "recovered".
 
     Args:
-        text: the error that it failed with.
-        consequence: it failed because another rank had.
-        errors: how many errors of its own the rank has had with this one.
-        heard: when this process read it.
+        text: text of its error.
+        consequence: True if it failed because another rank had failed.
+        errors: number of errors that the rank has had, including this one.
+        heard: time when this process read the event.
     """
 
     rank: int
@@ -164,8 +164,8 @@ class Event:
         return _TEXTS[self.kind].format(rank=self.rank, text=self.text)
 
 
-class Board:
-    """One rank's access to the board, over a connection of its own, which two of its threads may use.
+class HeartbeatStore:
+    """One rank's access to heartbeats and events in the store, by its own connection, for two threads.
 
     Args:
         store: the store of the default process group.
@@ -173,19 +173,19 @@ class Board:
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        # The group's own connection is locked while something waits on it.
+        # The group's own connection is locked while any thread waits on it.
         connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-        # A store may outlive a process group, and its ranks count alike how often they have started anew.
-        life = connection.add(f"echelon/board/lives/{rank}", 1)
-        self._store = dist.PrefixStore(f"echelon/board/{life}", connection)
+        # A store may outlive a process group. All ranks count restarts alike.
+        life = connection.add(f"echelon/heartbeats/lives/{rank}", 1)
+        self._store = dist.PrefixStore(f"echelon/heartbeats/{life}", connection)
         self._rank = rank
         self._num_read = 0
         self._processes: dict[int, tuple[str, int]] = {}
         self._store.set(f"process/{rank}", json.dumps([_place(), os.getpid()]))
 
     def show(self, beat: Heartbeat) -> None:
-        """Replace this rank's heartbeat."""
+        """Publish this rank's heartbeat in place of its previous one."""
         self._store.set(f"sign/{self._rank}", json.dumps(asdict(beat)))
 
     def beat(self, rank: int) -> Heartbeat | None:
@@ -194,40 +194,41 @@ class Board:
         return None if content is None else Heartbeat(**content)
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
-        """The latest heartbeats of ranks, by two requests where all have one."""
+        """The latest heartbeats of ranks, by two requests if all ranks have one."""
         keys = [f"sign/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return {rank: self.beat(rank) for rank in ranks}
         contents = self._store.multi_get(keys)
         return {rank: Heartbeat(**json.loads(content)) for rank, content in zip(ranks, contents, strict=True)}
 
-    def arrive(self, meeting: int, world_size: int) -> None:
-        """Note that this rank has come to a meeting of all ranks."""
-        if self._store.add(f"arrived/{meeting}", 1) == world_size:
-            self._store.set(f"met/{meeting}", "")
+    def arrive(self, barrier: int, world_size: int) -> None:
+        """Register this rank at a barrier of all ranks."""
+        if self._store.add(f"arrived/{barrier}", 1) == world_size:
+            self._store.set(f"met/{barrier}", "")
 
-    def withdraw(self, meeting: int) -> None:
-        """Take the arrival back."""
-        self._store.add(f"arrived/{meeting}", -1)
+    def withdraw(self, barrier: int) -> None:
+        """Withdraw this rank from a barrier."""
+        self._store.add(f"arrived/{barrier}", -1)
 
-    def has_met(self, meeting: int) -> bool:
-        """Return True if all ranks have come to a meeting."""
-        return bool(self._store.check([f"met/{meeting}"]))
+    def all_arrived(self, barrier: int) -> bool:
+        """Return True if all ranks have arrived at a barrier."""
+        return bool(self._store.check([f"met/{barrier}"]))
 
-    def forget(self, meeting: int) -> None:
-        """Drop the entries of a meeting that all ranks have left."""
-        for key in (f"arrived/{meeting}", f"met/{meeting}"):
+    def forget(self, barrier: int) -> None:
+        """Delete the keys of a barrier that all ranks have left."""
+        for key in (f"arrived/{barrier}", f"met/{barrier}"):
             self._store.delete_key(key)
 
     def post(self, event: Event) -> None:
-        """Add news for all ranks, this one included."""
+        """Add an event for all ranks, this one included."""
         content = {key: value for key, value in asdict(event).items() if key != "heard"}
-        # Written before it is counted: who read what is still to come would hold the connection that has to write it.
+        # Written before it is counted: a reader waiting for an unwritten event would block the connection
+        # that writes it.
         self._store.append("events", json.dumps(content) + "\n")  # type: ignore[attr-defined]  # torch's stubs lack it
         self._store.add("number of events", 1)
 
     def news(self) -> list[Event]:
-        """The news posted since the last call, in one order on all ranks."""
+        """The events posted since the last call, in the same order on all ranks."""
         if self._store.add("number of events", 0) <= self._num_read:
             return []
         contents = self._store.get("events").decode().splitlines()
@@ -235,7 +236,7 @@ class Board:
         return [Event(**json.loads(content)) for content in fresh]
 
     def is_gone(self, rank: int) -> bool:
-        """Return True if a rank's process has ended for certain: only known of processes on this machine."""
+        """Return True if a rank's process has certainly ended; known only for processes of this machine."""
         if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
             self._processes[rank] = process[0], process[1]
         place, process_id = self._processes.get(rank, ("", 0))
@@ -247,13 +248,13 @@ class Board:
 
 @cache
 def _place() -> str:
-    """This machine, and the name space in which its process numbers count."""
+    """Identify this machine and the namespace of its process ids."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
 
 
 def has_ended(process_id: int) -> bool:
-    """Return True if a process of this machine no longer runs; one that nobody has waited for yet counts as ended."""
+    """Return True if a process of this machine no longer runs; a zombie process counts as ended."""
     try:
         os.kill(process_id, 0)
         status = Path(f"/proc/{process_id}/stat")
@@ -265,9 +266,9 @@ def has_ended(process_id: int) -> bool:
 
 
 def default_timeout() -> timedelta:
-    """The timeout of the default group; torch gives other groups its own default instead. Private to torch.
+    """The timeout of the default group, which torch does not pass on to other groups. Uses private torch API.
 
-    Of a backend that has none, a custom one for example, it is torch's default.
+    For a backend without a timeout, such as a custom one, this is torch's default.
     """
     world = distributed_c10d._get_default_group()
     options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
@@ -276,7 +277,7 @@ def default_timeout() -> timedelta:
 
 
 def default_store() -> dist.Store | None:
-    """The store of the default process group, the same object for as long as the group lives. Private to torch."""
+    """The store of the default process group, one object for the lifetime of the group. Uses private torch API."""
     try:
         return distributed_c10d._get_default_store() if dist.is_initialized() else None
     except (ValueError, KeyError):  # another thread is destroying the group

@@ -1,4 +1,4 @@
-"""Starting the process group of a run. The mesh over it is mesh.py; the watch over its ranks is failures.py."""
+"""Start the process group of a run."""
 
 import faulthandler
 import os
@@ -34,25 +34,25 @@ def launch_from_torch(
 ) -> None:
     """Start the default process group from torchrun's variables, or alone under a plain `python script.py`.
 
-    Each process computes on the GPU of its LOCAL_RANK, or on the only one that it sees, whatever the backend; without a
-    GPU on the CPU. NCCL carries tensors of CUDA and gloo those of the CPU. Variables of the environment are set or
-    warned of as in `environment.py`. Calling it again does nothing but seed.
+    Each process computes on the GPU of its LOCAL_RANK, or on the only visible one, whatever the backend; without a GPU
+    on the CPU. NCCL carries CUDA tensors, and gloo carries CPU tensors. Environment variables are set or warned of, see
+    `environment.py`. A second call only seeds.
 
     Args:
-        backend: "nccl", "gloo", or one that was registered with torch, which then carries the tensors of the device;
-            None is NCCL on CUDA, else gloo.
-        device: "cpu", "cuda", or a GPU by its number among those that this process sees; None is a GPU if there is one.
+        backend: backend for the device's tensors: "nccl", "gloo", or one registered with torch. None takes NCCL on
+            CUDA, else gloo.
+        device: "cpu", "cuda", or the number of a visible GPU; None takes a GPU if there is one.
         seed: seeds Python, NumPy and torch equally on every rank.
-        timeout_seconds: after how long a collective that a peer does not join raises.
+        timeout_seconds: time after which a collective raises if a peer does not join it.
 
     Raises:
-        ValueError: an argument or a variable has a value that it cannot have, all at once; only some of torchrun's
-            variables are set, there is no such device, or the backend has no tensors there.
+        ValueError: arguments or variables have invalid values, all reported at once; only some of torchrun's
+            variables are set, the device does not exist, or the backend has no tensors there.
     """
     raise_errors(_value_errors(backend=backend, device=device, seed=seed, timeout_seconds=timeout_seconds))
     given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
-    # An address alone is common on clusters and says nothing about other processes; a rank or a size does.
+    # Clusters often set an address alone; only a rank or a world size implies other processes.
     if missing and any(name in given for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         raise ValueError(
             f"the environment sets {', '.join(given)} but not {', '.join(missing)}: start the script with "
@@ -61,7 +61,7 @@ def launch_from_torch(
     if dist.is_initialized():
         if device is not None and not is_same_device(device, default_device()):
             raise ValueError(
-                f"device={str(device)!r}, and the process group that is there computes on {default_device()}: give it "
+                f"device={str(device)!r} is not {default_device()}, the device of the existing process group: give it "
                 "to the call that starts the group"
             )
     else:
@@ -74,8 +74,8 @@ def launch_from_torch(
         else:
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     start_watch()
-    if not faulthandler.is_enabled():  # gloo ends a process without an exception where messages do not fit
-        with suppress(OSError, ValueError):  # a standard error that is no file
+    if not faulthandler.is_enabled():  # gloo aborts without an exception if message sizes differ
+        with suppress(OSError, ValueError):  # standard error is no file
             faulthandler.enable()
     seed_everything(seed)
 
@@ -126,20 +126,20 @@ def _chosen_device(given: torch.device | str | int | None, backend: str | None) 
 
 
 def _backends(backend: str | None, device: torch.device) -> str:
-    """What carries the tensors of which device, for torch. A device that is not named is not computed on."""
+    """Backends by device type, in torch's format. Devices that are not listed have none."""
     if device.type == "cpu":
         return f"cpu:{backend or 'gloo'}"
     return f"cpu:gloo,{device.type}:{backend or ('nccl' if is_cuda(device) else 'gloo')}"
 
 
 def torchrun_command(num_processes: int) -> str:
-    """The command line that starts this script on so many processes of this machine."""
+    """The command line that starts this script with `num_processes` processes on this machine."""
     script = sys.argv if Path(sys.argv[0]).is_file() else ["script.py"]
     return f"torchrun --standalone --nproc_per_node {num_processes} {shlex.join(script)}"
 
 
 def local_store() -> dist.TCPStore:
-    """A store for the processes that this one starts on its machine: they join by its `port`, see below."""
+    """A store for processes that this one starts on its machine; they join by its `port` with `join_local_group`."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -147,12 +147,12 @@ def local_store() -> dist.TCPStore:
 def join_local_group(
     rank: int, world_size: int, *, port: int, timeout_seconds: float = 600.0
 ) -> Iterator[None]:
-    """For the block, a gloo group of processes on this machine that were started by hand, which compute on its CPU.
+    """Run the block in a gloo group of manually started processes of this machine, which compute on the CPU.
 
     Args:
-        rank, world_size: this process among them.
-        port: that of the store which the process that started them keeps open (`local_store`).
-        timeout_seconds: after how long a collective that a peer does not join raises.
+        rank, world_size: rank of this process, and number of processes.
+        port: port of the `local_store` that the starting process keeps open.
+        timeout_seconds: time after which a collective raises if a peer does not join it.
     """
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
@@ -165,9 +165,9 @@ def join_local_group(
 
 
 def wait_until_all_have_connected() -> None:
-    """Wait until every rank has the connections of its groups over gloo. Collective over the world.
+    """Wait until all gloo connections of every rank are open. Collective over the world.
 
-    A rank that failed at once would close connections that others still open, and they would report only that.
+    A rank that fails early would close connections that others are still opening, and they would report only that.
     """
     if backend_of("cpu") == "gloo":
         with naming_failures("connecting the ranks"):

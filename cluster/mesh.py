@@ -1,4 +1,4 @@
-"""The mesh of processes: which ranks share which axis. What they exchange is collectives.py."""
+"""The mesh of ranks, and the process groups of its axes."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,22 +20,23 @@ from .heartbeats import default_timeout
 from .launch import torchrun_command, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
-# An axis that joins others: the ranks that add to the gradients of the same parameters.
+# The joined axis over which gradients of the same parameters are reduced.
 JOINED = {"data": ("dp", "sp")}
-# Axes of so many neighbours of "data" each. A placement may name one: ZeRO then has the rest of "data" for replicas.
+# Axes that are parts of "data", of neighbouring ranks. For a parameter placed on one, ZeRO's replicas are the rest of
+# "data".
 PARTS_OF_DATA = ("wp",)
 _PATIENCE = timedelta(hours=6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupUse:
-    """What a kind of group is for. NCCL is set up by it, where it carries the device's tensors; others have no options.
+    """The use of a kind of process group, from which NCCL's options follow; other backends have no options.
 
     Attributes:
-        on_cpus: ranks also agree in it, by integers of their CPUs. Without, the group has no gloo, its connections and
-            threads.
-        is_urgent: computation waits for it at once, so its kernels go before others.
-        max_ctas: the most thread blocks of a kernel; None is NCCL's choice.
+        on_cpus: the group also exchanges integers between CPUs. If False it has no gloo backend with its connections
+            and threads.
+        is_urgent: computation waits for its kernels at once, so they get a high priority.
+        max_ctas: maximum number of thread blocks of a kernel; None leaves it to NCCL.
     """
 
     on_cpus: bool = False
@@ -43,8 +44,8 @@ class GroupUse:
     max_ctas: int | None = None
 
 
-# [Note: groups of NCCL] Receives that are posted ahead stay on the GPU until their sender comes, up to four at a time,
-# and would keep as many multiprocessors from computing as NCCL gives them.
+# [Note: groups of NCCL] Up to four prefetched receives occupy the GPU until their senders start. Without a limit they
+# would keep all multiprocessors that NCCL gives them from computing.
 CHANNEL, PART = "channel", "part"
 GROUPS = {
     "tp": GroupUse(on_cpus=True, is_urgent=True),
@@ -54,16 +55,18 @@ GROUPS = {
     "data": GroupUse(on_cpus=True),
     "wp": GroupUse(),
     CHANNEL: GroupUse(is_urgent=True, max_ctas=4),  # between the stages of a pipeline
-    PART: GroupUse(),  # some ranks of an axis: rings, replicas of a weight
+    PART: GroupUse(),  # a part of an axis: rings, replicas of a weight
 }
 
 
 def nccl_options(use: GroupUse, device_type: str) -> tuple[str | None, Any] | None:
-    """Backend and options of a new group, for torch; None where no NCCL carries the tensors of this kind of device."""
+    """Backend and options of a new group, for torch; None if NCCL is not the backend of this device type."""
     if backend_of(device_type) != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=use.is_urgent)
-    options._timeout = default_timeout()  # private to torch, which warns where it differs from the group's
+    options._timeout = (
+        default_timeout()
+    )  # private torch API; torch warns if it differs from the group's timeout
     if use.max_ctas is not None:
         options.config.min_ctas, options.config.max_ctas = 1, use.max_ctas
     return None if use.on_cpus else "nccl", options
@@ -72,7 +75,7 @@ def nccl_options(use: GroupUse, device_type: str) -> tuple[str | None, Any] | No
 def mesh_errors(
     *, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1
 ) -> list[str]:
-    """All that is wrong with the sizes of a mesh, each with what would work; empty when they fit."""
+    """List errors of the sizes of a mesh, each with sizes that would work; empty if they fit."""
     sizes = {"pp": pp, "dp": 1 if dp is None else dp, "sp": sp, "tp": tp, "wp": wp}
     if errors := [f"{axis}_size={size} must be at least 1" for axis, size in sizes.items() if size < 1]:
         return errors
@@ -104,16 +107,16 @@ def mesh_errors(
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of `number`, rising: what an error message offers."""
+    """All divisors of `number`, ascending, for error messages."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 @contextmanager
 def connecting_pairs_apart() -> Iterator[None]:
-    """Groups that are made inside get a communicator for each pair of ranks that exchange something. Private to torch.
+    """Give groups created inside the block a communicator for each pair of ranks. Uses private torch API.
 
-    Where the default group was bound to a device (`init_process_group(device_id=…)`), torch gives each new group one
-    communicator for all its ranks, on which NCCL would run all that they send and receive one after the other.
+    If the default group is bound to a device (`init_process_group(device_id=…)`), torch gives each new group a single
+    communicator, on which NCCL would serialize all sends and receives.
     """
     default = distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
@@ -129,9 +132,9 @@ def torch_mesh(
     dims: tuple[str, ...],
     uses: Mapping[str, GroupUse] | None = None,
 ) -> DeviceMesh:
-    """A torch mesh of all ranks whose groups wait as long as the default one. Collective over the world.
+    """A torch mesh of all ranks, whose groups have the default group's timeout. Collective over the world.
 
-    A dim of all ranks is the default group, unless it is urgent.
+    A dim that spans all ranks uses the default group, unless its use is urgent.
     """
     given = {
         dim: uses[dim]
@@ -143,7 +146,7 @@ def torch_mesh(
         if (found := nccl_options(use, device_type)) is not None:
             options[dim] = found
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims, backend_override=options or None)
-    if {backend_of("cpu"), backend_of(device_type)} & {"gloo", "nccl"}:  # torch warns of others
+    if {backend_of("cpu"), backend_of(device_type)} & {"gloo", "nccl"}:  # torch warns of other backends
         for dim in dims:
             distributed_c10d._set_pg_timeout(default_timeout(), mesh.get_group(dim))
     wait_until_all_have_connected()
@@ -153,16 +156,16 @@ def torch_mesh(
 class ParallelMesh:
     """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
 
-    Derived axes: "data" is dp and sp together, the ranks whose gradients are averaged. "wp", where it is above 1, is so
-    many neighbours of it, over which the weights of linear layers are sharded.
+    Derived axes: "data" is dp and sp flattened, over which gradients are averaged. "wp", if above 1, consists of
+    neighbouring ranks of "data", over which the weights of linear layers are sharded.
 
-    Building it is collective over the world: every rank calls it with the same sizes. Groups are made here
-    or in `subgroup`, in one order on all ranks.
+    Building it is collective over the world: every rank calls it with the same sizes. Groups are created here or in
+    `subgroup`, in the same order on all ranks.
 
     Args:
         pp, sp, tp: sizes of the pipeline, sequence and tensor axes.
-        dp: the number of replicas; None takes what the world size leaves.
-        wp: size of the axis "wp"; it divides dp * sp.
+        dp: number of replicas; None takes world size / (pp * sp * tp).
+        wp: size of the axis "wp"; it must divide dp * sp.
 
     Raises:
         ValueError: the sizes do not multiply to the world size.
@@ -179,29 +182,29 @@ class ParallelMesh:
         for axis, size in zip(PARTS_OF_DATA, (wp,), strict=True):
             self._lines[axis] = self._lines["data"].reshape(-1, size)
         self._own = {axis: _line_of(self.global_rank, lines) for axis, lines in self._lines.items()}
-        # By axis, and by its chosen coordinates or the number of a group over all of them.
+        # By axis, and by the chosen coordinates or the number of a group over the full axis.
         self._groups: dict[tuple[str, Any], dist.ProcessGroup | None] = {
             (axis, 0): self._mesh.get_group(axis) for axis in AXES
         }
         for axis in (*JOINED, *PARTS_OF_DATA):
-            # Of its own also where it is all of "data": its traffic is counted apart.
+            # A separate group even if it spans all of "data": its traffic is counted separately.
             if self.size(axis) > 1 and self._simplest(axis) == axis:
                 self._groups[axis, 0] = self._new_group(axis, [range(self.size(axis))], use=GROUPS[axis])
         self._side_group: dist.ProcessGroup | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's own mesh, for what takes one (DTensor, fully_shard)."""
+        """torch's own mesh, for DTensor and fully_shard."""
         return self._mesh
 
     @property
     def global_rank(self) -> int:
-        """This process in the world."""
+        """The rank of this process in the world."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """The number of processes on all axes."""
+        """The number of ranks of the mesh."""
         return dist.get_world_size()
 
     def size(self, *axes: str) -> int:
@@ -213,53 +216,53 @@ class ParallelMesh:
         return self._own[axis].index(self.global_rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in `axis` alone, in the order of their coordinates.
+        """The group of the ranks that differ from this one in `axis` only, in the order of their coordinates.
 
-        There is none for a part of "data" of one rank.
+        A part of "data" of size 1 has no group.
         """
         group = self._groups[self._simplest(axis), 0]
-        assert group is not None  # every rank is in one
+        assert group is not None  # every rank is in a group
         return group
 
     def global_ranks(self, axis: str) -> list[int]:
-        """The world's ranks of `group(axis)`, by coordinate."""
+        """The global ranks of `group(axis)`, by coordinate."""
         return dist.get_process_group_ranks(self.group(axis))
 
     def replica_stage_ranks(self) -> list[int]:
-        """Those of `replica_ranks` that compute the same stage as this one: axes sp and tp."""
+        """The global ranks of this replica that compute the same stage as this one: axes sp and tp."""
         return _line_of(self.global_rank, self._along("sp", "tp"))
 
     def replica_ranks(self) -> list[int]:
-        """The world's ranks that get the same batches as this one: axes pp, sp and tp."""
+        """The global ranks that get the same batches as this one: axes pp, sp and tp."""
         return _line_of(self.global_rank, self._along("pp", "sp", "tp"))
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
-        """The axis that a group of this mesh lies along; "world" for any other."""
+        """The axis of a group of this mesh; "world" for any other group."""
         along = {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
-        # Groups of one rank may be one group in torch, and nothing is sent in them.
+        # Groups of one rank may share a group in torch, and send nothing.
         along |= {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
         return along.get(group.group_name, "world")
 
     def side_group(self) -> dist.ProcessGroup:
-        """All ranks, over the CPU, for what goes on beside training. Collective over the world the first time.
+        """The group of all ranks between CPUs for work beside training. Collective over the world the first time.
 
-        A rank may be kept waiting for as long as another writes to a disk; one that ended is noticed at once.
+        It has a long timeout, since ranks wait for others that write to disk. A rank that ended is noticed at once.
         """
         if self._side_group is None:
             self._side_group = self.new_group_of_all(_PATIENCE)
         return self._side_group
 
     def new_group_of_all(self, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """A group of all ranks, between CPUs, whose messages meet no others. Collective over the world."""
+        """Create a group of all ranks between CPUs, separate from all others. Collective over the world."""
         group = dist.new_group(backend="gloo", timeout=timeout or default_timeout())
         wait_until_all_have_connected()
         return group
 
     def pipeline_groups(self, count: int) -> list[dist.ProcessGroup]:
-        """As many different groups over the ranks of axis pp, in their order. Collective over the world.
+        """Create `count` groups over the ranks of axis pp, in their order. Collective over the world.
 
-        What one group carries between two ranks NCCL runs in a single order; see [Note: channels] in
-        pipeline/transport.py. The first groups are the same at every call.
+        NCCL serializes the messages of one group between two ranks; see [Note: channels] in pipeline/transport.py.
+        Further calls return the same groups first.
         """
         for number in range(1, count + 1):
             if ("pp", number) not in self._groups:
@@ -271,16 +274,16 @@ class ParallelMesh:
         return [group for group in groups if group is not None]
 
     def subgroup(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
-        """The group of those coordinates of `axis` that a part names and this rank is in.
+        """The group of this rank among groups over parts of an axis.
 
-        Collective over the world: every rank calls with equal arguments. The same parts give the same group.
+        Collective over the world: every rank calls with equal arguments. Equal arguments return the same group.
 
         Args:
-            axis: the axis along which coordinates are chosen.
+            axis: the axis of the coordinates.
             parts: disjoint sets of coordinates, for example `[(0, 3)]` for the two ends of four stages.
 
         Returns:
-            The group, in the order of coordinates, or None where this rank is in no part.
+            The group, in the order of coordinates, or None if this rank is in no part.
         """
         key = (self._simplest(axis), tuple(tuple(part) for part in parts))
         if key not in self._groups:
@@ -288,13 +291,13 @@ class ParallelMesh:
         return self._groups[key]
 
     def _along(self, *axes: str) -> Tensor:
-        """(groups, ranks): the world's ranks that differ in these axes alone, the last one innermost."""
+        """(groups, ranks): the global ranks that differ in these axes only, the last axis innermost."""
         dims = [AXES.index(axis) for axis in axes]
         moved = self._mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
         return moved.reshape(-1, prod(moved.shape[-len(dims) :]))
 
     def _simplest(self, axis: str) -> str:
-        """The axis of the mesh itself where a joined one is no more than that."""
+        """The single axis that a joined axis consists of, if all its other axes have size 1."""
         large = [each for each in JOINED.get(axis, ()) if self.size(each) > 1]
         return axis if axis not in JOINED or len(large) > 1 else (large or JOINED[axis])[0]
 
@@ -313,7 +316,7 @@ class ParallelMesh:
 
 
 def _line_of(rank: int, lines: Tensor) -> list[int]:
-    """The ranks of the group that a rank is in."""
+    """The row of `lines` that contains a rank."""
     return next(line for line in lines.tolist() if rank in line)
 
 
@@ -321,16 +324,16 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def shard_mesh(mesh: ParallelMesh, shard_size: int) -> DeviceMesh:
-    """A torch mesh of all ranks: neighbours in groups of `shard_size` shard what each group has whole.
+    """A torch mesh that shards within groups of `shard_size` neighbouring ranks, and replicates over the groups.
 
-    Collective over the world where the groups are smaller than it: makes process groups.
+    Collective over the world if the groups are smaller than the world: creates process groups.
 
     Args:
-        mesh: one that has no axis but dp.
+        mesh: a mesh in which all axes but dp have size 1.
         shard_size: divides the world size.
 
     Returns:
-        Of the dims (replicate, shard), or of the data axis alone where one group has all ranks.
+        A mesh of dims (replicate, shard), or of the data axis alone if one group has all ranks.
     """
     if shard_size == mesh.world_size:
         return mesh.device_mesh["dp"]

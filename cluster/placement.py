@@ -1,7 +1,7 @@
 """Placement of a parameter over the ranks of an axis: sharded, or replicated with partial gradients.
 
-A parameter without a placement is whole and equal on every rank of the tensor axis, and so is its gradient.
-The placement travels with the parameter object, so a tied weight is split once however many modules hold it.
+A parameter without a placement is replicated over all axes, and so is its gradient. The placement is an attribute of
+the Parameter object, so a tied weight is sharded once, however many modules contain it.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _ATTRIBUTE = "_echelon_placement"
-_MOST_RANKS = 64  # that an error proposes
+_MOST_RANKS = 64  # upper bound of the numbers of ranks that an error proposes
 
 
 class Interval(NamedTuple):
-    """Consecutive entries along the dimension that is cut: where they begin in the whole and in a shard; how many."""
+    """Consecutive entries along the sharded dim: their start in the full tensor and in the shard, and their number."""
 
     whole: int
     shard: int
@@ -26,19 +26,20 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Cut along `dim` over the ranks of an axis.
+    """Sharded along `dim` over the ranks of an axis.
 
     Args:
-        size: ranks of the axis.
-        dim: the dimension that is cut.
-        blocks: lengths of the fused blocks along `dim` in the whole tensor (q, k and v of one projection);
-            each is cut on its own. They add up to the whole length, padding excluded.
-        padded: lengths of the blocks once padded with zeros at their ends, where their own do not divide.
-        replicas: how many neighbouring ranks hold the same shard (key-value heads fewer than ranks); a shard's
-            gradient is partial on each of them.
-        stretches: how many equal stretches the whole has, each with an equal part of `blocks`; a stretch is cut over
-            its own neighbouring ranks alone (the heads that share a key-value head). 1 cuts over all ranks.
-        axis: of the mesh: "tp", or a part of "data" ("wp"), over which the parameter is gathered before each use.
+        size: number of ranks of the axis.
+        dim: the sharded dim.
+        blocks: lengths of the fused blocks along `dim` in the full tensor (q, k and v of one projection). Each block is
+            sharded separately. They add up to the full length, without padding.
+        padded: lengths of the blocks after zero padding at their ends, if their own lengths are not divisible.
+        replicas: number of neighbouring ranks with the same shard (fewer key-value heads than ranks). The gradient of a
+            shard is partial on each of them.
+        stretches: number of equal sections of the full tensor, each with an equal share of `blocks`. A section is
+            sharded over its own neighbouring ranks only (the heads that share a key-value head). 1 shards over all
+            ranks.
+        axis: mesh axis: "tp", or a part of "data" ("wp"), over which the parameter is gathered before each use.
     """
 
     size: int
@@ -71,7 +72,7 @@ class Shard:
                 )
 
     def local(self, whole: Tensor, rank: int) -> Tensor:
-        """This rank's shard of the whole tensor, in memory of its own."""
+        """Copy this rank's shard from the full tensor."""
         if whole.shape[self.dim] != sum(self.blocks):
             raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
         stretch, index = divmod(rank // self.replicas, self._shards_of_stretch)
@@ -85,7 +86,7 @@ class Shard:
         return mine[0].clone() if len(mine) == 1 else torch.cat(mine, self.dim)
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the shards of all ranks of the axis, in their order; padding is cut off."""
+        """The full tensor from the shards of all ranks of the axis, in their order, without padding."""
         shards, count = self._shards_of_stretch, len(self.blocks) // self.stretches
         lengths = [length // shards for length in self._padded_blocks()[:count]]
         split = [shard.split(lengths, self.dim) for shard in locals_[:: self.replicas]]
@@ -98,7 +99,7 @@ class Shard:
         return torch.cat(real, self.dim)
 
     def intervals_of(self, rank: int) -> list[Interval]:
-        """The parts of the whole in a rank's shard, in its order; padding is in none of them."""
+        """The intervals of the full tensor that a rank's shard consists of, in its order, without padding."""
         own, index = divmod(rank // self.replicas, self._shards_of_stretch)
         count = len(self.blocks) // self.stretches
         found, in_shard = [], 0
@@ -127,13 +128,13 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialGrad:
-    """Whole and equal on the ranks of an axis, but each computes a part of its gradient.
+    """Replicated over the ranks of an axis, while each rank computes a partial gradient.
 
-    For what is used between split activations: a per-head norm inside attention, a router.
+    For parameters that are applied to sharded activations: a per-head norm inside attention, a router.
 
     Args:
-        size: ranks of the axis.
-        axis: of the mesh.
+        size: number of ranks of the axis.
+        axis: mesh axis.
     """
 
     size: int
@@ -144,9 +145,9 @@ Placement = Shard | PartialGrad
 
 
 def place(parameter: Parameter, placement: Placement, rank: int) -> None:
-    """Give a parameter its placement and keep this rank's shard of it, in the same Parameter object.
+    """Set a parameter's placement and reduce it to this rank's shard, in the same Parameter object.
 
-    A parameter that already has this placement (a tied one) is left as it is.
+    A parameter that already has this placement (a tied one) is not changed.
 
     Raises:
         AssertionError: it already has another placement.
@@ -162,7 +163,7 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
 
 
 def num_parts(parameter: Tensor) -> int:
-    """The number of neighbouring ranks of its placement's axis that compute a part each of a parameter's gradient."""
+    """The number of neighbouring ranks, along its placement's axis, with partial gradients of a parameter."""
     placement = placement_of(parameter)
     if isinstance(placement, PartialGrad):
         return placement.size
@@ -170,7 +171,7 @@ def num_parts(parameter: Tensor) -> int:
 
 
 def is_primary(parameter: Tensor, rank: int, *, axis: str) -> bool:
-    """Return True if this is the first rank along an axis that holds the parameter, or this shard of it."""
+    """Return True if this is the first rank along an axis with this parameter, or this shard of it."""
     placement = placement_of(parameter)
     if placement is not None and placement.axis == axis:
         return rank % num_parts(parameter) == 0
@@ -178,5 +179,5 @@ def is_primary(parameter: Tensor, rank: int, *, axis: str) -> bool:
 
 
 def placement_of(parameter: Tensor) -> Placement | None:
-    """The placement of a parameter; None where it is replicated and its gradient too."""
+    """The placement of a parameter; None if it and its gradient are replicated."""
     return getattr(parameter, _ATTRIBUTE, None)

@@ -1,11 +1,11 @@
-"""Random state of forwards: equal where activations are replicated, different where they are split or others'.
+"""Random state of forwards: equal for replicated activations, different for sharded ones and other microbatches.
 
-[Note: random numbers of forwards] Where there are several replicas or stages, every batch draws one number from torch's
-CPU generator, and what the model draws while it trains follows from that number, the replica, the microbatch and the
-stage. Afterwards all generators are put back, so a script finds equal ones on all ranks. Whatever restores the CPU
-generator reproduces the masks: loading a checkpoint of the run, or activation checkpointing around the whole model.
-Recomputation of a layer restores the state in which the layer began, as ever. One replica of one stage draws from the
-generators themselves, as a plain loop does.
+[Note: random numbers of forwards] With several replicas or stages, each batch draws one number from torch's CPU
+generator. The forwards of a batch are seeded by that number, the replica, the microbatch and the stage. Afterwards all
+generators are restored, so a script finds them equal on all ranks. Restoring the CPU generator therefore reproduces
+dropout masks: by loading a checkpoint of the run, or by activation checkpointing around the model. Recomputation of
+a layer restores the state at the layer's start, as usual. A single replica with a single stage draws from the global
+generators, as a plain loop does.
 """
 
 import hashlib
@@ -23,21 +23,21 @@ from torch import nn
 from .device import generator_of
 from .mesh import ParallelMesh
 
-# Odd 64-bit constant of SplitMix64 (Steele, Lea, Flood 2014): spreads neighbouring ranks over the seed space.
+# Odd 64-bit constant of SplitMix64 (Steele, Lea, Flood 2014), which makes seeds of neighbouring ranks far apart.
 _SPREAD = 0x9E3779B97F4A7C15
 
 TorchState = tuple[torch.Tensor, torch.Tensor | None]
 
-# For what a compiled model (torch.compile) calls as it stands; the compiler fails at seeds. Private to torch, whose
-# torch.compiler.disable would import the compiler together with this file.
+# For functions that a compiled model calls uncompiled, since the compiler fails at seeds. Private torch API, because
+# torch.compiler.disable would import the compiler with this file.
 not_compiled = torch._disable_dynamo
 
 
 @not_compiled
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's CPU generator and that of one device; waits for no device.
+    """Seed torch's CPU generator and that of one device, without waiting for the device.
 
-    `torch.manual_seed` would reseed all devices, whose generators nobody puts back, and takes 100 times as long.
+    `torch.manual_seed` would reseed all devices, whose generators would not be restored, and takes 100 times as long.
     """
     torch.default_generator.manual_seed(seed)
     if (own := generator_of(device)) is not None:
@@ -46,14 +46,14 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 @not_compiled
 def torch_state(device: torch.device) -> TorchState:
-    """The states of torch's CPU generator and of a device's, if that has one; waits for no device."""
+    """The states of torch's CPU generator and of a device's, if it has one, without waiting for the device."""
     own = generator_of(device)
     return torch.default_generator.get_state(), None if own is None else own.get_state()
 
 
 @not_compiled
 def set_torch_state(state: TorchState, device: torch.device) -> None:
-    """Let these generators go on from states that `torch_state` returned."""
+    """Restore the generators to states that `torch_state` returned."""
     on_cpu, on_device = state
     torch.default_generator.set_state(on_cpu)
     if on_device is not None and (own := generator_of(device)) is not None:
@@ -62,7 +62,7 @@ def set_torch_state(state: TorchState, device: torch.device) -> None:
 
 @contextmanager
 def generators_put_back(device: torch.device) -> Iterator[None]:
-    """Let the generators of Python, NumPy, torch's CPU and a device go on after the block as before it."""
+    """Restore the generators of Python, NumPy, torch's CPU and a device at the end of the block."""
     python, numpy, own = random.getstate(), np.random.get_state(), torch_state(device)
     try:
         yield
@@ -73,22 +73,22 @@ def generators_put_back(device: torch.device) -> Iterator[None]:
 
 
 def split_seed(common: int, rank: int) -> int:
-    """The seed of a rank of an axis from one that all have in common."""
+    """Derive a rank's seed from the common seed of its axis."""
     return (common + (rank + 1) * _SPREAD) % 2**63
 
 
 def common_seed(split: int, rank: int) -> int:
-    """The seed that a rank's own came from."""
+    """The common seed that a rank's seed was derived from."""
     return (split - (rank + 1) * _SPREAD) % 2**63
 
 
 class ForwardRandom:
     """Random numbers of a model's forwards in training; see [Note: random numbers of forwards].
 
-    Nothing communicates. Ranks that compute one activation have to use one number: that of one of them.
+    No communication. Ranks that compute the same activation must use the same number, drawn by one of them.
 
     Args:
-        mesh: all ranks. Those of one replica and stage draw alike; what they split is `SplitRandom`'s.
+        mesh: all ranks. Ranks of one replica and stage draw equal numbers; sharded activations use `SplitRandom`.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -97,24 +97,24 @@ class ForwardRandom:
         self._is_needed = mesh.size("pp", "dp") > 1
 
     def draw(self, model: nn.Module) -> int:
-        """The number that a batch's random numbers follow from; 0 leaves the generators as they are."""
+        """Draw the number that seeds a batch's forwards; 0 leaves the generators unchanged."""
         return 1 + _drawn() if self._is_needed and model.training else 0
 
     @contextmanager
     def following(self, drawn: int) -> Iterator[Callable[[int, int], None] | None]:
-        """Give a batch what each of its forwards calls first, with its stage and microbatch; None leaves all as it is.
+        """Yield a function that each forward of a batch calls first, with its stage and microbatch; None seeds nothing.
 
-        The generators are put back after the block. That takes 70 microseconds, and seeding them 7 for each forward.
+        The generators are restored after the block. That takes 70 microseconds, and seeding takes 7 for each forward.
 
         Args:
-            drawn: returned by `draw`, on one of the ranks that compute the batch together.
+            drawn: the number from `draw`, of one of the ranks that compute the batch.
         """
         if not drawn:
             yield None
             return
 
         def begin(stage: int, microbatch: int) -> None:
-            # Counted over the replicas as a dataloader deals out samples, so that one in a microbatch keeps its masks.
+            # Microbatches are numbered over all replicas in the dataloader's order, so that each keeps its masks.
             self._seed(drawn, microbatch * self._num_replicas + self._replica, stage)
 
         with generators_put_back(self._device):
@@ -122,7 +122,7 @@ class ForwardRandom:
 
     @contextmanager
     def call(self, drawn: int) -> Iterator[None]:
-        """Around one call of a whole model."""
+        """Seed one call of an uncut model."""
         with self.following(drawn) as begin:
             if begin is not None:
                 begin(0, 0)
@@ -133,42 +133,42 @@ class ForwardRandom:
         digest = hashlib.blake2b(struct.pack("=3q", *entropy), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
         random.seed(seed)
-        np.random.seed(seed >> 31)  # other bits than the 32 that torch's CPU generator takes
+        np.random.seed(seed >> 31)  # different bits from the 32 of torch's CPU generator
         seed_torch(seed, self._device)
 
 
 class SplitRandom:
-    """Random state for the inside of a region whose activations are split over an axis.
+    """Random state for a region whose activations are sharded over an axis.
 
-    `enter` leaves the default generators with a state that differs on every rank of the axis, `leave` puts
-    the common state back, one draw further. The split state is derived from the common CPU generator and
-    the rank alone, so whatever restores that generator (activation checkpointing does) reproduces the
-    region's random numbers too. Nothing communicates. The device is that of each call: a model may move to another.
+    `enter` sets the default generators to a state that differs on every rank of the axis; `leave` restores the common
+    state, advanced by one draw. The rank's state is derived from the common CPU generator and the rank only, so
+    restoring that generator (as activation checkpointing does) reproduces the region's random numbers. No
+    communication. The device is passed with each call, since a model may move to another.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._device = torch.device("cpu")
-        # One slot and not a stack: regions do not nest, and recomputation may stop between enter and leave.
+        # One slot, not a stack: regions do not nest, and recomputation may stop between enter and leave.
         self._common: TorchState | None = None
 
     @not_compiled
     def enter(self, device: torch.device) -> None:
-        """Switch to this rank's own state, of the CPU's generator and that of the device which computes the region."""
+        """Switch the generators of the CPU and of the region's device to this rank's own state."""
         drawn, self._device = _drawn(), device
         self._common = torch_state(self._device)
         seed_torch(split_seed(drawn, self._rank), self._device)
 
     @not_compiled
     def leave(self) -> None:
-        """Switch back to the state that all ranks of the axis have in common."""
+        """Switch back to the common state of the axis."""
         if self._common is None:
             raise AssertionError("a region was left that was not entered")
         common, self._common = self._common, None
         set_torch_state(common, self._device)
 
     def around(self, module: nn.Module) -> None:
-        """Let what a module draws while it trains differ from rank to rank, by hooks."""
+        """Add hooks that enter and leave this random state around a module's training forwards."""
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if module.training:
@@ -182,12 +182,12 @@ class SplitRandom:
         module.register_forward_hook(leave)
 
     def note(self) -> Callable[[], None]:
-        """Return what says again whether the region is entered, as now: for a part of it that is recomputed."""
+        """Return a function that restores the present state, entered or left, for recomputation inside a region."""
         return partial(setattr, self, "_common", self._common)
 
     @not_compiled
     def exchange(self) -> None:
-        """Inside of a region, switch to the common state, and the next time back to this rank's own; else nothing."""
+        """Inside a region, swap the rank's own state and the common one; outside, do nothing."""
         if self._common is not None:
             present = torch_state(self._device)
             set_torch_state(self._common, self._device)
@@ -195,11 +195,11 @@ class SplitRandom:
 
 
 def device_of_call(args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    """The device of the first tensor that a module is called with, where it computes."""
+    """The device of the first tensor among a module's arguments."""
     return next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
 
 
 @not_compiled
 def _drawn() -> int:
-    """A number from torch's CPU generator."""
+    """Draw a number from torch's CPU generator."""
     return int(torch.randint(0, 2**62, (), device="cpu"))

@@ -1,10 +1,10 @@
-"""Tensors that travel round a ring of ranks, or round rings within a ring. What is done with them is the callers'.
+"""Pass tensors around a ring of ranks, or around nested rings.
 
-[Note: rings within a ring] Rings are given from the outermost to the innermost one, and together they are all ranks: a
-rank's place among all is its places in them as digits, the outermost first. A tensor goes round the innermost ring
-while its next journey, one step along the ring outside of it, has begun: with an inner ring inside of each node (the
-double ring of LoongTrain, arXiv:2406.18485, section 4.4) the slower wire between nodes has a whole inner ring's time.
-Each rank sends every tensor as often as in a single ring.
+[Note: rings within a ring] Rings are listed from the outermost to the innermost; their product is all ranks. The place
+of a rank is a mixed-radix number whose digits are its ranks in the rings, outermost first. While a tensor goes around
+the innermost ring, its next step along the outer ring is already in flight. With an inner ring inside each node (the
+double ring of LoongTrain, arXiv:2406.18485, section 4.4) the slower link between nodes has the time of a full inner
+ring. Each rank sends every tensor as often as in a single ring.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +16,17 @@ from torch import Tensor
 
 Rings = Sequence[dist.ProcessGroup]
 
-# Kinds of messages that are in flight between two ranks at a time: what is visited, what visits bring home.
-# Those of gloo.py are others.
+# Message tags, for the two kinds of messages between two ranks: visiting tensors, and results on their way back.
+# gloo.py uses different tags.
 _OUTWARD, _HOMEWARD = range(2**21, 2**21 + 2)
 
 
 def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
-    """Each rank's tensor and its place among all ranks, this one's first, the next in flight meanwhile; no gradient.
+    """Yield the place and the tensor of each rank, this rank's first, with the next one in flight; no gradient.
 
     Args:
-        x: this rank's, contiguous and of one shape on all ranks; it stays as it is.
-        rings: see [Note: rings within a ring]. Every rank must go through to the end.
+        x: this rank's tensor, contiguous and of one shape on all ranks; not changed.
+        rings: see [Note: rings within a ring]. Every rank must iterate to the end.
     """
     ring, within = rings[0], rings[1:]
     for step, visited in _steps(x, ring):
@@ -39,14 +39,14 @@ def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
 
 
 def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The sum of what all ranks return for this rank's tensor, which travels as in `travel`; no gradient.
+    """Send this rank's tensor past all ranks and sum what they compute from it; no gradient.
 
-    What is brought home travels behind its tensor, one step later, and is in flight while the next visit is computed.
+    Partial sums follow their tensor one step later, in flight while the next visit is computed.
 
     Args:
-        x: this rank's, contiguous and of one shape on all ranks; it stays as it is.
+        x: this rank's tensor, contiguous and of one shape on all ranks; not changed.
         rings: see [Note: rings within a ring]; every rank must call.
-        visit: by a rank's place and its tensor, a new contiguous tensor, of one shape on all ranks.
+        visit: called with a rank's place and tensor; returns a new contiguous tensor, of one shape on all ranks.
     """
     ring, within = rings[0], rings[1:]
     own: Tensor | None = None
@@ -55,7 +55,7 @@ def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) 
         place = (ring.rank() - step) % ring.size()
         found = _visit(place, visited, within, visit)
         if own is None:
-            own = found  # at home: this needs no journey
+            own = found  # the own result is sent to no rank
             continue
         if in_flight is not None:
             found += in_flight.wait()
@@ -65,7 +65,7 @@ def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) 
 
 
 def _visit(place: int, visited: Tensor, within: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The result of a whole inner ring for the tensor that this rank has there, or of this rank alone."""
+    """The sum over a full inner ring for the visiting tensor, or this rank's result if there is none."""
     if not within:
         return visit(place, visited)
     first = place * prod(each.size() for each in within)
@@ -73,7 +73,7 @@ def _visit(place: int, visited: Tensor, within: Rings, visit: Callable[[int, Ten
 
 
 def _steps(x: Tensor, ring: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """The tensors of the ranks so many steps before this one, in that order."""
+    """Yield the distance and tensor of each previous rank of the ring, nearest first."""
     for step in range(ring.size()):
         in_flight = Shift(x, ring, tag=_OUTWARD) if step + 1 < ring.size() else None
         yield step, x
@@ -82,14 +82,14 @@ def _steps(x: Tensor, ring: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
 
 
 class Shift:
-    """A tensor on its way to the next rank of a group, and that of the rank before on its way here. Making it begins.
+    """A tensor in flight to the next rank of a group, and that of the previous rank in flight to this one.
 
-    Every rank must make one, and wait.
+    The constructor starts the communication. Every rank must construct one, and wait.
 
     Args:
-        x: contiguous, of one shape on all ranks; it must stay as it is until `wait` has returned.
-        group: of two ranks or more.
-        tag: distinguishes shifts that are in flight at a time.
+        x: contiguous, of one shape on all ranks; must not change until `wait` has returned.
+        group: has two ranks or more.
+        tag: distinguishes simultaneous shifts.
     """
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
@@ -103,7 +103,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
-        """Return the tensor that arrived; called once. A CUDA stream waits, not the host."""
+        """Return the received tensor; call it once. A CUDA stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._arriving

@@ -1,9 +1,9 @@
-"""Agreement of all ranks on a step, compared in a reduction that the step makes anyway.
+"""Compare the batches and settings of a step between ranks, within a reduction that the step needs anyway.
 
-[Note: compared calls] In the first calls, and in every `check_every`-th, ranks gather what they must have alike before
-they compute, and an error names the rank that departs. In all other calls nothing is sent: each rank notes codes of its
-batch and of its settings. Sums of the codes travel with the norm of the gradients, and are read with it. Where they
-show a difference the full comparison runs, and the step raises before any parameter changes.
+[Note: compared calls] In the first calls, and in every `check_every`-th, ranks gather and compare their batches and
+settings before they compute, and an error names the rank that differs. In all other calls nothing is sent: each rank
+records checksums of its batch and settings. Sums of the checksums are part of the all-reduce of the gradients' norm.
+If they show a difference the full comparison runs, and the step raises before any parameter changes.
 
 [Note: sums of codes] A replica of n ranks agrees if (1 − n)·(code of its first rank) + (codes of the others) is 0. The
 world agrees if all codes add up to the world size times the first one. Codes are below 2**24 and 2**32, so that these
@@ -18,22 +18,22 @@ from torch import Tensor
 from .agree import batch_code, differing_ranks, gather_integers, require_equal, settings_hash
 from .mesh import ParallelMesh
 
-COMPARED_CALLS = 3  # the first ones
+COMPARED_CALLS = 3  # number of first calls that are compared
 CHECK_EVERY = 100
 _CODES = 2**24
 
 
 def is_compared(number: int, check_every: int = CHECK_EVERY) -> bool:
-    """Return whether the call of this number, counted from 0, is compared; see [Note: compared calls]."""
+    """Return True if this call, counted from 0, is compared beforehand; see [Note: compared calls]."""
     return number < COMPARED_CALLS or number % check_every == 0
 
 
 class StepAgreement:
-    """The codes that a rank has noted since the last step.
+    """The checksums that a rank has recorded since the last step.
 
     Args:
         mesh: all ranks.
-        check_every: every `check_every`-th call compares everything beforehand.
+        check_every: every `check_every`-th call is compared beforehand.
     """
 
     def __init__(self, mesh: ParallelMesh, check_every: int = CHECK_EVERY) -> None:
@@ -50,48 +50,48 @@ class StepAgreement:
         self._settings: dict[str, int] = {}
 
     def is_due(self) -> bool:
-        """Count a call. Return True where it compares everything beforehand; equal on all ranks."""
+        """Count a call. Return True if it is compared beforehand; equal on all ranks."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         return self._compares_always or is_compared(number, self._check_every)
 
     def compare_always(self) -> None:
-        """Compare in every call from now on: ranks draw different random numbers, and take one of them."""
+        """Compare in every call from now on, because ranks draw different random numbers and must take one of them."""
         self._compares_always = True
 
     def note(self, batch: Any, settings: Mapping[str, int] | None = None) -> None:
-        """Note a call that compares nothing beforehand. No communication, no wait for a device.
+        """Record the checksums of a call that is not compared beforehand. No communication, no wait for a device.
 
         Args:
-            batch: what the ranks of one replica must have alike.
-            settings: what all ranks must have alike, by name.
+            batch: must be equal on the ranks of one replica.
+            settings: must be equal on all ranks; by name.
         """
-        if self._weight:  # else nobody else has this batch
+        if self._weight:  # otherwise no other rank has this batch
             self._batch = (self._batch * 31 + batch_code(batch)) % _CODES
         self._settings = dict(settings or {})
         self._world = settings_hash([self._world, *self._settings.values()])
 
     def note_deviation(self, deviation: Tensor, why: str) -> None:
-        """Note a number, 0-d and equal on all ranks, that is above 0 where something is wrong, and the error then."""
+        """Record a 0-d number, equal on all ranks, that is above 0 on an error, and the text of that error."""
         self._deviation, self._why = self._deviation + deviation, why
 
     @property
     def share(self) -> float | Tensor:
-        """This rank's part of a sum that is 0 where the ranks of each replica agree; on the host, or 0-d float64."""
-        # float64 before they are added: float32, which a code and a float make, rounds sums above 2**24.
+        """This rank's term of a sum that is 0 if the ranks of each replica agree; a Python float, or 0-d float64."""
+        # Convert to float64 before adding: a code plus a float is float32, which rounds sums above 2**24.
         parts = (self._batch * self._weight, self._deviation)
         return sum(part.double() if isinstance(part, Tensor) else part for part in parts)
 
     def code(self, settings: Any) -> int:
-        """The code of what all ranks must have alike, with further settings in it; below 2**32."""
+        """The checksum of the recorded and further settings, which must be equal on all ranks; below 2**32."""
         return settings_hash({"calls": self._world, "settings": settings})
 
     def clear(self) -> None:
-        """Forget what was noted: a step has compared it."""
+        """Drop the recorded checksums, after a step has compared them."""
         self._batch, self._deviation, self._why = 0, 0.0, ""
         self._world, self._settings = 0, {}
 
     def explain(self) -> None:
-        """Compare in full what was noted. All-gather over the world.
+        """Compare the recorded checksums of all ranks. All-gather over the world.
 
         Raises:
             ValueError: ranks differ; names them, on every rank.
@@ -113,7 +113,7 @@ class StepAgreement:
         """Compare the batches within replicas.
 
         Args:
-            codes: the replica of each rank of the world, and the code of its batch.
+            codes: for each rank of the world its replica and the checksum of its batch.
 
         Raises:
             ValueError: they differ within a replica.
@@ -126,7 +126,7 @@ class StepAgreement:
         if differing:
             where = "; ".join(f"replica {replica}: rank(s) {ranks}" for replica, ranks in differing.items())
             raise ValueError(
-                "the batches differ between ranks of one replica, which must all get the same "
+                "the batches differ between ranks of one replica "
                 f"({where}, unlike its first rank): give the dataloader to booster.boost, or build it with "
                 "booster.plugin.prepare_dataloader, or seed your own sampler and collator by the data-parallel rank "
                 "alone"

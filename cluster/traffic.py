@@ -1,4 +1,4 @@
-"""Counting what this rank communicates, by axis and kind. Which memory it holds is not counted here."""
+"""Count the communication of this rank, by axis and kind."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .mesh import ParallelMesh
 
-# Smaller messages are what ranks agree by (flags, norms, losses), and are listed apart.
+# Smaller messages (flags, norms, losses) are listed separately.
 SMALL_BYTES = 4096
 
-# By operation: what it is called, and which argument is counted. A gather is counted by its result, a reduce-scatter
-# by what goes in: the whole tensor.
+# By operation: its kind, and the index of the argument whose bytes count, the full tensor: the result of a gather,
+# the input of a reduce-scatter.
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -31,7 +31,7 @@ _KINDS = {
     "send": ("send", 0),
     "recv_": ("recv", 0),
 }
-# By kind: how often a rank sends it in a ring of d, as the factor of (d-1)/d.
+# By kind: the factor of (d-1)/d by which a rank sends the tensor in a ring of d ranks.
 _RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "broadcast": 1}
 
 
@@ -40,9 +40,9 @@ class Count:
     """Messages of one kind.
 
     Attributes:
-        calls: how many.
-        nbytes: of the whole tensors that they are about.
-        sent: bytes that this rank sends for them, if collectives run as rings.
+        calls: number of messages.
+        nbytes: bytes of their full tensors.
+        sent: bytes that this rank sends, if collectives run as rings.
     """
 
     calls: int = 0
@@ -51,17 +51,17 @@ class Count:
 
 
 class Traffic(TorchDispatchMode):
-    """A context that counts this process's communication.
+    """Context manager that counts this process's communication.
 
     Args:
-        mesh: by whose axes messages are counted.
+        mesh: the mesh whose axes messages are attributed to.
 
     Attributes:
-        counts: by axis (or "world") and kind; kinds of messages below `SMALL_BYTES` begin with "small ".
+        counts: counts by axis (or "world") and kind; kinds of messages below `SMALL_BYTES` begin with "small ".
     """
 
     open: ClassVar[list["Traffic"]] = []
-    pauses: ClassVar[bool] = False  # within `one_collective`
+    pauses: ClassVar[bool] = False  # True within `one_collective`
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
@@ -71,25 +71,25 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; count it if it communicates."""
         operation = func._schema.name.split("::")[1] if func.namespace == "c10d" else ""
-        if operation in _KINDS and not Traffic.pauses:  # barriers and the like move nothing
+        if operation in _KINDS and not Traffic.pauses:  # others, such as barriers, move no data
             kind, place = _KINDS[operation]
             nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
             self.count(kind, nbytes, _group_of(args))
         return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> "Traffic":
-        """Begin to count."""
+        """Start counting."""
         Traffic.open.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more."""
+        """Stop counting."""
         Traffic.open.remove(self)
         super().__exit__(*error)
 
     def count(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
-        """Count one message, or one collective, about tensors of so many bytes."""
+        """Count one message or collective with full tensors of `nbytes` bytes."""
         count = self.counts[self._mesh.axis_of(group), f"small {kind}" if nbytes < SMALL_BYTES else kind]
         count.calls += 1
         count.nbytes += nbytes
@@ -101,9 +101,9 @@ def one_collective(kind: str, nbytes: int, group: dist.ProcessGroup) -> Iterator
     """Count all messages inside as one collective.
 
     Args:
-        kind: of the collective.
-        nbytes: of the whole tensor that it is about.
-        group: of several ranks.
+        kind: kind of the collective.
+        nbytes: bytes of its full tensor.
+        group: its group, of several ranks.
     """
     for traffic in Traffic.open:
         traffic.count(kind, nbytes, group)
@@ -115,7 +115,7 @@ def one_collective(kind: str, nbytes: int, group: dist.ProcessGroup) -> Iterator
 
 
 def _share_sent(kind: str, size: int) -> float:
-    """The part of a message that a rank sends."""
+    """The bytes that a rank sends, as a fraction of the full tensor."""
     return _RING[kind] * (size - 1) / size if kind in _RING else float(kind == "send")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.errors import raise_errors
-from ..cluster.failures import meet_all_ranks, rename_call
+from ..cluster.failures import rename_call, wait_for_all_ranks
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
@@ -231,14 +231,14 @@ class PipelineEngine:
             if own.training_mode != self._asked.training_mode:
                 mode = "training" if own.training_mode else "evaluation"
                 rename_call(f"execute_pipeline in {mode} mode, where the call before was not")
-            meet_all_ranks()  # ranks that ask as before never come
+            wait_for_all_ranks()  # ranks that ask as before never come
             is_compared = True
         if is_compared:
             drawn, wanted = self._compare(batch if has_batch else None, has_batch, drawn, own)
             return batch, self.to_compute(batch), drawn, wanted
         if not has_batch:
             rename_call("execute_pipeline at the end of its data")
-            meet_all_ranks()
+            wait_for_all_ranks()
             raise StopIteration
         rename_call("execute_pipeline in training")  # ranks that evaluate never meet it
         self._check_batch(batch, {self.mesh.global_rank: batch_size(batch)})

@@ -14,7 +14,7 @@ from ..checkpoint.local import Adapter, TensorNames, saved_state
 from ..cluster.agree import require_equal
 from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
-from ..cluster.failures import meet_all_ranks, naming_failures
+from ..cluster.failures import naming_failures, wait_for_all_ranks
 from ..cluster.hooks import mark_internal
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
 from ..lazy import materialize
@@ -170,7 +170,7 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
     Raises:
         ValueError: ranks differ; on every rank.
     """
-    meet_all_ranks()
+    wait_for_all_ranks()
     require_equal_models(model)
     require_equal(optimizer_options(optimizer), what="the optimizer")
 

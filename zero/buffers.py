@@ -1,38 +1,39 @@
-"""A pool of flat buffers that are lent and given back, so that a step allocates nothing."""
+"""A pool of flat buffers, so that a training step allocates nothing."""
 
 import torch
 from torch import Tensor
 
 
 class BufferPool:
-    """Flat buffers as long as the longest that was reserved.
+    """Flat buffers, each as long as the longest reservation.
 
-    On CUDA a buffer may be given back as soon as its last use is in the current stream: so is its next.
+    On CUDA a buffer may be returned once its last use is enqueued on the current stream, since its next use
+    is too.
     """
 
     def __init__(self) -> None:
         self._length = 0
-        self._made: dict[int, Tensor] = {}  # by address
+        self._made: dict[int, Tensor] = {}  # buffers by address
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def reserve(self, length: int) -> None:
-        """Make buffers at least so long; called before the first loan."""
+        """Make buffers at least `length` elements long; called before the first `take`."""
         self._length = max(self._length, length)
 
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Lend so many elements, of any value."""
+        """Take a buffer of `length` uninitialized elements from the pool."""
         if free := self._free.get((dtype, device)):
             return free.pop()[:length]
-        with torch.inference_mode(False):  # it is lent in training too
+        with torch.inference_mode(False):  # buffers are used in training too
             made = torch.empty(max(length, self._length), dtype=dtype, device=device)
         self._made[made.data_ptr()] = made
         return made[:length]
 
     def give_back(self, lent: Tensor) -> None:
-        """Take back what was lent."""
+        """Return a buffer to the pool."""
         self._free.setdefault((lent.dtype, lent.device), []).append(self._made[lent.data_ptr()])
 
     @property
     def nbytes(self) -> int:
-        """The memory of all buffers that are kept."""
+        """The memory of all buffers of the pool, in bytes."""
         return sum(made.nbytes for made in self._made.values())

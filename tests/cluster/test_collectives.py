@@ -105,7 +105,7 @@ def reduce_sixteen_bits() -> None:
 
 
 def split_what_does_not_divide() -> None:
-    with pytest.raises(AssertionError, match="length 3 of dim 0 does not divide by 2 ranks"):
+    with pytest.raises(AssertionError, match="length 3 of dim 0 is not divisible by 2 ranks"):
         collectives.all_to_all(torch.zeros(3, 2), dist.group.WORLD, split_dim=0, gather_dim=1)
     collectives.scatter_to(torch.zeros(3), dist.group.WORLD, 0)
 
@@ -132,7 +132,7 @@ def test_sixteen_bits_are_reduced(pool: Pool) -> None:
 
 def test_a_length_that_does_not_divide_is_not_split_silently(pool: Pool) -> None:
     errors = pool.run_failing(2, split_what_does_not_divide)
-    assert [str(error) for error in errors] == ["length 3 of dim 0 does not divide by 2 ranks"] * 2
+    assert [str(error) for error in errors] == ["length 3 of dim 0 is not divisible by 2 ranks"] * 2
 
 
 DIMS = [(0, 1), (1, 0), (0, 2), (2, 1), (1, 2)]

@@ -172,7 +172,8 @@ def test_what_is_launched_computes_on_the_device_whatever_the_backend(
         assert str(default_device()) == device
         if device != "cpu":
             with pytest.raises(
-                ValueError, match=f"device='cpu', and the process group .* on {device}: give it to"
+                ValueError,
+                match=f"device='cpu' is not {device}, the device of the existing process group: give it to",
             ):
                 launch_from_torch(device="cpu")
 

@@ -53,9 +53,9 @@ def test_one_warning_says_what_comes_too_late_and_what_nodes_need(
     with pytest.warns(UserWarning) as found:
         prepare_environment(ON_TWO_NODES | {"NCCL_SOCKET_IFNAME": "ib0"})
     assert [str(each.message) for each in found] == [
-        "before starting the processes: export CUDA_MODULE_LOADING=EAGER, for CUDA had begun; export "
-        "CUDA_DEVICE_MAX_CONNECTIONS=32, for CUDA had begun; export GLOO_SOCKET_IFNAME=ib0, for the address of node-7 "
-        "is 127.0.1.1 (docs/cuda.md)"
+        "before starting the processes: export CUDA_MODULE_LOADING=EAGER, since CUDA was initialized before; export "
+        "CUDA_DEVICE_MAX_CONNECTIONS=32, since CUDA was initialized before; "
+        "export GLOO_SOCKET_IFNAME=ib0, since the address of node-7 is 127.0.1.1 (docs/cuda.md)"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

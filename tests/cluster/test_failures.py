@@ -20,7 +20,7 @@ import torch.distributed as dist
 from echelon.cluster import failures
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.failures import naming_failures, start_watch, stop_watch
-from echelon.cluster.heartbeats import Board, Event
+from echelon.cluster.heartbeats import Event, HeartbeatStore
 
 from ..pool import Pool, RankDied
 
@@ -63,7 +63,7 @@ def leave_between_calls() -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-def receive_in_vain() -> None:
+def receive_what_nobody_sends() -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     if dist.get_rank() == 0:
         with naming_failures("execute_pipeline"):
@@ -132,18 +132,18 @@ def count_threads() -> list[int]:
 
 def test_one_thread_posts_while_another_reads() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board(store, 0)
+    heartbeats = HeartbeatStore(store, 0)
     texts = [str(number) for number in range(300)]
 
     def post() -> None:
         for text in texts:
-            board.post(Event(rank=0, kind="failed", text=text))
+            heartbeats.post(Event(rank=0, kind="failed", text=text))
 
     poster, read = threading.Thread(target=post), []
     poster.start()
     while poster.is_alive():
-        read += board.news()
-    assert [event.text for event in read + board.news()] == texts
+        read += heartbeats.news()
+    assert [event.text for event in read + heartbeats.news()] == texts
 
 
 def assert_named(errors: list[BaseException | None], rank: int, message: str) -> None:
@@ -188,10 +188,10 @@ def test_a_rank_that_leaves_between_calls_is_named(pool: Pool) -> None:
     assert all(str(errors[other]).endswith("in outer") for other in (0, 2))
 
 
-def test_a_wait_in_vain_says_where_the_others_are(pool: Pool) -> None:
-    error = pool.run_failing(2, receive_in_vain)[0]
+def test_a_timeout_says_where_the_others_are(pool: Pool) -> None:
+    error = pool.run_failing(2, receive_what_nobody_sends)[0]
     assert isinstance(error, RankFailure)
-    assert "rank 0 waited in vain in execute_pipeline (call 1) and no rank has failed" in str(error)
+    assert "rank 0 timed out in execute_pipeline (call 1) and no rank has failed" in str(error)
     assert "rank 1 is in optimizer.step, call 1" in str(error)
 
 

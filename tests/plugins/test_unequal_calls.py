@@ -132,7 +132,7 @@ def boost_different_optimizers() -> None:
 def test_clipping_that_differs_between_ranks_is_refused_on_all(pool: Pool) -> None:
     for differing, unmatched in pool.run(2, clip_differently):
         assert "max_norm is 1.0 on rank(s) [0] and 2.0 on rank(s) [1]" in differing
-        assert "every rank has to make the same calls" in unmatched
+        assert "every rank must make the same calls" in unmatched
 
 
 def clip_differently() -> list[str]:
