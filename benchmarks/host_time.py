@@ -153,7 +153,7 @@ def through(
 
 
 def engine_works(style: str, num_microbatches: int) -> Works:
-    """What runs a batch on the first rank of a pipeline of tiny stages, for each engine."""
+    """For each engine, a function that runs a batch on the first rank of a pipeline of tiny stages."""
     mesh = ParallelMesh(pp=RANKS)
 
     def work(engine: Any) -> tuple[float]:
@@ -167,7 +167,7 @@ def engine_works(style: str, num_microbatches: int) -> Works:
 
 
 def step_works(workload: Workload) -> Works:
-    """What trains a step of a model of 300 parameters, for each data-parallel contender."""
+    """For each data-parallel contender, a function that trains a step of a model of 300 parameters."""
     sizes = {name: getattr(workload, name) for name in Workload.__dataclass_fields__}
     many = Workload(**sizes | {"layers": STEPPED_LAYERS, "hidden": STEPPED_HIDDEN, "microbatches": 1})
     makers: dict[str, Callable[[], Any]] = contender_makers(many, default_device())

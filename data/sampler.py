@@ -47,7 +47,7 @@ class StatefulSampler(ABC):
     """A sampler of one replica that knows the place in the data that training has reached.
 
     Attributes:
-        position: the place; whoever takes a batch sets it to the one that came with the batch's draw.
+        position: the place; it is set to the one of the batch's draw when a batch is taken.
     """
 
     position: Any
@@ -151,7 +151,7 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         self._is_due = self.position.samples < self.size
 
     def _next_position(self) -> Position:
-        """Where a pass over the named epoch begins."""
+        """The position at which a pass over the named epoch begins."""
         loaded = self._loaded
         return loaded if loaded is not None and loaded.epoch == self.epoch else Position(self.epoch, 0)
 

@@ -1,7 +1,7 @@
 """The values of lazy tensors: recorded calls, and running them once more into memory.
 
 [Note: values] A value is one state of a tensor's memory. It never changes: a call that writes makes another one out of
-it. So whoever reads a tensor names the value that it had then, and a value that nobody needs any more is forgotten:
+it. So a read of a tensor names the value that it had then, and a value that is no longer needed is forgotten:
 for example what torch's constructors draw, where transformers draws all of it anew. A call that draws at random has
 the generator's state with it, so each value can be made on its own, at any time and in any order, equal to the bit.
 """
@@ -24,7 +24,7 @@ _SAMPLES = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where in its memory a tensor's entries are."""
+    """The layout of a tensor's entries in its memory."""
 
     dtype: torch.dtype
     size: tuple[int, ...]

@@ -63,7 +63,7 @@ class LazyTensor(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the tensor will be."""
+        """The device on which the tensor is materialized."""
         return content_of(self).device
 
     @property

@@ -67,7 +67,7 @@ def _host(tensor: KnownTensor) -> Tensor:
 
 
 def _are_known(args: Any, kwargs: Any) -> bool:
-    """Whether the host has the numbers of all tensors among arguments."""
+    """Return True if the host has the numbers of all tensors among the arguments."""
     return all(
         isinstance(each, KnownTensor) and each._version == each._known_version
         for each in tree_leaves((args, kwargs))
@@ -94,12 +94,12 @@ def with_known_masks(moved: Any, batch: Any, model: nn.Module) -> Any:
     if any(map(compiles_masks, kernels)):
         return moved
     takes_all = all(each == "eager" or each.startswith("sdpa") for each in kernels)
-    told = {
+    known = {
         name: KnownTensor.of(moved[name], batch[name])
         for name in masks
         if takes_all or bool(batch[name].all())
     }
-    return {**moved, **told}
+    return {**moved, **known}
 
 
 def compiles_masks(kernel: str) -> bool:
@@ -120,6 +120,6 @@ def mask_of_all(ids: Tensor) -> Tensor:
 
 
 def _is_known(name: Any, host: Any) -> bool:
-    """Whether an argument is a mask whose numbers the host has; of fake tensors it has none."""
+    """Return True if an argument is a mask whose numbers the host has; it has none of fake tensors."""
     is_mask = isinstance(name, str) and name.endswith("mask") and type(host) is Tensor and host.dim() == 2
     return is_mask and host.device.type == "cpu"

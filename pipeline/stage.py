@@ -5,7 +5,7 @@ masks, positions and per-layer choices as ever. What the stage does not hold is 
 
     entry modules  -> Placeholder   a zero-stride tensor of the right shape, which nobody reads
     after them     -> Outline       another one, see [Note: shapes]
-    earlier layers -> Passing       hand on what they get
+    earlier layers -> Passing       return their input
     the last one   -> Arriving      returns the tensor received from the stage before
     own layers                      as they are
     the next layer -> Leaving       leaves the forward by an exception that carries its input
@@ -28,7 +28,7 @@ beside its layers and entries (its last norm) is held with its last layer.
 layer of every later stage must compute it again, by the same parameters. Parameters stand under one name: that of
 the first layer, whose stand-in adopts the module where the layer itself is not here. The others borrow it.
 
-[Note: shapes] Where layers change the shape of what they hand on (Swin), or a model computes with the entries' outputs
+[Note: shapes] Where layers return another shape than they take (Swin), or a model computes with the entries' outputs
 before the first layer (timm), what arrives has not the shape that the forward reckons with on the way to the stage's
 first layer. An Outline then runs what it stands for on the meta device, and returns a tensor of the right shape.
 

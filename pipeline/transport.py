@@ -60,7 +60,7 @@ class PendingTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known to be over, without waiting; backends that cannot say so say False (gloo, of sends)."""
+        """Return True if it is known to be complete, without waiting. Of sends gloo does not know it."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> tuple[Tensor, ...]:

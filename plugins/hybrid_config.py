@@ -233,7 +233,7 @@ class HybridConfig(ShardOptions):
         )
 
     def _compile_rules(self) -> Iterator[tuple[bool, str]]:
-        """What compiled layers do not go with."""
+        """List the options that cannot be combined with compiled layers."""
         yield (
             self.compile_layers and self.overlap_allgather,
             "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters that are "

@@ -80,7 +80,7 @@ class FusedKernels:
         return [*(message for is_wrong, message in rows if is_wrong), *kernels, *compiler, *loss]
 
     def _kernels(self, device: torch.device) -> Iterator[tuple[str, str]]:
-        """What was asked for in the user's words, each with the kernel of attention that it means."""
+        """Yield each option that chooses an attention kernel, with the kernel's name."""
         if isinstance(self.flash_attention, str):
             yield f"enable_flash_attention={self.flash_attention!r}", self.flash_attention
         elif self.flash_attention:

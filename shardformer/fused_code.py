@@ -105,7 +105,7 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shadow = vars(self)["_shadow"]
-        # As the module is now: whoever changed it since sees that.
+        # As the module is now, with later changes.
         vars(shadow).update({name: value for name, value in vars(self).items() if name not in _OF_ONE})
         opaque = vars(shadow)["_opaque"]
         vars(shadow)["_modules"] = {

@@ -151,15 +151,15 @@ class Policy(ABC):
         return None
 
     def stage_plan(self) -> StagePlan | None:
-        """Where the model's layers are, or None where it cannot be cut into stages."""
+        """The paths of the model's layers, or None if it cannot be cut into stages."""
         return None
 
     def head_path(self) -> str | None:
-        """Where the language-model head is, or None where nothing is known of one."""
+        """The path of the language-model head, or None if none is known."""
         return None
 
     def stage_bounds(self) -> list[int]:
-        """Where each stage's layers begin and the last one's stop: of the whole model, also once it is cut."""
+        """The first layer of each stage and the end of the last, in the whole model, also after it is cut."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         assert plan is not None and manager is not None
         if known := next(iter(local_stages(self.model).values())).bounds:

@@ -214,7 +214,7 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
 
 
 def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where a model computes, and in which format, as its first parameter says."""
+    """The device and dtype in which a model computes, taken from its first parameter."""
     first = next(model.parameters(), torch.empty(0))
     return default_device() if first.is_meta else first.device, first.dtype
 

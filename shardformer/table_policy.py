@@ -338,7 +338,7 @@ def table_as_installed(table: Table, model: nn.Module, from_model: Callable[[str
 
 
 def _with_arity(plan: StagePlan, model: nn.Module, from_model: Callable[[str], str]) -> StagePlan:
-    """The plan for layers that return a tuple where it says a tensor; whoever calls them reads its first entry."""
+    """The plan for layers that return a tuple where it says a tensor; callers read its first entry."""
     encoder = None if plan.encoder is None else _with_arity(plan.encoder, model, from_model)
     path = from_model(plan.layers)
     layers = layers_of(model, [path]) if has_submodule(model, path) else {}

@@ -225,6 +225,25 @@ def test_a_note_that_is_cited_exists() -> None:
     assert {(path, name) for path, name in cited if name not in begun} == set()
 
 
+def docstrings(source: str) -> Iterator[str]:
+    """The docstrings of a source."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_docstrings_are_imperative_sentences_or_noun_phrases() -> None:
+    riddle = re.compile(r"(What|Whether|Which|Those|How|Where|Who)\b")
+    found = [
+        (path, text)
+        for path in package_sources()
+        for text in docstrings(path.read_text())
+        if riddle.match(text)
+    ]
+    assert found == []
+    assert [*docstrings('def f():\n    """Which of them."""')] == ["", "Which of them."]
+
+
 def test_few_files_beside_cluster_communicate_by_themselves() -> None:
     counts: dict[str, int] = {}
     for path in package_sources():

@@ -77,7 +77,7 @@ def compare_float32(
     all); where all entries are below 1e-6 × largest of all, that: such a gradient is mathematically zero (a key's
     bias in BERT, the bias of its span head) and what is left is the noise of its sum. Weights 1e-5 × largest
     entry + 1e-3 × learning rate, since AdamW divides gradients by their own size; besides what it makes of the
-    distances of the gradients so far, which were judged themselves: distance / epsilon × learning rate for an entry
+    distances of the gradients so far, which were compared themselves: distance / epsilon × learning rate for an entry
     that is itself near epsilon. At most 1e-1 × learning rate, as where it divided noise.
 
     Args:
@@ -170,7 +170,7 @@ def compare_16_bit(
         nearby: references of weights so near that they differ by what they are rounded to. Where one entry near zero
             is moved the other way, or a token near a tie goes to another expert, the reference has that luck or a
             neighbour has it; so the farthest of all of them counts, once weights have been stepped. The loss, the
-            gradients and the norm of the first step are judged by the reference alone.
+            gradients and the norm of the first step are compared with the reference alone.
     """
     rounding = torch.finfo(dtype).eps
     compared = []

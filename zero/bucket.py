@@ -477,7 +477,7 @@ def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[lis
 
 
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:
-    """Where each parameter begins, and the padded length of the bucket."""
+    """The offset of each parameter, and the padded length of the bucket."""
     starts, end = [], 0
     for managed in members:
         starts.append(end)

@@ -176,7 +176,7 @@ class Kernel:
     attend: Callable[..., tuple[Tensor, None]] | None = None
 
     def errors(self, device: torch.device, dtype: torch.dtype | None, option: str) -> list[str]:
-        """What this machine lacks for it, each with what would work. No communication.
+        """List what this machine lacks for it, each with an alternative. No communication.
 
         Args:
             device: where the model will compute.

@@ -274,7 +274,7 @@ class WeightPool:
         return InFlight(begin_reduce_scatter(shard.view(-1), padded.view(-1), self.group), shard)
 
     def later_gradient(self, layer: ShardedLinear) -> LaterProduct | None:
-        """Where a layer's gradient may wait until the backward of the layer before it is done; None for nowhere.
+        """The place where a layer's gradient may wait for the backward of the layer before it; None if there is none.
 
         Called in each forward, before the layer's own node of the graph is made; prepares the same for the next.
         """

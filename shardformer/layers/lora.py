@@ -39,7 +39,7 @@ def plain(module: nn.Module) -> Any:
 
 
 def plain_path(root: nn.Module, path: str) -> str:
-    """Where the linear layer at a path is, which may be inside of LoRA."""
+    """The path of the linear layer at a path, which a LoRA layer may wrap."""
     return f"{path}.base_layer" if is_lora(root.get_submodule(path)) else path
 
 

@@ -50,7 +50,7 @@ class PartTensor(Tensor):
     Args:
         part: this rank's, (…, S/P, W), with padding.
         length: of the whole, S.
-        make_whole: computes it, on every rank alike; with gradients if they were enabled here, whoever asks first.
+        make_whole: computes it, on every rank alike; with gradients if they were enabled here.
     """
 
     _part: Tensor

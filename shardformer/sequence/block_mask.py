@@ -48,9 +48,9 @@ class Mask(ABC):
     def look(self, blocks: Iterable[tuple[range, range]]) -> None:
         """Find the words for blocks of queries and keys: one read on the host for all that have to be looked at."""
         new = dict.fromkeys(each for each in blocks if each not in self._known)
-        told = {each: word for each in new if (word := self._word(*each)) is not None}
-        facts = {each: self._facts(*each) for each in new if each not in told}
-        self._known |= told
+        inferred = {each: word for each in new if (word := self._word(*each)) is not None}
+        facts = {each: self._facts(*each) for each in new if each not in inferred}
+        self._known |= inferred
         if facts:
             found = torch.stack(list(facts.values())).tolist()
             self._known |= {each: _word_for(*each, *of) for each, of in zip(facts, found, strict=True)}
@@ -143,7 +143,7 @@ class BlockMask(Mask):
         return placed
 
     def placed_seen(self, placed: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
-        """What a function of `placed` says of places, (B, 1, Q, K)."""
+        """Evaluate a function of `placed` at all places, (B, 1, Q, K)."""
         batch, head = (torch.arange(size, device=self._device) for size in (self._batch_size, 1))
         return _mapped(placed)(batch, head, queries, keys)
 
@@ -177,7 +177,7 @@ class BlockMask(Mask):
         return seen.expand(-1, -1, len(queries), len(keys))
 
     def _blind(self, queries: range) -> Tensor:
-        """Where queries see none of all keys, (B, 1, Q)."""
+        """Mark queries that see no key at all, (B, 1, Q)."""
         blind = torch.ones(self._batch_size, 1, len(queries), dtype=torch.bool, device=self._device)
         for start in range(0, self.lengths[1], len(queries)):
             keys = range(start, min(start + len(queries), self.lengths[1]))
@@ -223,7 +223,7 @@ def _word_for(queries: range, keys: range, some: bool, every: bool, is_triangle:
 
 
 def is_hidden(bias: Tensor) -> Tensor:
-    """Where numbers that are added to scores hide a key: by minus infinity, or by the least number there is."""
+    """Mark the keys that additive masks hide: by minus infinity, or by the dtype's least number."""
     return bias <= torch.finfo(bias.dtype).min
 
 

@@ -279,7 +279,7 @@ class RememberingLength:
 
 
 def remember_lengths(layers: Sequence[nn.Module]) -> None:
-    """Let these layers keep the length where they are checkpointed, whoever asked for that, and when."""
+    """Let these layers keep the length where they are checkpointed, whenever and by whomever that was enabled."""
     for layer in layers:
         checkpoint, axis = getattr(layer, "_gradient_checkpointing_func", None), axis_of(layer)
         if checkpoint is not None and axis is not None and not isinstance(checkpoint, RememberingLength):

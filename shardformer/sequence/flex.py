@@ -62,7 +62,7 @@ def flex_mask(mask: BlockMask, queries: Tensor, keys: Tensor) -> FlexMask:
 
 
 def _count_blocks(seen: Tensor) -> Tensor:
-    """How many keys are seen in each block: (B, 1, Q / 128, K / 128) of (B, 1, Q, K)."""
+    """Count the visible keys of each block: (B, 1, Q / 128, K / 128) of (B, 1, Q, K)."""
     missing = (each for size in reversed(seen.shape[-2:]) for each in (0, -size % _BLOCK))
     blocks = (
         torch.nn.functional.pad(seen, tuple(missing)).unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))

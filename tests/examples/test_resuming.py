@@ -195,7 +195,7 @@ def test_a_model_that_shardformer_alone_split_goes_on(pool: Pool, tmp_path: Path
     trial.forget_after(4)
     assert "going on after step 4/6" in trial.run(2, *layout.split())
     found = trial.records()
-    assert (found == expected) == (layout == "--tp_size 2")
+    assert found == expected or layout == "--tp_size 1"  # which adds in another order
     for key in ("loss", "norm"):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-4)
     read, reported = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
