@@ -1,4 +1,4 @@
-"""The user's face: Booster."""
+"""Booster, the public entry point for training."""
 
 from .booster import Booster
 

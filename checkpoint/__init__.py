@@ -1,1 +1,1 @@
-"""Saving and loading under any layout."""
+"""Save and load checkpoints under any parallel layout."""

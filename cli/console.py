@@ -1,4 +1,4 @@
-"""Errors on stderr and tables on stdout, alike for every command."""
+"""Print errors to stderr and tables to stdout, in one format for every command."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 BAD_ARGUMENTS = 2
-WIDTH = 160  # of a table where the output is no terminal
+WIDTH = 160  # table width when the output is not a terminal
 
 
 def refuse(command: str, errors: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ def show_table(
     """Print a table; a column whose heading begins with ">" is aligned to the right, others fold long texts.
 
     Args:
-        sections: numbers of rows, from 1, behind which a line is drawn.
+        sections: row numbers, counted from 1, after which a line is drawn.
     """
     table = Table(title=title or None, title_justify="left", show_header=any(headings))
     for heading in headings:

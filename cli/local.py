@@ -1,4 +1,4 @@
-"""Local processes that a command starts for what it runs: each joins a gloo group and gives one answer."""
+"""Run a function on local processes: each joins a gloo group and returns one answer."""
 
 import os
 from collections.abc import Callable
@@ -22,10 +22,10 @@ def run_on_processes(
 
     Args:
         work: called with the rank and `arguments`; found by its name in its module, as pickle does.
-        timeout_seconds: after how long a collective that a peer does not join raises.
+        timeout_seconds: timeout of a collective; it raises when a peer has not joined by then.
 
     Returns:
-        The answer of each rank, or how one failed.
+        The answers by rank, or an error message if a rank failed.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     store = local_store()

@@ -1,4 +1,4 @@
-"""The `echelon` command and its sub-commands. What they do is in modules of their own."""
+"""The `echelon` command and its sub-commands; each is implemented in its own module."""
 
 import typer
 

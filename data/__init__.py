@@ -1,1 +1,1 @@
-"""Data sharded over the data axis: the order of samples, dataloaders, and the place in them."""
+"""Data sharded over the data axis: sample order, dataloaders, and resuming inside an epoch."""

@@ -1,4 +1,4 @@
-"""Lazy initialization: models built without memory, of which each rank materializes its part."""
+"""Lazy initialization: build a model without memory, then materialize the local shard on each rank."""
 
 from .context import LazyInitContext, materialize
 

@@ -1,6 +1,6 @@
 """Tensors of files, mapped into memory: safetensors by its library, torch's own format by torch.
 
-[Note: mapping] Only the pages that somebody looks at are read, and the kernel may drop them again. A file may be
+[Note: mapping] Only the pages that are accessed are read, and the kernel may evict them. A file may be
 replaced or deleted while its tensors are in use, and must not be written to.
 """
 
@@ -14,15 +14,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors or torch file by name; see [Note: mapping]. The format is seen by the content.
+    """Open all tensors of a safetensors or torch file, by name; see [Note: mapping].
+
+    The format is detected from the content, not from the file name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds something else than tensors, or not all of them.
+        ValueError: the file is damaged, or contains anything but tensors.
     """
     with open(path, "rb") as file:
         start = file.read(9)
-    with _disable_current_modes():  # of LazyInitContext
+    with _disable_current_modes():  # the mode of LazyInitContext
         if start[8:] == b"{":  # before it the length of a header, which may begin like a file of torch
             return _of_safetensors(path)
         if start.startswith((b"PK", b"\x80")):
@@ -42,7 +44,7 @@ def _of_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _of_torch(path: Path, *, is_mapped: bool) -> dict[str, Tensor]:
-    """The tensors of a file of torch; one from before torch 1.6 is read, and not mapped."""
+    """Load the tensors of a torch file; a file from before torch 1.6 is read instead of mapped."""
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except OSError:
