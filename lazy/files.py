@@ -20,7 +20,7 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or contains anything but tensors.
+        ValueError: the file is damaged or incomplete, or contains anything but dense, unquantized tensors.
     """
     with open(path, "rb") as file:
         start = file.read(9)
