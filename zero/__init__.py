@@ -1,1 +1,1 @@
-"""Everything between gradients that exist and parameters that are updated."""
+"""Sharded optimizers: from gradients to updated parameters."""

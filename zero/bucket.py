@@ -1,19 +1,19 @@
 """Flat memory for parameters and gradients, this rank's slice of it, and the state of the gradients.
 
-A bucket, for two ranks that share it out (| bounds a slice, . is padding):
+A bucket sharded over two ranks (| bounds a slice, . is padding):
 
     parameters   p0 p0 p0 . p1 p1 | p1 p2 p2 p2 . .     compute dtype; every parameter is a view into it
     gradients    g0 g0 g0 . g1 g1 | g1 g2 g2 g2 . .     float32; every gradient is a view into it
     masters      m0 m0 m0 . m1 m1                       float32, on the rank that owns the slice
     pieces       [m0 m0 m0] [m1 m1]                     1-D views of the masters: what the optimizer steps
 
-In float32 the masters are the slice of the parameters itself. Padding is zero and stays so. With offload masters are
-on the CPU under every precision, and so is a copy of the slice's gradients, made for each step.
+In float32 the masters are the slice of the parameters itself. Padding is zero and stays zero. With offload the masters
+are on the CPU under every precision. So is a copy of the slice's gradients, made for each step.
 
-[Note: gradient sharding] At stage 2 the whole gradients have no memory of their own. A bucket borrows some when a
-backward brings its first gradient, and gives it back once they were averaged into the slice, which adds them up
-over backwards. Mostly there are two buffers: one bucket is in flight while the next gets its gradients. Where those of
-neighbouring buckets come mixed there are three.
+[Note: gradient sharding] At stage 2 unsharded gradients have no permanent memory. A bucket borrows a buffer when a
+backward computes its first gradient. It returns the buffer once the gradients were averaged into the slice, which
+accumulates over backwards. Usually two buffers exist: one bucket is in flight while the next one accumulates. There are
+three where gradients of neighbouring buckets arrive interleaved.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -38,28 +38,28 @@ ALIGNMENT = 16
 
 
 class GradientState(Enum):
-    """State of a bucket's gradients: NONE → LOCAL → REDUCING → REDUCED, and from there to LOCAL again or to NONE."""
+    """State of a bucket's gradients: NONE → LOCAL → REDUCING → REDUCED, and back to LOCAL or NONE."""
 
-    NONE = auto()  # dropped, and none came since
-    LOCAL = auto()  # this rank's own gradients may have come; the mean of earlier ones is kept aside
+    NONE = auto()  # dropped, and none accumulated since
+    LOCAL = auto()  # local gradients accumulate; the mean of earlier ones is kept aside
     REDUCING = auto()  # their mean over the replicas is in flight
     REDUCED = auto()  # this rank's slice holds the mean
 
 
 class ShardedGradient(Tensor):
-    """Placeholder in `parameter.grad` for a gradient that only the ranks' slices hold; refuses to be read.
+    """Placeholder in `parameter.grad` for a gradient that exists only in the ranks' slices; refuses to be read.
 
-    With None torch's clipping would measure nothing. It has a shape and no memory.
+    With None, torch's clipping would silently skip the parameter. The placeholder has a shape and no memory.
 
     Args:
         like: a tensor of the gradient's shape.
-        name: the parameter's.
+        name: the parameter's name.
     """
 
     parameter_name: str
 
     def __new__(cls, like: Tensor, name: str) -> "ShardedGradient":
-        """Make one; on the device of `like`, in float32."""
+        """Make a float32 placeholder on the device of `like`."""
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=torch.float32, device=like.device
         )
@@ -85,18 +85,18 @@ class Slot:
     """One parameter's place in a bucket.
 
     Args:
-        managed: whose place it is.
-        start, stop: its elements in the whole buffers.
-        weight: the view of the whole parameters in the parameter's shape.
-        gradient: the same of the whole gradients; None while a bucket at stage 2 has none.
-        piece: the part of it in this rank's slice of masters, None where the slice holds nothing of it.
-        piece_start: where that begins among the parameter's entries.
-        piece_gradient: the part of the slice's gradients that belongs to `piece`, where that is.
+        managed: the parameter and how its gradient is reduced.
+        start, stop: bounds of its elements in the unsharded buffers.
+        weight: the view into the unsharded parameters, in the parameter's shape.
+        gradient: the view into the unsharded gradients, in the same shape; None while a stage-2 bucket has no buffer.
+        piece: the 1-D overlap of the parameter with this rank's slice of masters; None where they do not overlap.
+        piece_start: index of the first entry of `piece` among the parameter's entries.
+        piece_gradient: the gradient of `piece` in the slice's gradients; None where `piece` is.
         version: the parameter's version counter when its master was last known to agree with it.
-        was_reduced: whether this rank gave a gradient of it to a reduction since they were dropped.
+        was_reduced: True if this rank contributed a gradient to a reduction since gradients were last dropped.
 
     Attributes:
-        parameter: the model's.
+        parameter: the model's parameter.
     """
 
     managed: ManagedParameter
@@ -116,31 +116,31 @@ class Slot:
 
     @property
     def has_gradient(self) -> bool:
-        """Return True if a backward gave the parameter a gradient."""
+        """Return True if a backward computed a gradient of the parameter."""
         return self.local_gradient is not None or self.was_reduced
 
     @property
     def local_gradient(self) -> Tensor | None:
-        """`parameter.grad`, as long as it is whole on this rank."""
+        """Return `parameter.grad` while it is unsharded on this rank."""
         gradient = self.parameter.grad
         return None if isinstance(gradient, ShardedGradient) else gradient
 
     @cached_property
     def sharded_gradient(self) -> ShardedGradient:
-        """`parameter.grad` once only slices hold it."""
+        """Return the placeholder for `parameter.grad` once it is sharded."""
         return ShardedGradient(self.weight, self.managed.name)
 
     def view(self, flat: Tensor) -> Tensor:
-        """Its part of a whole buffer, in its shape."""
+        """Return the parameter's view into an unsharded buffer, in its shape."""
         return _view(flat, self.weight, self.start)  # the parameter itself may be in flight
 
     def show(self, gradient: Tensor | None) -> None:
-        """Let `parameter.grad` be this."""
+        """Set `parameter.grad`."""
         if self.parameter.grad is not gradient:
             self.parameter.grad = gradient
 
     def collect(self) -> None:
-        """Make the parameter's gradient the view into the bucket, copying in one that lies elsewhere.
+        """Make the parameter's gradient the view into the bucket, copying in a gradient stored elsewhere.
 
         Autograd makes a new tensor for the first gradient after `zero_grad`, and adds in place from then on.
         """
@@ -158,35 +158,35 @@ class Slot:
 
     @property
     def is_in_place(self) -> bool:
-        """Return True if the parameter still is the view into the bucket that it was made."""
+        """Return True if the parameter is still the view into the bucket."""
         return self.parameter.data_ptr() == self._address and self.parameter.dtype is self._dtype
 
 
 class Bucket:
     """Flat memory of parameters that are reduced and gathered together, its masters, and the state of its gradients.
 
-    Building it moves the parameters into flat memory of dtype `dtype`, and the masters are what they were
-    before, unrounded. All ranks of the partition start from the values of its first. One broadcast. Later only
-    `start_reduction` communicates; sums over `sum_groups` are the reducer's, gathering is the publisher's.
+    The constructor moves the parameters into flat memory of type `dtype`; the masters keep their unrounded values. All
+    ranks of the partition start from the values of its first rank: one broadcast. Later only `start_reduction`
+    communicates. The reducer sums over `sum_groups`, the publisher all-gathers parameters.
 
     Args:
         members: the parameters, all of one device, stage, partition and `sum_groups`; see `make_buckets`.
         group_index: the optimizer's parameter group.
         dtype: the format that the parameters compute in.
-        partition: how the replicas share it out.
-        pool: where memory for whole gradients is borrowed (stage 2); None keeps them.
-        communication_dtype: the format in which gradients travel over the data axis.
-        is_offloaded: whether masters, and gradients for the step, are on the CPU.
+        partition: how the bucket is sharded over the replicas.
+        pool: lends memory for unsharded gradients (stage 2); None keeps them allocated.
+        communication_dtype: the format in which gradients are reduced over the data axis.
+        is_offloaded: True to keep masters, and gradients for the step, on the CPU.
 
     Attributes:
-        state: of the gradients.
-        slots: one for each member.
-        parameters: the whole buffer.
-        gradients: the same of float32; None while it is not borrowed.
+        state: the state of the gradients.
+        slots: one per member.
+        parameters: the unsharded buffer of parameters.
+        gradients: the unsharded float32 buffer of gradients; None while it is not borrowed.
         own_gradients: this rank's slice of their mean, once REDUCED.
         masters: this rank's slice of the weights in float32.
         stepped_gradients: `own_gradients`, or with offload their copy on the CPU.
-        counted, watched: stretches of `own_gradients` that this rank counts in the norm, and that others count.
+        counted, watched: ranges of `own_gradients` that this rank counts in the norm, and that other ranks count.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Bucket:
         self.watched = list(self._runs(primary=False)) if partition.is_counted else []
 
     def _allocate(self, values: Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> None:
-        """Make the flat memory from float32 values of the parameters."""
+        """Allocate the flat memory from float32 values of the parameters."""
         own = self.partition.own(values)
         self.parameters = values if dtype == torch.float32 else values.to(dtype)
         self.gradients: Tensor | None = None
@@ -238,7 +238,7 @@ class Bucket:
             self.masters = _host_copy(own)
         else:
             self.masters = own.clone() if self.has_masters else self.partition.own(self.parameters)
-        # What the inner optimizer reads in a step.
+        # Read by the inner optimizer in a step.
         self.stepped_gradients = _host_copy(self.own_gradients) if is_offloaded else self.own_gradients
 
     @property
@@ -248,16 +248,16 @@ class Bucket:
 
     @property
     def has_room(self) -> bool:
-        """Return True if it expects local gradients and has memory for them."""
+        """Return True if the bucket accumulates local gradients and has memory for them."""
         return self.state is GradientState.LOCAL and self.gradients is not None
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True if whole gradients are borrowed memory, see [Note: gradient sharding]."""
+        """Return True if unsharded gradients are in borrowed memory, see [Note: gradient sharding]."""
         return self._pool is not None
 
     def open(self, factor: float = 1.0) -> None:
-        """Expect local gradients: to LOCAL. What was reduced before is kept aside, times `factor`, and added again."""
+        """Begin to accumulate (to LOCAL). Reduced gradients are kept aside, times `factor`, for the next reduction."""
         if self.state is GradientState.REDUCING:
             self.finish_reduction()
         if self.state is GradientState.REDUCED:
@@ -271,18 +271,18 @@ class Bucket:
         self.state = GradientState.LOCAL
 
     def borrow(self) -> None:
-        """Have memory for whole gradients."""
+        """Borrow memory for unsharded gradients, where there is none."""
         if self.gradients is not None:
             return
         assert self._pool is not None
         self.gradients = self._pool.take(len(self.parameters), torch.float32, self.parameters.device)
         for slot in self.slots:
             slot.gradient = slot.view(self.gradients)
-        for start, stop in self._padding:  # of a bucket that had the memory before, anything
+        for start, stop in self._padding:  # leftovers of the bucket that had the buffer before
             self.gradients[start:stop].zero_()
 
     def collect(self) -> None:
-        """Have every gradient in the buffer, zeros for a parameter that has none."""
+        """Copy every gradient into the buffer, zeros for a parameter that has none."""
         self.borrow()
         for slot in self.slots:
             slot.collect()
@@ -291,7 +291,7 @@ class Bucket:
                 slot.gradient.zero_()
 
     def start_reduction(self) -> None:
-        """Begin to average collected gradients into this rank's slice: to REDUCING. One collective of replicas."""
+        """Begin to average collected gradients into this rank's slice (to REDUCING). One collective of the replicas."""
         assert self.gradients is not None
         for slot in self.slots:
             slot.was_reduced = slot.has_gradient
@@ -302,7 +302,7 @@ class Bucket:
         self.state = GradientState.REDUCING
 
     def finish_reduction(self) -> None:
-        """Have the averages, together with those before them: from REDUCING to REDUCED."""
+        """Wait for the averages and add the earlier ones (from REDUCING to REDUCED)."""
         if self.state is not GradientState.REDUCING:
             return
         assert self.gradients is not None
@@ -321,7 +321,7 @@ class Bucket:
         self.state = GradientState.REDUCED
 
     def drop(self, *, to_zeros: bool) -> None:
-        """Forget all gradients: to NONE. With `to_zeros`, parameters that have one get one of zeros."""
+        """Drop all gradients (to NONE). With `to_zeros`, parameters with a gradient get a gradient of zeros."""
         self.finish_reduction()
         self._previous = None
         self.state = GradientState.NONE
@@ -343,12 +343,12 @@ class Bucket:
                 slot.gradient = None
 
     def send_gradients(self) -> None:
-        """Begin to bring the slice's gradients to where the inner optimizer steps, see publish.py."""
+        """Begin to copy the slice's gradients to the device of the inner optimizer, see publish.py."""
         if self.is_offloaded:
             self.stepped_gradients.copy_(self.own_gradients, non_blocking=True)
 
     def refresh_(self) -> None:
-        """Take over parameters that were written to; masters that still round to their parameter stay."""
+        """Update masters of parameters that were written to; keep those that still round to their parameter."""
         if self.has_masters:
             present = self.partition.own(self.parameters).to(self.masters.device)
             stays = self.masters.to(present.dtype) == present
@@ -361,16 +361,16 @@ class Bucket:
         return any(slot.parameter._version != slot.version for slot in self.slots)
 
     def note_versions(self) -> None:
-        """Take the parameters as they are now for what the masters say."""
+        """Record that the masters agree with the parameters as they are now."""
         for slot in self.slots:
             slot.version = slot.parameter._version
 
     def unflattened(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a whole buffer by parameter name, in the parameters' shapes."""
+        """Return views into an unsharded buffer by parameter name, in the parameters' shapes."""
         return {slot.managed.name: slot.view(flat) for slot in self.slots}
 
     def describe(self) -> list[str]:
-        """One line per parameter; equal lines mean equal slices of equal buffers."""
+        """Return one line per parameter; equal lines mean equal slices of equal buffers."""
         where = (
             f"of group {self.group_index} in a bucket of {self.parameters.numel()} {self.parameters.dtype}, "
             f"slice {self.partition.index} of {self.partition.num_slices}"
@@ -382,7 +382,7 @@ class Bucket:
     def _slot(self, managed: ManagedParameter, start: int) -> Slot:
         parameter, stop = managed.parameter, start + managed.parameter.numel()
         weight = _view(self.parameters, parameter, start)
-        # None: any format is accumulated, here that of the activations into the bucket's float32.
+        # None: autograd accumulates gradients of any format, here of the activations' into the bucket's float32.
         parameter.grad_dtype = None
         parameter.data = weight
         first = self.partition.index * self.masters.numel()
@@ -401,7 +401,7 @@ class Bucket:
         )
 
     def _runs(self, *, primary: bool) -> Iterator[Tensor]:
-        """Stretches of this rank's gradients of which it is the primary rank, or is not."""
+        """Yield ranges of this rank's gradients for which it is the primary rank, or is not."""
         first, length = self.partition.index * self.masters.numel(), self.masters.numel()
         owned = [slot for slot in self.slots if slot.piece is not None]
         for key, run in groupby(owned, key=lambda slot: slot.managed.is_primary):
@@ -412,7 +412,7 @@ class Bucket:
 
 
 def round_masters(buckets: Sequence[Bucket]) -> None:
-    """Bring the masters into this rank's slices of the parameters, by a few kernels for all buckets."""
+    """Copy the masters into this rank's slices of the parameters, with a few kernels for all buckets."""
     pairs = [(each.partition.own(each.parameters), each.masters) for each in buckets if each.has_masters]
     if pairs:
         slices, masters = map(list, zip(*pairs, strict=True))
@@ -429,7 +429,7 @@ def make_buckets(
     communication_dtype: torch.dtype = torch.float32,
     is_offloaded: bool = False,
 ) -> list[Bucket]:
-    """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
+    """Make buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
     The parameters of a bucket have one parameter group, device, stage, partition and tuple of `sum_groups`.
 
@@ -437,13 +437,13 @@ def make_buckets(
         groups: the parameters of each parameter group.
         partitions: by `ManagedParameter.sharded_over`.
         bucket_size: in elements.
-        dtype, pool, communication_dtype, is_offloaded: as of `Bucket`.
+        dtype, pool, communication_dtype, is_offloaded: see `Bucket`.
     """
     buckets = []
     for index, group in enumerate(groups):
         alike: dict[Hashable, list[ManagedParameter]] = {}
         for managed in group:
-            # What is summed waits for the end of all backwards, and its ranks may have other stages.
+            # Sums over groups wait for the end of all backwards, and may join ranks of different stages.
             stage = None if managed.needs_sum else managed.stage
             sums = managed.sum_groups if managed.needs_sum else ()
             key = (managed.parameter.device, stage, sums, managed.sharded_over)
@@ -494,5 +494,5 @@ def _view(flat: Tensor, like: Tensor, start: int) -> Tensor:
 
 
 def _host_copy(values: Tensor) -> Tensor:
-    """The same values in new memory of the CPU, pinned where they are on CUDA."""
+    """Return a copy in CPU memory, pinned where the values are on CUDA."""
     return host_memory(values.nbytes, values.device).view(values.dtype).copy_(values)

@@ -17,20 +17,20 @@ _PART = 2**20
 
 
 class ReducedGradients:
-    """The reduced gradients in this rank's slices, which a loss scale and a factor keep from being the true ones.
+    """The reduced gradients in this rank's slices, which may still carry a loss scale and a pending factor.
 
-    A step or the user clips them, and makes them true with it.
+    Clipping, in a step or by the user, also unscales them. "True" gradients are those without loss scale and factor.
 
     Args:
-        buckets: where the slices are.
-        reducer: what reduced them; it knows the loss scale that they carry.
-        device: where norms are built.
+        buckets: the buckets with the slices.
+        reducer: the reducer, which knows the loss scale of the gradients.
+        device: the device on which norms are computed.
 
     Attributes:
-        factor: what they must be multiplied with besides, None for nothing; taken in when they are measured.
-        norm: the 2-norm of the true gradients before anything clipped them; None until it is measured.
-        has_gradients: for each of the reducer's slots whether any rank has a gradient, as of the last measuring.
-        is_agreed: whether all ranks agreed, as of the last measuring.
+        factor: a pending factor of the gradients besides the loss scale, None for none; applied by `measure`.
+        norm: the 2-norm of the true gradients before any clipping; None until it is measured.
+        has_gradients: for each of the reducer's slots, True if any rank had a gradient at the last measurement.
+        is_agreed: True if all ranks agreed at the last measurement.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
@@ -47,21 +47,21 @@ class ReducedGradients:
 
     @property
     def multiplier(self) -> float | Tensor:
-        """The factor that makes the slices true and unclipped by a step."""
+        """Return the factor that unscales the slices and undoes the clipping of a step."""
         return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
 
     def renew(self) -> None:
-        """Expect others: new gradients were reduced, or all were dropped."""
+        """Reset the state, after new gradients were reduced or all were dropped."""
         self.norm = None
         self._unclip = 1.0
 
     def finish(self) -> None:
-        """End a step: another one on the same gradients measures what this one left."""
+        """End a step; another step on the same gradients measures them as this step left them."""
         self.factor = None
         self.norm = None
 
     def measure(self, norm_type: float = 2.0, *, code: int = 0, share: float | Tensor = 0.0) -> float:
-        """The norm of the true gradients as they now are; infinite or NaN where any of any rank is.
+        """Return the norm of the true gradients as they are now; infinite or NaN if any gradient of any rank is.
 
         One all-reduce over the world, and one wait of the host for the device.
 
@@ -85,7 +85,7 @@ class ReducedGradients:
         measured, factor_, agreed, *flags = figures.tolist()
         self.is_agreed = agreed > 0
         self._reducer.multiply(factor_)
-        self.factor = 1.0  # and not None: the gradients of another batch know that one was taken in
+        self.factor = 1.0  # not None: the next gradients must know that a factor was applied
         self.has_gradients = [flag > 0 for flag in flags]
         true = measured * abs(self._reducer.unscale_factor)
         if self.norm is None and norm_type == 2:
@@ -93,13 +93,15 @@ class ReducedGradients:
         return true
 
     def clip_for_step_(self, norm: float, max_norm: float) -> None:
-        """Make them the true ones, of this norm, clipped to another; 0 never clips. `multiplier` undoes it."""
+        """Unscale the gradients and clip them from `norm` to `max_norm`; 0 never clips. `multiplier` undoes it."""
         coefficient = clip_coefficient(norm, max_norm)
         self._reducer.unscale_(coefficient)
         self._unclip = 1 / coefficient
 
     def clip_by_norm_(self, norm: float, max_norm: float, norm_type: float) -> float:
-        """Make them the true ones and clip them to a norm, unless it is not finite; returns it. See `measure`.
+        """Unscale the gradients and clip them to a norm, unless it is not finite. Return the norm before clipping.
+
+        A norm of another type than 2 communicates as `measure` does.
 
         Args:
             norm: their 2-norm, as measured.
@@ -113,7 +115,7 @@ class ReducedGradients:
         return norm
 
     def clip_by_value_(self, norm: float, clip_value: float) -> None:
-        """Make them the true ones and clip every entry, unless one is not finite: it stays so. See `clip_by_norm_`."""
+        """Unscale the gradients and clip every entry; if any is not finite, leave all as they are."""
         if isfinite(norm) and self._slices:
             self._reducer.unscale_()
             torch._foreach_clamp_min_(self._slices, -clip_value)
@@ -130,21 +132,21 @@ def norm_over_all_ranks(
     code: int = 0,
     share: float | Tensor = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of what all ranks of the world count together. One all-reduce over the world, of a maximum norm two.
+    """Return the norm of the gradients of all ranks. One all-reduce over the world, two for the maximum norm.
 
     Args:
-        counted: this rank's 1-D gradients; each gradient of the model is counted on one rank alone.
-        watched: gradients that another rank counts. They add nothing, but make the norm not finite where they
-            are not: an overflow on one rank is one on all.
+        counted: this rank's 1-D gradients; each gradient of the model is counted on exactly one rank.
+        watched: gradients that another rank counts. They add nothing to the norm, but make it not finite if they are
+            not finite: an overflow on one rank is an overflow on all.
         norm_type: the p of the p-norm; `inf` is the largest magnitude.
-        device: where the sum is built.
-        code: below 2**32; compared between all ranks on the way.
-        share: added up over all ranks on the way; 0 where they agree. See [Note: sums of codes] in
-            cluster/step_agreement.py.
+        device: the device on which the sum is computed.
+        code: below 2**32; compared between all ranks in the same all-reduce.
+        share: summed over all ranks in the same all-reduce; the sum is 0 where they agree. See [Note: sums of codes]
+            in cluster/step_agreement.py.
 
     Returns:
-        The norm, 0-d float64, equal on all ranks; infinite or NaN where any gradient of any rank is. And whether all
-        ranks agree, 0-d.
+        The norm, 0-d float64, equal on all ranks; infinite or NaN if any gradient of any rank is. Then a 0-d tensor,
+        True if all ranks agree.
     """
     codes = numbers_on(device, [code, code if dist.get_rank() == 0 else 0, 0], torch.float64)
     codes[2] += share
@@ -165,12 +167,12 @@ def norm_over_all_ranks(
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that clips gradients of this norm, as in torch.nn.utils.clip_grad_norm_. 0 never clips."""
+    """Return the factor that clips gradients of `norm` to `max_norm`, as torch's `clip_grad_norm_`; 0 never clips."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def require_clip_norm(max_norm: float, norm_type: float) -> None:
-    """Raise ValueError where gradients cannot be clipped to this norm."""
+    """Raise ValueError if gradients cannot be clipped to this norm."""
     checks = (
         (_is_positive(max_norm), f"max_norm={max_norm!r}: it must be above 0; inf only measures the norm"),
         (
@@ -182,7 +184,7 @@ def require_clip_norm(max_norm: float, norm_type: float) -> None:
 
 
 def require_clip_value(clip_value: float) -> None:
-    """Raise ValueError where gradients cannot be clipped to this value."""
+    """Raise ValueError if gradients cannot be clipped to this value."""
     if not _is_positive(clip_value):
         raise ValueError(
             f"clip_value={clip_value!r}: it must be above 0; entries are clipped to -clip_value … clip_value"
@@ -190,7 +192,7 @@ def require_clip_value(clip_value: float) -> None:
 
 
 def require_finite_norm(norm: float, norm_type: float) -> None:
-    """Raise RuntimeError where a norm is infinite or NaN."""
+    """Raise RuntimeError if a norm is infinite or NaN."""
     if not isfinite(norm):
         raise RuntimeError(
             f"the gradients' norm (norm_type={norm_type}) is {norm} and error_if_nonfinite=True: under fp16 an "
@@ -199,11 +201,14 @@ def require_finite_norm(norm: float, norm_type: float) -> None:
 
 
 def _is_positive(value: object) -> bool:
-    """Return True if it is a number above 0, infinite or not."""
+    """Return True for a number above 0, finite or infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Norms of 1-D float32 tensors or of parts of them, float64 sums: in float32 6e-4 would be lost of 16M entries."""
+    """Return norms of 1-D float32 tensors or of chunks of them, summed in float64.
+
+    A float32 sum over 16M entries would lose 6e-4.
+    """
     parts = [part for x in tensors for part in ([x] if is_cuda(x.device) else x.split(_PART)) if part.numel()]
     return list(torch._foreach_norm(parts, norm_type, dtype=torch.float64)) if parts else []
