@@ -1,4 +1,4 @@
-"""Refusal of optimizers that do not treat every entry of a parameter on its own."""
+"""Refusal of optimizers that are not element-wise."""
 
 import inspect
 from copy import deepcopy
@@ -24,7 +24,7 @@ KNOWN = frozenset(
         torch.optim.SGD,
     }
 )
-# More than what optimizers take for large: some keep small matrices whole, or quantize states of long ones by blocks.
+# Above the thresholds of optimizers: some treat small matrices differently, or quantize states of large ones in blocks.
 _SHAPE = (160, 144)
 _SIZE = 160 * 144
 _CUT = 10_000  # inside a row, so that rows and columns are cut too
@@ -32,14 +32,14 @@ _STEPS = 3
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that gives other numbers on slices of a parameter than on the whole.
+    """Refuse an optimizer whose updates of slices of a parameter differ from those of the full parameter.
 
-    An unknown class is tried: it steps a matrix whole, and the same entries as two 1-D pieces, with the options of each
-    parameter group, by which some choose how they update. Each piece has an optimizer of its own, as on a rank: some
-    adapt to all that they hold.
+    An unknown class is tested: it steps a full matrix, and the same entries as two 1-D slices. The options of each
+    parameter group are tested, since they may select another update. Each slice has its own optimizer, as on a rank,
+    since some optimizers adapt to all of their parameters.
 
     Raises:
-        ValueError: the optimizer is not element-wise, or cannot be tried.
+        ValueError: the optimizer is not element-wise, or cannot be tested.
     """
     kind = type(optimizer)
     if kind in KNOWN:
@@ -66,24 +66,24 @@ def require_elementwise(optimizer: Optimizer) -> None:
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of the parameter groups, each once."""
+    """Return the distinct options of the parameter groups."""
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         if options.get("lr") == 0:
-            options["lr"] = 1e-2  # a step that moves nothing would prove nothing
+            options["lr"] = 1e-2  # a step without an update would prove nothing
         found.setdefault(repr(options), options)
     return list(found.values())
 
 
 def _treats_alike(optimizer: Optimizer, options: dict[str, Any]) -> bool:
-    """Return True if a matrix moves as its pieces do."""
+    """Return True if the updates of a matrix and of its slices are equal."""
     whole, pieces = (_updates(optimizer, options, lengths) for lengths in ((_SIZE,), (_CUT, _SIZE - _CUT)))
     return torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
 
 
 def _updates(optimizer: Optimizer, options: dict[str, Any], lengths: tuple[int, ...]) -> Tensor:
-    """The update of each entry of a matrix in a few steps, 1-D; several pieces are 1-D, with an optimizer each."""
+    """Return the 1-D updates of a matrix in a few steps; several slices are 1-D, with one optimizer each."""
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
@@ -97,7 +97,7 @@ def _updates(optimizer: Optimizer, options: dict[str, Any], lengths: tuple[int, 
     torch.manual_seed(0)
     for _ in range(_STEPS):
         gradient = torch.randn(_SIZE, dtype=torch.float32, generator=generator)
-        gradient[_CUT:] *= 100  # so that what depends on a norm differs between the pieces
+        gradient[_CUT:] *= 100  # so that the slices have different norms
         for trial, parameter, piece in zip(trials, parameters, gradient.split(lengths), strict=True):
             parameter.grad = piece.clone().view(parameter.shape)
             trial.step()

@@ -1,4 +1,4 @@
-"""The user's optimizer around which a sharded one is built: its groups, states, and what a rank saves of it."""
+"""The user's optimizer inside a sharded one: its groups, its states, and the local state that a rank saves."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from .partition import ManagedParameter
 from .precision import DynamicScaler
 from .reducer import sums_in_order
 
-EQUAL_OPTIONS = (  # on all ranks: the rule in an error
+EQUAL_OPTIONS = (  # the rule for all ranks, quoted in errors
     "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
     "execute_pipeline is)"
 )
@@ -27,7 +27,7 @@ PARTIAL_STATE = (
     "booster.save_optimizer(optimizer, folder) or booster.save_checkpoint on every rank"
 )
 
-# torch.optim's that have a fused kernel, on some kinds of devices; a subclass may do something of its own.
+# Optimizers of torch.optim with a fused kernel on some device types. Subclasses are excluded: their update may differ.
 _FUSED = {
     torch.optim.Adagrad: "aten::_fused_adagrad_",
     torch.optim.Adam: "aten::_fused_adam_",
@@ -37,7 +37,7 @@ _FUSED = {
 
 
 class StepGuard:
-    """The right to step an optimizer that was boosted: outside of this context, stepping it raises RuntimeError."""
+    """Context in which a boosted inner optimizer may step; outside of it, stepping it raises RuntimeError."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._is_entered = False
@@ -58,17 +58,17 @@ class StepGuard:
 
 
 class OptimizerWrapper(Optimizer):
-    """Has the groups, states, defaults and hooks of an inner optimizer, which nobody else may step from now on.
+    """Optimizer with the groups, states, defaults and hooks of an inner optimizer, which only it may step.
 
     Args:
-        optimizer: the inner one.
+        optimizer: the inner optimizer.
     """
 
-    # The base class is not initialized: it would make groups.
+    # The base class is not initialized: its constructor would make groups.
     def __init__(self, optimizer: Optimizer) -> None:
         self.inner = optimizer
         self._guard = StepGuard(optimizer)
-        # Hooks registered on this optimizer run with the inner one's.
+        # Hooks registered on this optimizer run with those of the inner optimizer.
         self.__dict__.update(
             {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
         )
@@ -89,7 +89,7 @@ class OptimizerWrapper(Optimizer):
         return self.inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the flat memory is laid out once."""
+        """Refuse: the layout of the flat memory is fixed."""
         raise RuntimeError("add parameter groups to the optimizer before boost: its memory is laid out there")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -99,9 +99,9 @@ class OptimizerWrapper(Optimizer):
 def managed_groups(
     optimizer: Optimizer, parameters: Sequence[ManagedParameter]
 ) -> list[list[ManagedParameter]]:
-    """The parameters that the optimizer trains here, per group, in its order.
+    """Return this rank's trained parameters per group, in the order of the optimizer.
 
-    What it holds besides is left out: the parameters of other pipeline stages, and frozen ones.
+    Frozen parameters and those of other pipeline stages are left out.
 
     Raises:
         ValueError: a parameter or a name is listed twice, one is complex, or the optimizer has stepped one.
@@ -153,7 +153,7 @@ def _require_equal_lines(lines: list[str], group: dist.ProcessGroup, *, what: st
 
 
 def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
-    """The class of an optimizer, and the options of its groups but for the parameters, by name."""
+    """Return the class of an optimizer, and the options of its groups by name, without the parameters."""
     groups = [] if optimizer is None else optimizer.param_groups
     options = {
         f"{name} of group {index}": value
@@ -165,12 +165,12 @@ def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
 
 
 def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket], *, device: torch.device) -> None:
-    """Give the optimizer this rank's pieces in the place of the parameters, in the same group dicts.
+    """Replace the optimizer's parameters by this rank's slices of the masters, in the same group dicts.
 
     Args:
         optimizer: not stepped yet.
-        buckets: where the pieces are.
-        device: where they are stepped.
+        buckets: the buckets with the slices.
+        device: the device on which the optimizer steps.
     """
     for index, group in enumerate(optimizer.param_groups):
         slots = [slot for bucket in buckets if bucket.group_index == index for slot in bucket.slots]
@@ -189,10 +189,10 @@ def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket], *, device: torc
 
 
 def choose_fused_kernels(optimizer: Optimizer, device: torch.device) -> None:
-    """Let an optimizer of torch step by its fused kernel, where the device has one and the user chose nothing.
+    """Select the fused kernel of a torch optimizer, where the device has one and the user selected no other.
 
-    Whoever gave `fused`, `foreach`, `capturable` or `differentiable` keeps what they chose. By itself torch steps by
-    lists of tensors on CUDA, which takes memory of the size of a state.
+    An explicit `fused`, `foreach`, `capturable` or `differentiable` is kept. On CUDA torch's default is `foreach`,
+    which needs additional memory of the size of one state.
     """
     operator, key = _FUSED.get(type(optimizer)), torch._C._dispatch_key_for_device(device.type)
     has_kernel = operator is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
@@ -205,14 +205,14 @@ def choose_fused_kernels(optimizer: Optimizer, device: torch.device) -> None:
             group["fused"] = True
         for piece in group["params"] if group.get("fused") else ():
             state = optimizer.state.get(piece, {})
-            if "step" in state:  # of a constructor, or a run without such kernels
+            if "step" in state:  # made by a constructor, or by a run without fused kernels
                 state["step"] = state["step"].to(device, torch.float32)
 
 
 def local_state(inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None) -> dict[str, Any]:
-    """torch's own state dict of the inner optimizer, and beside it masters, loss scale and layout.
+    """Return the inner optimizer's state dict, and with it masters, loss scale and layout.
 
-    As in torch, tensors are the live ones: copy or save them before the next step.
+    As in torch, the tensors are not copies: copy or save them before the next step.
     """
     return {
         **inner.state_dict(),
@@ -230,7 +230,7 @@ def load_local_state(
     *,
     device: torch.device,
 ) -> None:
-    """Load what `local_state` returned, to be stepped on a device. The parameters are as they were.
+    """Load the result of `local_state` for steps on `device`. The parameters do not change.
 
     Raises:
         ValueError: it was saved under another layout or precision.
@@ -245,15 +245,15 @@ def load_local_state(
             "here. Load what booster.save_optimizer wrote under any layout by booster.load_optimizer"
         )
     inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
-    choose_fused_kernels(inner, device)  # the state may come from a run without
+    choose_fused_kernels(inner, device)  # the state may come from a run without fused kernels
     for bucket, masters in zip(buckets, state["masters"], strict=True):
         bucket.masters.copy_(masters)
-    if scaler is not None and state["scaler"] is not None:  # else it was saved under another precision
+    if scaler is not None and state["scaler"] is not None:  # otherwise it was saved under another precision
         scaler.load_state_dict(state["scaler"])
 
 
 def layout_lines(buckets: Sequence[Bucket]) -> list[str]:
-    """One line per parameter; equal lines mean that a state fits."""
+    """Return one line per parameter; equal lines mean that a saved state fits."""
     return [line for bucket in buckets for line in bucket.describe()]
 
 
@@ -272,16 +272,16 @@ def _by_identity(parameters: Sequence[ManagedParameter]) -> dict[int, ManagedPar
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:
-    """Return True if a state is as the constructor leaves it: most leave none, Adagrad leaves constants."""
+    """Return True if a state is as the constructor made it: usually empty, constants for Adagrad."""
     return not state or ("step" in state and float(state["step"]) == 0)
 
 
 def _state_of_piece(optimizer: Optimizer, slot: Slot) -> dict[str, Any]:
-    """The state that a constructor left for a parameter, constants, in the shape of its piece."""
+    """Return the constant state that a constructor made for a parameter, in the shape of its local slice."""
     assert slot.piece is not None
     state = dict(optimizer.state[slot.parameter])
     for key, value in state.items():
-        # A number of its own is the count of steps; another one belongs to a parameter that is a number.
+        # A 0-d "step" counts the steps; another 0-d entry belongs to a 0-d parameter.
         if isinstance(value, Tensor) and (value.dim() or (not slot.weight.dim() and key != "step")):
             constant = value.flatten()[0]
             if not bool((value == constant).all()):

@@ -1,4 +1,4 @@
-"""The optimizer that owns a run's flat memory, precision and reductions, around the user's own optimizer.
+"""The sharded optimizer: flat memory, precision and reductions around the user's own optimizer.
 
 backward()            gradients accumulate in float32, in flat buckets (bucket.py)
 reduce_gradients()    sums over tied and partial copies, mean over the data axis (reducer.py, partition.py)
@@ -45,43 +45,45 @@ from .reducer import Reducer
 class ShardedOptimizer(OptimizerWrapper):
     """Plain data parallelism (stage 0), ZeRO-1 or ZeRO-2 around any element-wise optimizer (arXiv:1910.02054).
 
-    The inner optimizer stays the user's object, with the same group dicts: schedulers built on it, before or
-    after, keep acting. Its groups hold, in the place of the parameters, float32 1-D pieces of them: those of
-    this rank's slice. Parameters of other pipeline stages and frozen ones are taken out of it.
+    The inner optimizer stays the user's object, with the same group dicts, so schedulers built on it before or after
+    keep working. Its parameters are replaced by 1-D float32 masters, those in this rank's slices. Frozen parameters and
+    those of other pipeline stages are removed from it.
 
-    Building it is collective over the world. All ranks of the data axis start from the first's parameters.
+    The constructor is collective over the world. All ranks of the data axis start from the parameters of its first
+    rank.
 
     Args:
         optimizer: any torch optimizer that updates every entry on its own, not stepped yet. It steps by torch's fused
             kernel where there is one, see `choose_fused_kernels`.
-        parameters: this rank's part of the model, in one order on all ranks of the data axis. Those that the
-            optimizer does not hold are left alone.
+        parameters: the local parameters of the model, in one order on all ranks of the data axis. Those that are not in
+            the optimizer stay as they are.
         mesh: the processes.
-        stage: 0 keeps all optimizer states on every rank, 1 shards them over the data axis, 2 the gradients
-            too: every backward averages what it brings, and `parameter.grad` cannot be read from then on.
-        precision: the format of the parameters, and the loss scale. Parameters may arrive in float32 under
-            every precision: masters are made from what arrives.
+        stage: 0 replicates optimizer states on every rank, 1 shards them over the data axis, 2 shards gradients, too:
+            every backward averages its gradients, after which `parameter.grad` cannot be read.
+        precision: the format of the parameters, and the loss scale. Parameters may be given in float32 under every
+            precision: masters are made from the given values.
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
-        bucket_size: largest number of elements that are communicated at once; None is `default_bucket_size`.
-        zero_size: the number of neighboring ranks of that axis over which a stage above 0 shards, a node for example;
-            -1 or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
-        overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
-            stage 2 a backward waits for each bucket.
+        bucket_size: largest number of elements in one collective; None is `default_bucket_size`.
+        zero_size: the number of neighboring ranks of the data axis over which a stage above 0 shards, for example a
+            node; -1 or 0 is the full axis, 1 does not shard. Gradients are always averaged over the full axis.
+        overlap_communication: average gradients while backward runs. Without it `reduce_gradients` averages them, and
+            at stage 2 a backward waits for each bucket.
         communication_dtype: the format in which gradients are averaged over the data axis.
         cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there.
-        accumulation_steps: calls of `backward`, or blocks of `accumulate_and_reduce`, whose mean each step takes; with
-            1 it takes the sum of any number.
-        agreement: what the ranks noted in the calls of a step, compared with the norm; None compares options alone.
+        accumulation_steps: number of calls of `backward`, or blocks of `accumulate_and_reduce`, averaged in each step;
+            with 1 a step takes the sum of any number of calls.
+        agreement: checksums of a step's calls on each rank, compared in the all-reduce of the norm; None compares
+            options alone.
         check_every: ranks compare their calls in every `check_every`-th step.
-        after_step: is called at the end of every step, also of one that was skipped, on all ranks alike.
+        after_step: called on all ranks at the end of every step, including skipped ones.
 
     Attributes:
         inner: the user's optimizer.
         last_norm: norm of the gradients of the last step, unscaled, before any clipping; None before the first.
-        reducer: brings gradients to this rank's slices; its contexts are for backwards that are not called through
+        reducer: reduces gradients into this rank's slices; its contexts are for backwards that are not called through
             `backward`.
-        publisher: brings updated parameters to all ranks; can let them arrive during the next forward.
-        skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
+        publisher: all-gathers updated parameters; can overlap this with the next forward.
+        skipped_steps: number of steps skipped because gradients were not finite on some rank.
         accumulation_steps: as given.
     """
 
@@ -110,7 +112,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.skipped_steps = 0
         self._agreement = agreement
         self._after_step = after_step
-        self._num_calls = 0  # since the last step, where there are to be several
+        self._num_calls = 0  # since the last step, under accumulation
         self._mesh = mesh
         self._max_norm = max_norm
         self._is_offloaded = cpu_offload
@@ -143,16 +145,16 @@ class ShardedOptimizer(OptimizerWrapper):
         self.publisher = Publisher(self.buckets)
         self._step_device = torch.device("cpu") if cpu_offload else mesh.device
         hold_pieces(optimizer, self.buckets, device=self._step_device)
-        super().__init__(optimizer)  # at the end: what is refused stays the user's
+        super().__init__(optimizer)  # at the end: an optimizer that is refused stays unchanged
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss before backward; 1 but for fp16."""
+        """Return the factor of the loss before backward; 1 except under fp16."""
         return self.reducer.loss_scale
 
     @property
     def gradient_factor(self) -> float | Tensor | None:
-        """A factor of the gradients in the next step or clipping, None for nothing.
+        """A factor of the gradients in the next step or clipping, None for no factor.
 
         Equal on all ranks. `step` and `zero_grad` set it back to None.
         """
@@ -163,23 +165,23 @@ class ShardedOptimizer(OptimizerWrapper):
         self._gradients.factor = factor
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """Return the scaled loss, on which to call backward."""
         factor = self.loss_scale / self.accumulation_steps
         return loss if factor == 1 else loss * factor
 
     @contextmanager
     def accumulate_and_reduce(self, name: str | None = None) -> Iterator[None]:
-        """Make what runs inside one of the `accumulation_steps` calls before a step, and reduce its gradients.
+        """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
-        Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. Below
-        stage 2 gradients are reduced in the last of several calls alone. A further call before the step is reduced on
-        its own, and added.
+        Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
+        Below stage 2 gradients are reduced only in the last of several calls. Gradients of a further call before the
+        step are reduced separately, and added.
 
         Args:
-            name: of the call, where ranks are to compare in which one they are.
+            name: the name of the call, if ranks are to compare their calls.
 
         Raises:
-            RuntimeError: all calls have been made, or something else than a backward wrote to the gradients.
+            RuntimeError: all calls have been made, or gradients were written to by something other than a backward.
         """
         if 1 < self.accumulation_steps == self._num_calls:
             raise RuntimeError(
@@ -207,16 +209,16 @@ class ShardedOptimizer(OptimizerWrapper):
             self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Start no reduction inside: more backwards follow before the next step."""
+        """Begin no reduction inside: more backwards follow before the next step."""
         return self.reducer.held_back()
 
     def get_grad_norm(self) -> float | None:
-        """`last_norm`, under ColossalAI's name."""
+        """Return `last_norm`, under ColossalAI's name."""
         return self.last_norm
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
+        """Drop the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
         if not set_to_none:
             self.publisher.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.renew()
@@ -228,13 +230,13 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum partial gradients, then average over the data axis, unless no backward ran since the last time.
+        """Sum partial gradients, then average over the data axis, unless no backward ran since the last reduction.
 
-        Collective over the sum groups and the data axis. After it, `parameter.grad` is the reduced gradient
-        only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`. In stage 2 it cannot be read.
+        Collective over the sum groups and the data axis. Afterwards `parameter.grad` is the reduced gradient only in
+        this rank's slice. At stage 0 that is all of it, at stage 1 see `gradients`. At stage 2 it cannot be read.
 
         Raises:
-            RuntimeError: something else than a backward wrote to the gradients.
+            RuntimeError: gradients were written to by something other than a backward.
         """
         self.reducer.require_same_call("reduce_gradients()")
         self._reduce()
@@ -244,7 +246,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if self.reducer.is_reduced:
             self.reducer.require_unchanged()
         else:
-            self.publisher.wait()  # of parameters that nobody used; they may be given gradients
+            self.publisher.wait()  # for parameters that no forward used; they may be given gradients
             self.reducer.reduce()
             self._gradients.renew()
 
@@ -253,17 +255,17 @@ class ShardedOptimizer(OptimizerWrapper):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Reduce the gradients and clip the true ones, of all ranks together, to a norm. Between backward and step.
+        """Reduce and unscale the gradients, and clip them over all ranks to a norm. Call between backward and step.
 
         Collective over the world. Gradients that are not finite stay as they are, and the step will be skipped.
 
         Args:
-            max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
+            max_norm: gradients of a larger norm are scaled down to it; `inf` only measures.
             norm_type: the p of the norm, `inf` for the largest magnitude.
-            error_if_nonfinite: raise where the norm is infinite or NaN, as an overflow of fp16 makes it.
+            error_if_nonfinite: raise if the norm is infinite or NaN, as after an overflow of fp16.
 
         Returns:
-            The norm before, unscaled, 0-d, equal on all ranks.
+            The unscaled norm before clipping, 0-d, equal on all ranks.
 
         Raises:
             ValueError: arguments differ between ranks, on all of them; nothing was clipped.
@@ -280,10 +282,10 @@ class ShardedOptimizer(OptimizerWrapper):
     @naming_failures("optimizer.clip_grad_by_value")
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Reduce the gradients and clip every entry of the true ones to -clip_value … clip_value.
+        """Reduce and unscale the gradients, and clip every entry to -clip_value … clip_value.
 
-        Between backward and step. Collective over the world. Where any gradient is not finite all stay as they are,
-        and the step will be skipped. Errors as of `clip_grad_by_norm`.
+        Call between backward and step. Collective over the world. If any gradient is not finite, all stay as they are,
+        and the step will be skipped. Raises the errors of `clip_grad_by_norm`.
         """
         require_clip_value(clip_value)
         self.reduce_gradients()
@@ -295,7 +297,7 @@ class ShardedOptimizer(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or skip the step on all ranks if any gradient of any rank is not finite.
 
-        Collective over the world. A parameter that got no gradient on any rank is left alone, as in torch.
+        Collective over the world. As in torch, a parameter without a gradient on all ranks does not change.
 
         Args:
             closure: computes the loss and its gradients, through `backward`.
@@ -306,7 +308,7 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: parameters were moved or retyped since boost, gradients were written to since backward, the
                 loss scale cannot fall further, or fewer than `accumulation_steps` calls were made.
-            ValueError: options of the groups, as learning rates, differ between ranks; nothing was updated.
+            ValueError: options of the groups, such as learning rates, differ between ranks; nothing was updated.
         """
         loss = None
         if closure is not None:
@@ -328,7 +330,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return loss
 
     def _require_steppable(self) -> None:
-        """Raise RuntimeError where calls are missing, ranks are elsewhere, or parameters are not as boost left them."""
+        """Raise RuntimeError if calls are missing, ranks make different calls, or parameters were replaced or moved."""
         if 0 < self._num_calls < self.accumulation_steps:
             raise RuntimeError(
                 f"optimizer.step() after {self._num_calls} of gradient_accumulation_steps={self.accumulation_steps} "
@@ -352,7 +354,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.reducer.require_same_call("step()")
 
     def _measure(self) -> float:
-        """The norm for a step, once all ranks agree on batches, too. One all-reduce over the world."""
+        """Return the norm for a step; compare batches between ranks, too. One all-reduce over the world."""
         norm = self._agreed_norm(self._agreement)
         if self._agreement is not None:
             self._agreement.clear()
@@ -362,7 +364,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return norm
 
     def _agreed_norm(self, agreement: StepAgreement | None = None, **arguments: float) -> float:
-        """The norm of the gradients, once all ranks agree on arguments and options. One all-reduce over the world."""
+        """Return the norm of the gradients; compare arguments and options. One all-reduce over the world."""
         settings = {**arguments, **optimizer_options(self.inner)}
         code = settings_hash(settings) if agreement is None else agreement.code(settings)
         norm = self._gradients.measure(code=code, share=0.0 if agreement is None else agreement.share)
@@ -374,7 +376,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _skip(self) -> None:
         self.skipped_steps += 1
-        # Or a scheduler built on the inner optimizer warns that it stepped before its optimizer.
+        # Otherwise a scheduler built on the inner optimizer warns that it stepped before its optimizer.
         self.inner._opt_called = True  # type: ignore[attr-defined]
 
     def _update_own_slices(self) -> None:
@@ -392,12 +394,12 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
-        """The reduced gradients by name: float32, unscaled, whole. Collective over the data axis.
+        """Return the reduced gradients by name: float32, unscaled, unsharded. Collective over the data axis.
 
-        Callable from `reduce_gradients` until the next backward or `zero_grad`. Before a step they include
-        `gradient_factor` as it then is; after a step they are those that the step used, with its clipping to
-        `max_norm` divided out again (one rounding). What `clip_grad_by_norm` and `clip_grad_by_value` clipped stays
-        clipped. Parameters that got no gradient on any rank are left out.
+        Available from `reduce_gradients` until the next backward or `zero_grad`. Before a step they include the current
+        `gradient_factor`. After a step they are the gradients that it used, with its clipping to `max_norm` divided out
+        again (one rounding). Clipping by `clip_grad_by_norm` and `clip_grad_by_value` is kept. Parameters without a
+        gradient on all ranks are left out.
 
         Raises:
             RuntimeError: the gradients are not reduced.
@@ -415,7 +417,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:
-        """Copies of the float32 weights by name, whole. Collective over the data axis."""
+        """Return unsharded copies of the float32 weights by name. Collective over the data axis."""
         return self._named(lambda bucket: bucket.partition.gathered(bucket.masters.to(self._mesh.device)))
 
     def _named(self, flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
@@ -425,21 +427,21 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take over parameters that were written to, for example by loading weights.
+        """Update the masters from parameters that were written to, for example by loading weights.
 
-        A step does it by itself for in-place writes that torch counts, as `load_state_dict` and
-        `parameter.copy_()` are; `parameter.data.copy_()` is not. Masters that still round to their
-        parameter keep their low bits.
+        A step does it itself after in-place writes that torch counts, such as `load_state_dict` and
+        `parameter.copy_()`, but not after `parameter.data.copy_()`. Masters that still round to their parameter keep
+        their low bits.
         """
         for bucket in self.buckets:
             bucket.refresh_()
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes on this rank by kind, padding included.
+        """Return the bytes on this rank by kind, padding included.
 
-        "parameters" include frozen ones; "gradients" are the whole ones, or at stage 2 this rank's slices; "buffers"
-        are lent for whole gradients at stage 2; "scalars" are states of one entry. What `cpu_offload` keeps on the CPU
-        stands apart, where it keeps something.
+        "parameters" include frozen ones. "gradients" are unsharded, or at stage 2 this rank's slices. "buffers" are
+        those for unsharded gradients at stage 2. "scalars" are optimizer states of one entry. Memory that `cpu_offload`
+        keeps on the CPU is listed separately, if there is any.
         """
         tensors = [
             each for state in self.state.values() for each in state.values() if isinstance(each, Tensor)
@@ -465,10 +467,10 @@ class ShardedOptimizer(OptimizerWrapper):
         return held
 
     def state_dict(self) -> dict[str, Any]:
-        """`local_state`, where every rank has all of the states.
+        """Return `local_state`, if every rank has all states.
 
         Raises:
-            RuntimeError: this rank has a part; names `booster.save_optimizer`.
+            RuntimeError: the states are sharded; names `booster.save_optimizer`.
         """
         slices = [partition.num_slices for partition in self._partitions.values()]
         if max(self._mesh.size("tp", "pp"), len(slices), *slices) > 1:
@@ -476,15 +478,15 @@ class ShardedOptimizer(OptimizerWrapper):
         return self.local_state()
 
     def local_state(self) -> dict[str, Any]:
-        """This rank's part: the inner optimizer's state and groups, masters, loss scale and layout."""
+        """Return this rank's shard: the inner optimizer's state and groups, masters, loss scale and layout."""
         return local_state(self.inner, self.buckets, self._scaler) | {"skipped_steps": self.skipped_steps}
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """The loss scale of fp16 and what it has seen; None under other precisions."""
+        """Return the loss scale of fp16 and its counters; None under other precisions."""
         return None if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from this rank's `local_state` of the same layout. Collective over the data axis.
+        """Load this rank's `local_state` of the same layout. Collective over the data axis.
 
         Raises:
             ValueError: it was saved under another layout.

@@ -1,12 +1,12 @@
-"""Partition of flat buffers over the data axes: who owns which slice, and how gradients and parameters get there.
+"""Partition of flat buffers over the data axes: the owner of each slice, and the collectives between slices.
 
 [Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that its placement does not name.
-Its gradient is averaged over these replicas, and they share its optimizer state. A parameter that no data axis shards
-has the whole "data" axis for replicas; one that is sharded over "wp" has the ranks with the same shard.
+Its gradient is averaged over these replicas, and its optimizer state is sharded over them. The replicas of a parameter
+that no data axis shards are all ranks of "data"; those of one sharded over "wp" are the ranks with the same shard.
 
 [Note: who reduces a parameter] Its gradient is summed over `ManagedParameter.sum_groups`, then averaged over the
-`group` of the `Partition` that `sharded_over` chooses. `ManagedParameter.of` reads all of it from the placement and
-from ties between stages.
+`group` of the `Partition` that `sharded_over` selects. `ManagedParameter.of` derives both from the placement and from
+ties between stages.
 """
 
 from collections.abc import Callable
@@ -30,21 +30,21 @@ from ..cluster.placement import Shard, is_primary, num_parts, placement_of
 
 @dataclass(frozen=True, kw_only=True)
 class ManagedParameter:
-    """A parameter of this rank's part of the model, and how its gradient is reduced and counted.
+    """A local parameter of the model, and how its gradient is reduced and counted.
 
     See [Note: who reduces a parameter].
 
     Args:
         name: its Hugging Face name, the same under every layout.
         parameter: the parameter object; it keeps its identity. With a placement it is this rank's shard.
-        sum_groups: its gradient is partial over each of these groups and is summed there before anything
-            else: ties across pipeline stages, replicas of key-value heads, norms inside a tensor-parallel
-            region. All ranks of a group list the parameters of that group in the same order, and all ranks
-            that hold the parameter list its groups in the same order of axes.
-        is_primary: True on one of the ranks that hold the same shard along the tensor and pipeline axes: it counts the
-            gradient in the norm, and may save the shard. Replicas along the data axis are the optimizer's own matter.
-        stage: the pipeline stage that uses it alone, None for several: a backward that gives gradients to some
-            parameters of a stage gives them to all of it. Buckets do not span stages.
+        sum_groups: groups over which its gradient is partial and is summed before any other reduction: ties across
+            pipeline stages, replicas of key-value heads, norms inside a tensor-parallel region. All ranks of a group
+            list the parameters of that group in the same order. All ranks with the parameter list its groups in the
+            same order of axes.
+        is_primary: True on exactly one of the ranks with the same shard along the tensor and pipeline axes: that rank
+            counts the gradient in the norm, and may save the shard. Replicas along the data axis are not considered.
+        stage: the only pipeline stage that uses it, None for several. A backward that computes gradients of some
+            parameters of a stage computes all gradients of the stage. Buckets do not span stages.
     """
 
     name: str
@@ -65,9 +65,9 @@ class ManagedParameter:
         """Describe a parameter by its placement. Collective over the world where replicas of a shard form groups.
 
         Args:
-            name, parameter, stage: as of the class.
-            mesh: whose axes the placement names.
-            tie_group: the pipeline ranks that share the parameter; None where only this one has it.
+            name, parameter, stage: see the class.
+            mesh: the mesh with the axes of the placement.
+            tie_group: the pipeline ranks that share the parameter; None if only this rank has it.
         """
         groups = (_partial_group(parameter, mesh), tie_group)
         is_first_of_tie = tie_group is None or tie_group.rank() == 0
@@ -86,21 +86,21 @@ class ManagedParameter:
 
     @property
     def sharded_over(self) -> str | None:
-        """The part of the data axis that its placement names. Its gradient comes as the mean over it already."""
+        """Return the sub-axis of the data axis that its placement names. Backward already averages over it."""
         placement = placement_of(self.parameter)
         return placement.axis if isinstance(placement, Shard) and placement.axis in PARTS_OF_DATA else None
 
 
 class Chain:
-    """Communication that follows another, of which it takes the result.
+    """Two collectives in sequence, the second on the result of the first.
 
-    Where a stream can wait for the first, the second begins at once behind it, and neither the host nor the computation
-    stops for it. Else it begins in `wait`, once.
+    With a stream that waits for the first, the second is enqueued at once, and neither the host nor the computation
+    waits. Otherwise the second begins in `wait`, once.
 
     Args:
-        first: in flight.
+        first: the first collective, in flight.
         begin: begins the second.
-        beside: a stream that waits for the first; None where the host has to.
+        beside: a stream that waits for the first; None where the host has to wait.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Chain:
                 self._second = self._follow()
 
     def wait(self) -> None:
-        """Return, or on CUDA let the current stream go on, when both are done."""
+        """Wait for both collectives: on CUDA the current stream waits, else the host."""
         if self._second is None:
             self._second = self._follow()
         self._second.wait()
@@ -125,17 +125,17 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Division of a buffer into equal slices, and the collectives that bring gradients and parameters there and back.
+    """Division of a flat buffer into equal slices, and the collectives that average gradients and gather parameters.
 
-    One slice per rank of a group (ZeRO), or a single one that every rank owns. `average_` is a reduce-scatter or an
-    all-reduce over the replicas, `gather_` an all-gather where there are several slices.
+    There is one slice per rank of a group (ZeRO), or a single one that every rank owns. `average_` is a reduce-scatter
+    or an all-reduce over the replicas, `gather_` an all-gather where there are several slices.
 
     Args:
         group: the replicas, whose gradients are averaged.
-        slices: those of them that own one slice each (ZeRO); None where each owns all (plain data parallelism).
-        copies: those of them that own this rank's slice, as many in each part of the group; None where nobody
-            else does.
-        beside: the stream on which the sum over `copies` waits for the one over `slices`; None where the host does.
+        slices: the replicas over which the buffer is sharded (ZeRO); None if each owns all of it (data parallelism).
+        copies: the replicas that own the same slice as this rank, the same number for each slice; None if this rank is
+            the only owner.
+        beside: the stream on which the sum over `copies` waits for the one over `slices`; None where the host waits.
     """
 
     group: ProcessGroup
@@ -145,17 +145,17 @@ class Partition:
 
     @staticmethod
     def of(mesh: ParallelMesh, zero_size: int, *, sharded_over: str | None = None) -> "Partition":
-        """Partition over the replicas, by neighborhoods of `zero_size` ranks.
+        """Make a partition over the replicas, in groups of `zero_size` neighboring ranks.
 
         Collective over the world.
 
         Args:
             mesh: the ranks.
-            zero_size: neighbors on the data axis over which slices are dealt out; -1 or 0 are the whole axis. Of a
-                parameter that is sharded over some of them, only those that are replicas own one.
-            sharded_over: a part of the axis, over which a parameter is not replicated.
+            zero_size: the number of neighbors on the data axis over which buffers are sharded; -1 or 0 is the full
+                axis. For a parameter that is sharded over some of them, only its replicas own slices.
+            sharded_over: a sub-axis of the data axis over which a parameter is not replicated.
         """
-        apart = 1 if sharded_over is None else mesh.size(sharded_over)  # the next replica on the axis
+        apart = 1 if sharded_over is None else mesh.size(sharded_over)  # distance between replicas
         whole = mesh.size("data")
         size = whole // apart
         num_slices = size if zero_size in (-1, 0) else gcd(max(1, zero_size // apart), size)
@@ -171,7 +171,7 @@ class Partition:
 
     @staticmethod
     def all_of(mesh: ParallelMesh, zero_size: int) -> dict[str | None, "Partition"]:
-        """Partitions by the part of the data axis that parameters are sharded over. Collective over the world."""
+        """Make the partitions by the sub-axis over which parameters are sharded. Collective over the world."""
         parts = [part for part in PARTS_OF_DATA if mesh.size(part) > 1]
         return {each: Partition.of(mesh, zero_size, sharded_over=each) for each in (None, *parts)}
 
@@ -187,26 +187,26 @@ class Partition:
 
     @property
     def is_counted(self) -> bool:
-        """Return True if this rank is the one, of those that own its slice, that counts it in a norm."""
+        """Return True if this rank, among the owners of its slice, counts it in a norm."""
         return self.copies is None or self.copies.rank() == 0
 
     @property
     def ends_together(self) -> bool:
-        """Return True if an average that was begun ends only if every rank waits for it."""
+        """Return True if an average in flight completes only when every rank waits for it."""
         return self.slices is not None and self.copies is not None and self.beside is None
 
     def own(self, flat: Tensor) -> Tensor:
-        """The view of a whole buffer that this rank owns."""
+        """Return the view of this rank's slice of an unsharded buffer."""
         return flat if self.slices is None else flat.chunk(self.slices.size())[self.slices.rank()]
 
     def average_(self, gradients: Tensor, wire_dtype: torch.dtype = torch.float32) -> InFlight[None] | None:
-        """Begin to bring the mean over the group into this rank's slice of a whole float32 buffer.
+        """Begin to average an unsharded float32 buffer over the group, into this rank's slice.
 
-        One all-reduce, or one reduce-scatter, after which the other slices are of no use. Where the slice has
-        several owners an all-reduce of it over them follows, see `Chain`. None where there is nothing to wait for.
+        One all-reduce, or one reduce-scatter, which leaves the other slices undefined. Where the slice has several
+        owners an all-reduce of it over them follows, see `Chain`. Returns None where there is nothing to wait for.
 
-        A mean is a sum that is divided, over gloo as over NCCL: in float32 afterwards, since a slice is shorter than
-        what was summed up. In 16 bits the sum may be too large, so what travels is divided as it is rounded, at once.
+        A mean is a sum and a division, over gloo as over NCCL. In float32 the division comes afterwards, on the shorter
+        slice. A 16-bit sum could overflow, so there the addends are divided when they are rounded to `wire_dtype`.
         """
         if (size := self.group.size()) == 1:
             return None
@@ -230,14 +230,14 @@ class Partition:
         return InFlight(work, total, finish)
 
     def gather_(self, flat: Tensor) -> Handle | None:
-        """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced.
+        """Begin to fill an unsharded buffer, in place, from the ranks' slices. One all-gather if there are several.
 
-        Each rank waits for it before it writes to the buffer.
+        Wait for the handle before writing to the buffer.
         """
         return None if self.slices is None else begin_all_gather(flat, self.own(flat), self.slices)
 
     def gathered(self, slice_: Tensor) -> Tensor:
-        """A new whole buffer of the slices that the ranks own. One all-gather if sliced."""
+        """Return a new unsharded buffer of the ranks' slices. One all-gather if there are several."""
         whole = slice_.new_empty(slice_.numel() * self.num_slices)
         self.own(whole).copy_(slice_)
         if (gathering := self.gather_(whole)) is not None:
@@ -245,13 +245,13 @@ class Partition:
         return whole
 
     def broadcast_(self, flat: Tensor) -> None:
-        """Give every rank the buffer of the group's first."""
+        """Broadcast the buffer of the group's first rank."""
         if self.group.size() > 1:
             dist.broadcast(flat, group_src=0, group=self.group)
 
 
 def default_bucket_size(device: torch.device, num_replicas: int) -> int:
-    """Elements that are communicated at once where nothing is said.
+    """Return the default number of elements per bucket.
 
     On CUDA a bucket costs a few launches whatever its size, and links need long messages, of which each of n ranks
     sends 1/n at a time: 40M or n M, as in Megatron-LM. On CPUs it is 12M, as in ColossalAI.
@@ -260,7 +260,7 @@ def default_bucket_size(device: torch.device, num_replicas: int) -> int:
 
 
 def zero_size_errors(zero_size: int, data_size: int) -> list[str]:
-    """All that is wrong with sharding over this many of so many data-parallel ranks."""
+    """Return all errors of a `zero_size` for `data_size` data-parallel ranks."""
     if zero_size in (-1, 0) or (zero_size > 0 and data_size % zero_size == 0):
         return []
     return [
@@ -270,7 +270,7 @@ def zero_size_errors(zero_size: int, data_size: int) -> list[str]:
 
 
 def _partial_group(parameter: Parameter, mesh: ParallelMesh) -> ProcessGroup | None:
-    """The ranks of the placement's axis that each have a part of the gradient; None where it is whole."""
+    """Return the ranks of the placement's axis over which the gradient is partial; None where it is complete."""
     placement, size = placement_of(parameter), num_parts(parameter)
     if placement is None or size == 1:
         return None
@@ -281,7 +281,7 @@ def _partial_group(parameter: Parameter, mesh: ParallelMesh) -> ProcessGroup | N
 
 
 def _group(mesh: ParallelMesh, parts: list[range]) -> ProcessGroup:
-    """This rank's part of the data axis. Collective over the world."""
+    """Return the group of this rank's part of the data axis. Collective over the world."""
     group = mesh.group("data") if len(parts) == 1 else mesh.subgroup("data", parts)
     assert group is not None  # every rank is in a part
     return group

@@ -1,4 +1,4 @@
-"""The number format of a run, and the loss scale that fp16 needs."""
+"""The number format of a run, and the dynamic loss scale of fp16."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,9 +15,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """In what format parameters compute. Gradients accumulate, and the optimizer updates, in float32.
+    """Number format of the parameters. Gradients accumulate, and the optimizer updates, in float32.
 
-    The rest is the dynamic loss scale of fp16, under ColossalAI's names.
+    The other settings are those of fp16's dynamic loss scale, under ColossalAI's names.
 
     Args:
         precision: format of the parameters in forward and backward.
@@ -29,7 +29,7 @@ class PrecisionConfig:
         hysteresis: the number of overflows since the scale last grew that it takes to shrink it.
 
     Raises:
-        ValueError: with all errors of the configuration.
+        ValueError: the configuration is invalid; lists all errors.
     """
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -50,7 +50,7 @@ class PrecisionConfig:
         return DTYPES[self.precision]
 
 
-# By setting: what a sound number is, and the rule in words.
+# By setting: the test of a valid number, and the rule in words.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_scale": (lambda value: value > 0, "it must be above 0"),
     "growth_factor": (lambda value: value > 1, "it must be above 1"),
@@ -67,7 +67,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def precision_errors(*, precision: str = "fp32", **numbers: Any) -> list[str]:
-    """All that is wrong with arguments of `PrecisionConfig`, each with what is allowed; empty when they are sound."""
+    """Return the errors of arguments of `PrecisionConfig`, each with the allowed values; empty when they are valid."""
     errors = []
     if not isinstance(precision, str) or precision not in DTYPES:
         errors.append(f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}")
@@ -92,21 +92,21 @@ def precision_errors(*, precision: str = "fp32", **numbers: Any) -> list[str]:
 
 
 def is_finite_number(value: object) -> bool:
-    """Return True for an integer or a float that is not infinite or NaN, and no truth value."""
+    """Return True for a finite integer or float, but not for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def default_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
-    """The safest precision for a device: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16."""
+    """Return the safest precision for a device: fp32 on a CPU, bf16 on a GPU that supports it, else fp16."""
     if device.type == "cpu":
         return "fp32"
     return "bf16" if computes_in_bf16(device) else "fp16"
 
 
 class DynamicScaler:
-    """The loss scale of fp16: it shrinks when gradients overflow and grows after a long time without.
+    """The loss scale of fp16: it shrinks when gradients overflow and grows after many steps without overflow.
 
-    The same on every rank as long as all give `update` the same verdicts.
+    It is equal on all ranks if all call `update` with the same values.
     """
 
     def __init__(self, config: PrecisionConfig) -> None:
@@ -117,7 +117,7 @@ class DynamicScaler:
         self._overflows_since_growth = 0
 
     def update(self, overflow: bool) -> None:
-        """Take in whether the gradients of a step overflowed on any rank.
+        """Adjust the scale after a step whose gradients did or did not overflow on any rank.
 
         Raises:
             RuntimeError: the gradients still overflow although the scale is at its minimum.
@@ -137,7 +137,7 @@ class DynamicScaler:
             self.scale = min(self.scale * self._config.growth_factor, self._config.max_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what it has seen."""
+        """Return the scale and its counters."""
         return {
             "scale": self.scale,
             "steps_without_overflow": self._steps_without_overflow,
@@ -146,14 +146,14 @@ class DynamicScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.scale = state["scale"]
         self._steps_without_overflow = state["steps_without_overflow"]
         self._overflows_in_a_row = state["overflows_in_a_row"]
         self._overflows_since_growth = state["overflows_since_growth"]
 
     def _shrink(self) -> None:
-        # One overflow at the minimum is a bad batch, whose step is skipped; a row of them is no accident.
+        # One overflow at the minimum is a bad batch, whose step is skipped. Several in a row are an error.
         at_minimum = self.scale <= self._config.min_scale
         if at_minimum and self._overflows_in_a_row >= self._config.hysteresis:
             raise beyond_fp16(self._overflows_in_a_row, f"has reached min_scale={self._config.min_scale:g}")
@@ -161,11 +161,11 @@ class DynamicScaler:
 
 
 def beyond_fp16(in_a_row: int, where: str) -> RuntimeError:
-    """The error of a loss scale that cannot help.
+    """Make the error of overflows that no loss scale can prevent.
 
     Args:
-        in_a_row: how many steps overflowed.
-        where: what the scale is or has done.
+        in_a_row: number of consecutive steps that overflowed.
+        where: the state of the scale, in words.
     """
     return RuntimeError(
         f"fp16 gradients are infinite or NaN for {in_a_row} steps in a row although the loss scale {where}, so scaling "

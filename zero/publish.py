@@ -1,20 +1,18 @@
 """All-gather of updated parameters, at once or overlapped with the next forward; copies of an offloaded step.
 
-[Note: parameters in flight] An overlapped all-gather returns while parameters are still in flight. Until they have
-arrived a parameter has no entries (its `data` is withheld), so that no kernel can read old or half of the new ones.
-Whoever reaches it through a module waits: modules look their parameters up in `_parameters`, which is replaced by a
-dictionary that waits. So it does not matter who uses a weight: the module that has it, one around it
-(`self.embedding.weight`), `state_dict` or `parameters()`. A reference that was taken before sees an empty tensor, and
-most kernels refuse that.
+[Note: parameters in flight] An overlapped all-gather returns while parameters are still in flight. Until it is complete
+such a parameter is empty (its `data` is deferred), so that no kernel can read old or incomplete values. A look-up
+through a module waits: `_parameters` of each module is replaced by a dictionary that waits. This covers every use of a
+weight: by its module, by an enclosing module (`self.embedding.weight`), by `state_dict` or `parameters()`. A reference
+to the data that was taken before is an empty tensor, which most kernels refuse.
 
-[Note: copies between device and CPU] All copies of an offloaded step are made on the device's current stream, from and
-to pinned memory, without waiting. Gradients go out behind whatever reduced and scaled them, since that was given to the
-same stream or waited for by it; before the host reads any of them `wait_for_stream` waits for the stream, once for all
-buckets. Parameters come in behind it: the all-gather and the next forward are given to the stream, or wait for it,
-after them. The host writes to masters while a copy to the device may still read them only in the next step, and there
-after `wait_for_stream`, or after reading the parameters, both of which are behind that copy on the stream. Loading a
-state writes to them at any time, and is followed by a copy of all masters on the same stream, so that what was torn by
-it is overwritten.
+[Note: copies between device and CPU] All copies of an offloaded step are asynchronous, on the device's current stream,
+from and to pinned memory. Gradients are copied to the CPU after their reduction and scaling, which the same stream runs
+or waits for. Before the host reads any of them, `wait_for_stream` waits for the stream, once for all buckets.
+Parameters are copied to the device before the all-gather and the next forward, which the stream runs or waits for.
+In the next step the host writes to masters only after `wait_for_stream` or after reading the parameters. Both come
+after that copy on the stream, so the copy no longer reads them. Loading a state may write to masters at any time. A
+copy of all masters on the same stream follows, and overwrites a torn copy.
 """
 
 from collections.abc import Container, ItemsView, Iterable, Mapping, Sequence, ValuesView
@@ -30,10 +28,10 @@ from .bucket import Bucket, round_masters
 
 
 class Publisher:
-    """All-gathers the parameters of all ranks' masters, in the order of the buckets.
+    """All-gathers updated parameters from the masters of all ranks, in the order of the buckets.
 
     Args:
-        buckets: of the parameters.
+        buckets: the buckets of the parameters.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -41,10 +39,10 @@ class Publisher:
         self._arrivals: dict[Bucket, Arrival] = {}
 
     def overlap_with_forward(self, model: nn.Module) -> None:
-        """From now on only begin to gather, in the order of the model; its modules wait when they look at a parameter.
+        """Overlap later all-gathers with the next forward, in the order of the model; modules wait on look-up.
 
         Raises:
-            ValueError: something in the model refers to a parameter besides the module that has it, or is compiled.
+            ValueError: an attribute in the model refers to another module's parameter, or a module is compiled.
         """
         arrivals = {bucket: Arrival(bucket) for bucket in self._buckets if bucket.partition.num_slices > 1}
         awaited = {slot.parameter: arrival for bucket, arrival in arrivals.items() for slot in bucket.slots}
@@ -58,32 +56,32 @@ class Publisher:
                 module.__dict__["_parameters"] = AwaitedParameters(module._parameters, own)
 
     def publish(self) -> None:
-        """Gather the parameters, or begin to. One all-gather per bucket if sliced; after `wait`."""
+        """All-gather the parameters, or begin to if overlapped. One all-gather per sharded bucket; after `wait`."""
         in_flight = []
         together = [bucket for bucket in self._buckets if not bucket.is_offloaded]
         round_masters(together)
         for bucket in self._buckets:
-            if bucket.is_offloaded:  # the next copy overlaps with this gathering
+            if bucket.is_offloaded:  # the next copy overlaps with this all-gather
                 round_masters([bucket])
             gathering = bucket.partition.gather_(bucket.parameters)
             if gathering is not None and bucket in self._arrivals:
                 self._arrivals[bucket].expect(gathering)
             elif gathering is not None:
                 in_flight.append(gathering)
-            # So that autograd refuses a graph that was built with the parameters before, as it does in torch.
+            # As in torch, autograd then refuses a graph that was built with the previous parameters.
             increment_version([slot.parameter for slot in bucket.slots])
             bucket.note_versions()
         for gathering in in_flight:
             gathering.wait()
 
     def wait(self) -> None:
-        """Have all parameters."""
+        """Wait for all parameters."""
         for arrival in self._arrivals.values():
             arrival.wait()
 
 
 class Arrival:
-    """A bucket's parameters, there or in flight; see [Note: parameters in flight]."""
+    """The parameters of a bucket, complete or in flight; see [Note: parameters in flight]."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._weights = [(slot.parameter, slot.weight) for slot in bucket.slots]
@@ -91,13 +89,13 @@ class Arrival:
         self._work: Handle | None = None
 
     def expect(self, work: Handle) -> None:
-        """Withhold the parameters until this is done."""
+        """Leave the parameters empty until this all-gather is complete."""
         self._work = work
         for parameter, _ in self._weights:
             parameter.data = self._nothing
 
     def wait(self) -> None:
-        """Have the parameters."""
+        """Wait for the parameters."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -106,11 +104,11 @@ class Arrival:
 
 
 class AwaitedParameters(dict[str, Parameter | None]):
-    """A module's own parameters by name, which have arrived once they are looked at.
+    """A module's own parameters by name; a look-up waits for those in flight.
 
     Args:
-        parameters: the module's.
-        arrivals: of those that may be in flight.
+        parameters: the module's parameters.
+        arrivals: the arrivals of parameters that may be in flight.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter | None], arrivals: Mapping[str, Arrival]) -> None:
@@ -139,7 +137,7 @@ class AwaitedParameters(dict[str, Parameter | None]):
         return super().items()
 
     def copy(self) -> dict[str, Parameter | None]:
-        """A plain dictionary."""
+        """Return a plain dictionary."""
         return dict(self.items())
 
     def __reduce__(self) -> Any:  # a copy of the module has parameters of its own
@@ -151,7 +149,7 @@ class AwaitedParameters(dict[str, Parameter | None]):
 
 
 def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[str]:
-    """Attributes of modules that hold a parameter themselves, and would not wait for it."""
+    """Return errors for module attributes that refer to a parameter directly and would not wait for it."""
     return [
         f"{path or 'the model'} ({type(module).__name__}) keeps {name}, which refers to parameters themselves, and "
         "would not see that they are still on their way: use overlap_allgather=False"
@@ -163,7 +161,7 @@ def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[s
 
 
 def _compile_errors(model: nn.Module) -> list[str]:
-    """Compiled modules: their code reads parameters past every look-up."""
+    """Return errors for compiled modules, whose code reads parameters without a look-up."""
     return [
         f"{path or 'the model'} is compiled, and compiled code does not wait for parameters that are still on their "
         "way: use overlap_allgather=False"
@@ -173,7 +171,7 @@ def _compile_errors(model: nn.Module) -> list[str]:
 
 
 def _flattened(value: object) -> Iterable[object]:
-    """The entries of an attribute, one level deep."""
+    """Return the entries of an attribute, one level deep."""
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, (list, tuple, set)) else (value,)

@@ -1,14 +1,13 @@
-"""Reduction of gradients: from backward to the slice of the mean that this rank owns.
+"""Reduction of gradients: from backward to this rank's slice of the mean.
 
-Collected into buckets while backward runs, they are summed over groups beside the data axis and averaged over it. A
-backward that follows a reduction is reduced on its own and added to what was reduced before.
+Gradients are collected into buckets during backward, summed over groups other than the data axis, and averaged over the
+data axis. Gradients of a backward after a reduction are reduced separately and added to the reduced ones.
 
-[Note: reducing while backward runs] Who knows that a backward is the last to add to some parameters says so by
-`Reducer.last_backward`. A bucket whose parameters have all got their last gradient is averaged from then on, while
-backward goes on. Buckets start in one order, which is that of a backward and the same on every rank, as NCCL
-needs it: one that is complete early waits for those before it. What has to be summed over other groups first
-(tied parameters) is left to `Reducer.reduce`. At stage 2 every backward is the last in this sense: buckets start
-in each.
+[Note: reducing while backward runs] `Reducer.last_backward` declares a backward to be the last that adds to some
+parameters. The average of a bucket begins when all its parameters have their last gradient, while backward goes on.
+Buckets begin in the order of a backward, the same on every rank, as NCCL requires: a bucket that is complete early
+waits for those before it. Gradients that are first summed over other groups (tied parameters) are left to
+`Reducer.reduce`. At stage 2 every backward is the last in this sense: each begins averages.
 """
 
 from collections import deque
@@ -38,15 +37,15 @@ _CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 
 
 class _Backward(Enum):
-    """Backwards that may run now."""
+    """The kind of backward that may run now."""
 
-    OUTSIDE = auto()  # none of the optimizer's own; a plain loss.backward() or autograd.grad's may
-    ACCUMULATING = auto()  # one that adds to gradients
-    LAUNCHING = auto()  # one that starts averages
+    OUTSIDE = auto()  # none of the optimizer's own; a plain loss.backward() or autograd.grad may run
+    ACCUMULATING = auto()  # accumulates gradients
+    LAUNCHING = auto()  # accumulates gradients and begins averages
 
 
 class Reducer:
-    """Brings gradients from backward to the means in this rank's slices, and knows which state they are in.
+    """Reduces gradients from backward into this rank's slices of the mean, and tracks their state.
 
     Hooks collect them into buckets. Within `last_backward` each complete bucket begins its average over the data axis.
     `reduce` sums the others over their `sum_groups`, averages what is left, and exchanges which parameters have a
@@ -54,21 +53,21 @@ class Reducer:
 
     Args:
         buckets: memory of the gradients.
-        parameters: of the buckets, in the order of the model.
+        parameters: the parameters of the buckets, in the order of the model.
         group: all ranks of the data axis.
-        device: where flags are exchanged.
+        device: the device on which flags are exchanged.
         overlap: begin averages while backward runs.
-        scaler: of the losses of the optimizer's own backwards.
+        scaler: scales the losses of the optimizer's own backwards.
         check_every: ranks compare their calls in every `check_every`-th step.
 
     Attributes:
-        slots: the places of all parameters, in the order of the model: ranks that share some in other buckets go
-            through them in one order.
+        slots: the slots of all parameters, in the order of the model. Ranks that share some of them in different
+            buckets thus communicate in one order.
         is_reduced: True from a reduction until the next backward or drop.
         has_gradients: (len(slots),) float32, above 0 where any rank has a gradient, as of the last reduction.
-        unscale_factor: makes reduced gradients the true ones, which carry no loss scale; `unscale_` multiplies it in.
-        shards_gradients: whether every backward averages its gradients into the ranks' slices (stage 2).
-        writes: detects who else wrote to gradients since the last backward or reduction.
+        unscale_factor: removes the loss scale from reduced gradients; applied by `unscale_`.
+        shards_gradients: True if every backward averages its gradients into the ranks' slices (stage 2).
+        writes: detects foreign writes to gradients since the last backward or reduction.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Reducer:
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
         self._group, self._device, self._scaler = group, device, scaler
-        # A bucket is complete with its parameter that stands first in the model: it comes last in a backward.
+        # The last gradient of a bucket is that of its first parameter in the model: backward reaches it last.
         self._buckets = sorted(
             buckets,
             key=lambda bucket: (
@@ -102,15 +101,15 @@ class Reducer:
         )
         self._places = [(slot, bucket) for bucket in buckets for slot in bucket.slots]
         self._launches = group.size() > 1 and (overlap or self.shards_gradients)
-        self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket gets its gradients
+        self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket accumulates
         self._backward = _Backward.OUTSIDE
         self._is_held_back = False
         self._check_every, self._num_steps = check_every, 0
-        # Of the backward that is running: buckets to be launched, and their slots whose gradients are to come.
+        # In the running backward: buckets not launched yet, and their slots still without their last gradient.
         self._awaited: dict[Bucket, set[Slot]] = {}
         self._in_flight: deque[Bucket] = deque()
-        # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
-        # a cycle through one would keep all this memory and its process groups for ever.
+        # Weakly: the garbage collector cannot follow the hooks of a tensor that is referenced elsewhere, too. A cycle
+        # through such a hook would never free this memory and its process groups.
         for place, (slot, _) in enumerate(self._places):
             before = _weakly(Reducer._before_accumulation, ref(self), place)
             after = _weakly(Reducer._after_accumulation, ref(self), place)
@@ -120,16 +119,16 @@ class Reducer:
     # Contexts of backwards
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Let backwards inside add to the gradients, all of them; elsewhere one may be autograd.grad's."""
+        """Mark all backwards inside as accumulating; outside, a backward may belong to autograd.grad."""
         is_launching = self._backward is _Backward.LAUNCHING
         return self._running(_Backward.LAUNCHING if is_launching else _Backward.ACCUMULATING)
 
     @contextmanager
     def last_backward(self, parameters: Sequence[Parameter] | None = None) -> Iterator[None]:
-        """Let what runs inside give these parameters, or all, their last gradients before the next reduction.
+        """Mark the backward inside as the last for these parameters, or for all, before the next reduction.
 
-        Starts averages, see [Note: reducing while backward runs]; inside `held_back` none. Every rank of the data axis
-        calls for the same parameters in the same order. Within another such context it does nothing.
+        Begins averages, see [Note: reducing while backward runs], except inside `held_back`. Every rank of the data
+        axis enters it for the same parameters in the same order. Inside another such context it does nothing.
         """
         if not self.may_launch:
             with self.accumulating():
@@ -146,21 +145,21 @@ class Reducer:
         with self.accumulating():
             with self._running(_Backward.LAUNCHING):
                 yield
-            for bucket in [*self._awaited]:  # what got no gradient will get none
+            for bucket in [*self._awaited]:  # parameters without a gradient will get none
                 self._launch(bucket)
             if self.shards_gradients and any(bucket.partition.ends_together for bucket in self._buckets):
-                self._finish(0)  # or a backward that only one rank calls would wait for the others
+                self._finish(0)  # otherwise a backward that only one rank calls would wait for the others
 
     def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
-        """The context of a backward that may not be the last for these parameters; None is all.
+        """Return the context of a backward that may not be the last for these parameters; None means all.
 
-        At stage 2 their gradients are averaged nevertheless, so that no rank holds them whole.
+        At stage 2 their gradients are averaged nevertheless, so that they stay sharded.
         """
         return self.last_backward(parameters) if self.shards_gradients else self.accumulating()
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Let backwards inside start no average. Every rank of the data axis enters it alike."""
+        """Begin no average in backwards inside. All ranks of the data axis must enter it."""
         before, self._is_held_back = self._is_held_back, True
         try:
             self.open()
@@ -170,7 +169,7 @@ class Reducer:
 
     @property
     def may_launch(self) -> bool:
-        """Return True if a backward that begins now starts averages."""
+        """Return True if a backward that starts now begins averages."""
         return self._launches and self._backward is not _Backward.LAUNCHING and not self._is_held_back
 
     @contextmanager
@@ -187,16 +186,16 @@ class Reducer:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the losses of the optimizer's own backwards."""
+        """Return the loss scale of the optimizer's own backwards."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def open(self) -> None:
-        """Expect gradients of further backwards; reduced ones are kept, and added again.
+        """Begin to accumulate gradients of further backwards; reduced gradients are kept, and added again.
 
-        Those that the model's own `zero_grad` dropped after a step are forgotten. Every rank calls it alike.
+        Gradients that the model's own `zero_grad` dropped after a step are forgotten. All ranks must call it.
 
         Raises:
-            RuntimeError: something else than a backward wrote to gradients.
+            RuntimeError: gradients were written to by something other than a backward.
         """
         self.require_untouched()
         if self.is_reduced and self.writes.were_dropped:
@@ -210,7 +209,7 @@ class Reducer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what is not reduced yet. Collective over the sum groups and the data axis.
+        """Reduce the gradients that are not reduced yet. Collective over the sum groups and the data axis.
 
         Raises:
             RuntimeError: gradients were written to since the backward, see [Note: writes to unreduced gradients].
@@ -236,11 +235,11 @@ class Reducer:
         self.writes.note()
 
     def multiply(self, factor: float) -> None:
-        """Let the true gradients be multiplied by a factor, which the slices get with the next `unscale_`."""
+        """Multiply the true gradients by a factor, applied to the slices by the next `unscale_`."""
         self.unscale_factor *= factor
 
     def unscale_(self, coefficient: float = 1.0) -> None:
-        """Make this rank's slices the true gradients times a coefficient. They are reduced."""
+        """Unscale the reduced gradients in this rank's slices and multiply them by a coefficient."""
         if self.unscale_factor * coefficient != 1.0 and self._buckets:
             slices = [bucket.own_gradients for bucket in self._buckets]
             torch._foreach_mul_(slices, self.unscale_factor * coefficient)
@@ -248,7 +247,7 @@ class Reducer:
         self.unscale_factor = 1.0
 
     def drop(self, *, to_zeros: bool) -> None:
-        """Forget all gradients; with `to_zeros`, parameters that have one get one of zeros."""
+        """Drop all gradients; with `to_zeros`, parameters with a gradient get a gradient of zeros."""
         self._awaited.clear()
         self._finish(0)
         self.writes.forget()
@@ -257,13 +256,13 @@ class Reducer:
             bucket.drop(to_zeros=to_zeros)
 
     def require_untouched(self) -> None:
-        """Raise RuntimeError where something else than a backward changed gradients that more are added to."""
+        """Raise RuntimeError if something other than a backward changed gradients before further accumulation."""
         self.writes.require_no_writes()
         if not self.is_reduced:  # after a step the model's own zero_grad drops them
             self.writes.require_kept(reduced=False)
 
     def require_unchanged(self) -> None:
-        """Raise RuntimeError where something changed reduced gradients and the step would not see it."""
+        """Raise RuntimeError if reduced gradients were changed in a way that the step would not use."""
         self.writes.require_scaled()
         self.writes.require_no_writes()
         self.writes.require_kept(reduced=True)
@@ -274,7 +273,7 @@ class Reducer:
         All-gather between CPUs.
 
         Raises:
-            RuntimeError: ranks are in different calls, or some forgot what others hold; on every rank.
+            RuntimeError: ranks are in different calls, or only some dropped their gradients; on every rank.
         """
         is_step = call == "step()"
         is_due = is_compared(self._num_steps, self._check_every)
@@ -298,7 +297,7 @@ class Reducer:
             )
 
     def _complete(self, slot: Slot, bucket: Bucket) -> None:
-        """Launch the buckets that waited for this slot's last gradient of a backward."""
+        """Launch the buckets that were waiting for the last gradient of this slot in a backward."""
         if bucket in self._awaited:
             self._awaited[bucket].discard(slot)
             while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
@@ -315,12 +314,12 @@ class Reducer:
             self._finish(self._max_in_flight)
 
     def _finish(self, num_left: int) -> None:
-        """Have the averages of the buckets that were launched first, but for so many."""
+        """Wait for the averages of launched buckets, oldest first, until `num_left` are in flight."""
         while len(self._in_flight) > num_left:
             self._in_flight.popleft().finish_reduction()
 
     def _make_room(self, bucket: Bucket) -> None:
-        """Expect a gradient in a bucket."""
+        """Prepare a bucket for a gradient."""
         if bucket.state is GradientState.REDUCING and not bucket.shards_gradients:
             raise RuntimeError(
                 "a backward adds to gradients that are being averaged: call booster.backward instead of "
@@ -333,7 +332,7 @@ class Reducer:
         bucket.borrow()
 
     def _before_accumulation(self, place: int, gradient: Tensor | None) -> None:
-        """Hook of a parameter's gradient once all its uses are differentiated; None where it is deferred."""
+        """Hook before a parameter's complete gradient is accumulated; `gradient` is None where it is deferred."""
         slot, bucket = self._places[place]
         if self._backward is _Backward.OUTSIDE:
             if not _accumulates(slot.parameter):
@@ -349,7 +348,7 @@ class Reducer:
             slot.show(slot.local_gradient)  # autograd is about to add to it
 
     def _after_accumulation(self, place: int, parameter: Parameter) -> None:
-        """Hook of an accumulated gradient. Where a foreign hook may change it yet, the end of backward completes it."""
+        """Hook after a gradient was accumulated. If a foreign hook may still change it, the end of backward counts."""
         slot, bucket = self._places[place]
         if self._backward is _Backward.OUTSIDE:
             self.writes.note_unscaled()
@@ -359,11 +358,11 @@ class Reducer:
 
 
 def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, ProcessGroup, list[int]]]:
-    """The sums to be made, in order: as which of its parameters' groups, over which, and their indices.
+    """Return the sums over groups in order: the group's place in `sum_groups`, the group, the parameters' indices.
 
-    First come the first groups of all parameters, then the second ones: a rank must not pass on a gradient over
-    its second group before it is complete over its first. Among those, groups stand in the order of their ranks
-    in the world, the same on all ranks: two ranks that share two groups cannot wait for each other.
+    The first groups of all parameters come before the second ones: a gradient must be summed over its first group
+    before it is sent over its second. Groups of one place are ordered by their global ranks, equally on all ranks, so
+    that two ranks that share two groups cannot deadlock.
     """
     members: dict[tuple[int, ProcessGroup], list[int]] = {}
     for index, managed in enumerate(parameters):
@@ -380,12 +379,12 @@ def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradi
     One all-reduce per bucket and group, and one of flags per group.
 
     Args:
-        slots: the parameters of this rank.
-        buckets: those to be reduced, in the order of backward.
-        has_gradients: (len(slots),) float32, 1 where this rank has a gradient; made 1 where any rank of a sum has.
+        slots: the slots of this rank's parameters.
+        buckets: the buckets to reduce, in the order of backward.
+        has_gradients: (len(slots),) float32, 1 where this rank has a gradient; set to 1 where any rank of a sum has.
     """
     for position, group, indices in sums_in_order([slot.managed for slot in slots]):
-        places = numbers_on(has_gradients.device, indices, torch.long)  # of a list torch makes one, and waits
+        places = numbers_on(has_gradients.device, indices, torch.long)  # a list would be copied synchronously
         own_flags = has_gradients[places]
         dist.all_reduce(own_flags, op=dist.ReduceOp.MAX, group=group)
         has_gradients[places] = own_flags
@@ -396,7 +395,7 @@ def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradi
 
 
 def _accumulates(parameter: Parameter) -> bool:
-    """Return True if the backward that is running adds to the parameter's gradient; autograd.grad's does not."""
+    """Return True if the running backward accumulates the parameter's gradient; that of autograd.grad does not."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:  # refused for leaves under autograd.grad
@@ -404,7 +403,7 @@ def _accumulates(parameter: Parameter) -> bool:
 
 
 def _weakly(method: Callable[..., None], reference: ref, place: int) -> Callable[[Any], None]:
-    """A hook that calls an object's method with a place and its argument, as long as the object lives."""
+    """Return a hook that calls a method with a place and the hook's argument, while the method's object exists."""
 
     def call(argument: Any) -> None:
         if (owner := reference()) is not None:

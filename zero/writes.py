@@ -1,16 +1,16 @@
-"""Detection of writes to gradients by anything but a backward, before a step.
+"""Detection of foreign writes to gradients before a step, that is of writes outside a backward.
 
-[Note: writes to unreduced gradients] Until they are reduced a rank's gradients are its own share, at stage 1 outside
-of its slice even then, and in fp16 they are scaled. `torch.nn.utils.clip_grad_norm_` then clips to the norm of that
-share, on every rank to another, and nothing would ever show it. torch counts the in-place writes to a buffer and all
-of its views, so a count that has moved since the backward shows it, for one integer per bucket. Writes during a
-backward are seen as its own: hooks may change gradients. Averages in flight write through an alias that is not
-counted, whose thread would else decide.
+[Note: writes to unreduced gradients] Before the reduction a rank's gradients are local, at stage 1 even afterwards
+outside its slice, and in fp16 they are scaled. `torch.nn.utils.clip_grad_norm_` would then clip to the local norm, a
+different one on each rank, without an error. torch counts the in-place writes to a buffer and all of its views. A count
+that changed since the backward detects such a write, at the cost of one integer per bucket. Writes during a backward
+count as its own: hooks may change gradients. Averages in flight write through an alias that is not counted; otherwise
+the timing of their thread would matter.
 
-[Note: plain backwards] A `loss.backward()` that the optimizer does not run brings gradients too. Without a loss scale
-they are as good as any. With one they lack it, which the next step or clipping refuses; not the backward itself, since
-another model's loss may bring gradients here that are dropped again. Nor do gradients carry it that a script assigned
-where no backward of the optimizer had brought any.
+[Note: plain backwards] A `loss.backward()` that the optimizer does not run computes gradients, too. Without a loss
+scale they are valid. With a loss scale they lack it, and the next step or clipping refuses them. The backward itself
+does not, since another model's loss may compute gradients here that are dropped again. Gradients that a script assigned
+where no backward of the optimizer had computed any lack the loss scale as well.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from .bucket import Bucket
 
 
 class WriteWatch:
-    """The write counts of whole gradients, as the last backward or reduction left them.
+    """The write counts of unsharded gradients after the last backward or reduction.
 
     Args:
-        buckets: of the gradients.
-        has_loss_scale: whether the losses of the optimizer's own backwards are scaled.
+        buckets: the buckets of the gradients.
+        has_loss_scale: True if the losses of the optimizer's own backwards are scaled.
     """
 
     def __init__(self, buckets: Sequence[Bucket], *, has_loss_scale: bool) -> None:
@@ -39,28 +39,28 @@ class WriteWatch:
         self._had = [False] * len(self._slots)
 
     def note(self) -> None:
-        """Accept all that a backward or a reduction wrote, which has ended."""
+        """Accept all writes of a backward or reduction that has ended."""
         self._versions = [_version(bucket) for bucket in self._buckets]
         self._had = [slot.parameter.grad is not None for slot in self._slots]
 
     def note_again(self) -> None:
-        """Accept that reduced gradients were kept aside, unless a plain backward is running."""
+        """Accept the write that kept reduced gradients aside, unless a plain backward is running."""
         if self._versions is not None:
             self.note()
 
     def forget(self) -> None:
-        """Accept all, until the next note: gradients are dropped or reduced."""
+        """Accept all writes until the next note: gradients are dropped or reduced."""
         self._versions = None
         self._has_unscaled = False
         self._had = [False] * len(self._slots)
 
     def begin_plain_backward(self) -> bool:
-        """Accept what a backward that the optimizer does not run will write; returns whether it is a new one.
+        """Accept the writes of a backward that the optimizer does not run; return True if it has just begun.
 
         Raises:
             RuntimeError: gradients were written to before it.
         """
-        # By its number, since one that breaks off ends without the note.
+        # Compared by its id, since a backward that raises ends without the note.
         backward = torch._C._current_graph_task_id()
         if backward == self._plain_backward:
             return False
@@ -71,11 +71,11 @@ class WriteWatch:
         return True
 
     def note_unscaled(self) -> None:
-        """Note a gradient of a backward that the optimizer does not run, see [Note: plain backwards]."""
+        """Record a gradient of a backward that the optimizer does not run, see [Note: plain backwards]."""
         self._has_unscaled = self._has_loss_scale
 
     def require_scaled(self) -> None:
-        """Raise RuntimeError where gradients lack the loss scale."""
+        """Raise RuntimeError if gradients lack the loss scale."""
         if self._has_unscaled or self._has_assigned():
             how = "loss.backward()" if self._has_unscaled else "an assignment to parameter.grad"
             raise RuntimeError(
@@ -85,14 +85,14 @@ class WriteWatch:
             )
 
     def _has_assigned(self) -> bool:
-        """Return True if a gradient but for zeros stands, under a loss scale, where the last backward had left none."""
+        """Return True if, under a loss scale, a nonzero gradient exists where the last backward had left none."""
         if not self._has_loss_scale:
             return False
         new = [slot.local_gradient for slot, had in zip(self._slots, self._had, strict=True) if not had]
         return any(gradient is not None and bool(gradient.count_nonzero()) for gradient in new)
 
     def require_no_writes(self) -> None:
-        """Raise RuntimeError where gradients were written to since the last backward, but by zeros."""
+        """Raise RuntimeError if anything but zeros was written to gradients since the last backward."""
         if self._versions is None:
             return
         for bucket, version in zip(self._buckets, self._versions, strict=True):
@@ -107,10 +107,10 @@ class WriteWatch:
                 )
 
     def require_kept(self, *, reduced: bool) -> None:
-        """Raise RuntimeError where gradients that were reduced already were dropped or replaced, which would not show.
+        """Raise RuntimeError if reduced gradients were dropped or replaced, which the step would not notice.
 
         Args:
-            reduced: whether all of them are; else only those that no rank has whole.
+            reduced: True if all gradients are reduced; otherwise only sharded ones are checked.
         """
         if self._versions is None:
             return
@@ -129,7 +129,7 @@ class WriteWatch:
 
     @property
     def were_dropped(self) -> bool:
-        """Return True if the model's own `zero_grad` dropped all gradients that the last backward or reduction left."""
+        """Return True if the model's own `zero_grad` dropped all gradients of the last backward or reduction."""
         return any(self._had) and all(slot.parameter.grad is None for slot in self._slots)
 
 
