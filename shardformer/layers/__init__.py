@@ -1,4 +1,4 @@
-"""Parallel layers, each made from the native module that it replaces."""
+"""Parallel layers, each built from the native module that it replaces."""
 
 from .embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .linear import (

@@ -1,4 +1,4 @@
-"""The kernels with which a model computes attention, by name: what each needs, and which models it is refused for."""
+"""Attention kernels by name: the requirements of each, and the models for which it is refused."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ...cluster.device import compute_capability, is_cuda
 
-# What the mask says too, and what is not about attention.
+# Arguments that the mask covers, and arguments that do not concern attention.
 BESIDES = frozenset(
     (
         *("sliding_window", "position_ids", "cache_position", "use_cache"),
@@ -46,11 +46,11 @@ def xformers_attention(
     """Attention as transformers calls it, by `xformers.ops.memory_efficient_attention`.
 
     Args:
-        module: the attention; its `is_causal` holds where the argument is None.
+        module: the attention; its `is_causal` applies where the argument is None.
         query: (B, N, Q, D).
         key, value: (B, M, K, D), where M divides N.
-        attention_mask: (B or 1, N or 1, Q, K): True, or 0, where a query sees a key. Without one all are seen, or with
-            `is_causal` those before.
+        attention_mask: (B or 1, N or 1, Q, K): True, or 0, where a query sees a key. Without a mask a query sees all
+            keys, or with `is_causal` the previous ones.
         dropout: probability, 0 outside of training.
         scaling: of the scores; None is D to the power of -1/2.
         position_bias: (B or 1, N or 1, Q, K), added to the scores; it may have a gradient.
@@ -59,7 +59,7 @@ def xformers_attention(
         (B, Q, N, D), and None for the weights, which are not computed.
 
     Raises:
-        ValueError: it is given something that it cannot compute with.
+        ValueError: an argument is not supported.
     """
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
     if unknown := sorted(given - BESIDES):
@@ -87,7 +87,7 @@ def xformers_attention(
     )
     if (
         attention_mask is not None and attention_mask.dtype == torch.bool
-    ):  # who sees nothing gets 0, as by sdpa
+    ):  # a query that sees no key gets 0, as with sdpa
         out_BQND = out_BQND * attention_mask.any(-1, keepdim=True).transpose(1, 2)
     return out_BQND.contiguous(), None
 
@@ -95,8 +95,8 @@ def xformers_attention(
 def _bias(
     query: Tensor, num_keys: int, mask: Tensor | None, position_bias: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Bias of the scores: (B, N, Q, K) in the queries' format, with rows aligned as the kernels need them."""
-    least = torch.finfo(query.dtype).min  # finite, so that a query that sees nothing gets numbers
+    """Return the bias of the scores: (B, N, Q, K) in the queries' format, with rows aligned for the kernels."""
+    least = torch.finfo(query.dtype).min  # finite, so that a query that sees no key gets no NaN
     batch, heads, num_queries, _ = query.shape
     if mask is None and is_causal:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -120,11 +120,11 @@ def torch_attention(
     backend: SDPBackend,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it with "sdpa", by one of torch's kernels; no other takes its place.
+    """Attention as transformers calls it with "sdpa", by one of torch's kernels, without a fallback.
 
     Raises:
         ValueError: a mask for a kernel that takes none.
-        RuntimeError: torch's, that this kernel cannot compute it; its warnings say why.
+        RuntimeError: from torch, if this kernel does not support the inputs; its warnings say why.
     """
     if backend == SDPBackend.FLASH_ATTENTION and attention_mask is not None and is_cuda(query.device):
         raise ValueError(
@@ -139,7 +139,7 @@ def torch_attention(
 
 
 EAGER, SDPA, XFORMERS = "eager", "sdpa", "xformers"
-# Not "sdpa_flash": transformers takes every name with "flash" in it for a package.
+# Not "sdpa_flash": transformers treats every name with "flash" in it as a package.
 SDPA_FA, SDPA_CUDNN = "sdpa_fa", "sdpa_cudnn"
 FLEX_ATTENTION = "flex_attention"
 FLASH_ATTENTION_2, FLASH_ATTENTION_3 = FLASH_PACKAGES = "flash_attention_2", "flash_attention_3"
@@ -149,19 +149,19 @@ _AMPERE = (8, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel of attention.
+    """An attention kernel.
 
     Args:
-        words: what it is.
-        flag: the attribute of model classes that says whether they know it; None is not asked.
-        module: what it imports.
-        package: that module's, and how it is installed.
-        needs_cuda: it computes on CUDA alone.
-        is_short: it computes in 16 bits alone.
-        capability: the least that a CUDA device must have.
-        drops: it has attention dropout.
-        caps: it can cap scores.
-        attend: of kernels that transformers does not have, the function that it calls, with sdpa's masks.
+        words: its description.
+        flag: the attribute of model classes that tells if they support it; None is not checked.
+        module: the module that it imports.
+        package: the package of that module, and how to install it.
+        needs_cuda: it runs on CUDA only.
+        is_short: it computes in 16-bit formats only.
+        capability: the minimum compute capability of a CUDA device.
+        drops: it supports attention dropout.
+        caps: it supports capped scores (softcap).
+        attend: for kernels that transformers does not have, the function to call, with sdpa's masks.
     """
 
     words: str
@@ -179,9 +179,9 @@ class Kernel:
         """List what this machine lacks for it, each with an alternative. No communication.
 
         Args:
-            device: where the model will compute.
-            dtype: in which format; None is not known.
-            option: what was asked for, in the user's words.
+            device: the device of the model.
+            dtype: the format in which it computes; None if not known.
+            option: the option as the user wrote it.
         """
         found, instead = compute_capability(device), f"enable_flash_attention={SDPA!r}, torch's own"
         rows = (
@@ -210,7 +210,7 @@ _SDPA = Kernel(words="sdpa (torch's fused attention)", flag="_supports_sdpa", ne
 _PACKAGE = Kernel(words="", flag="_supports_flash_attn", is_short=True, capability=_AMPERE)
 _TORCH = replace(_SDPA, needs_cuda=True, is_short=True, capability=_AMPERE)
 
-# By the names of transformers, but for three that it has not.
+# By the names of transformers, except for three that transformers does not have.
 KERNELS = {
     EAGER: Kernel(words="eager (the model's own code)", needs_cuda=False),
     SDPA: _SDPA,
@@ -255,26 +255,26 @@ KERNELS = {
 
 
 def register_kernels() -> None:
-    """Make the kernels that transformers does not have known to it. Doing it again changes nothing."""
+    """Register the kernels that transformers does not have. Repeated calls change nothing."""
     for name, kernel in KERNELS.items():
         if kernel.attend is not None:
             AttentionInterface.register(name, kernel.attend)
             AttentionMaskInterface.register(name, AttentionMaskInterface()[SDPA])
 
 
-# Whose masks transformers drops in silence with flash-attn: tokens of an image see each other, also those behind them.
+# Models whose masks transformers silently drops with flash-attn: the tokens of an image see each other, later ones too.
 _BOTH_WAYS = ("gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "pi0")
-# Whose decoders attend to an encoder's states without a mask.
+# Models whose decoders attend to an encoder's states without a mask.
 _WHOLE_STATES = ("vision-encoder-decoder", "whisper")
 
 
 def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
-    """Why a model cannot compute attention with a kernel and get the same; empty when it can.
+    """Return the reasons why a model cannot compute the same attention with a kernel; empty if it can.
 
     Args:
-        model: a whole one.
+        model: the full model, before it is sharded.
         kernel: a key of KERNELS.
-        option: what was asked for, in the user's words.
+        option: the option as the user wrote it.
     """
     parts = _parts(model)
     if not parts:
@@ -290,7 +290,7 @@ def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
 
 
 def set_attention(model: nn.Module, kernel: str) -> None:
-    """Let a model and its parts compute attention with a kernel; `attention_errors` found nothing against it."""
+    """Select the attention kernel of a model and its sub-models, after `attention_errors` found none."""
     register_kernels()
     chosen: Any = model
     chosen.set_attn_implementation(kernel)
@@ -301,7 +301,7 @@ def set_attention(model: nn.Module, kernel: str) -> None:
 
 
 def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """The models with a config of their own, by path: where a config names the attention."""
+    """Return the sub-models with their own config, by path: each config names an attention kernel."""
     found: dict[int, tuple[str, PreTrainedModel]] = {}
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
@@ -310,7 +310,7 @@ def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]:
-    """By kernel, the classes of attention among which models of a file choose when they are built."""
+    """Return the attention classes by kernel, where the model's file selects one at construction."""
     names = vars(sys.modules[type(part).__module__]).values()
     return [
         each
@@ -322,7 +322,7 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
 
 
 def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
-    """Why a part cannot compute attention with a kernel, each with what to do besides leaving the option out."""
+    """Yield reasons why a sub-model cannot use a kernel, each with a remedy other than leaving the option out."""
     kernel, config = KERNELS[name], part.config
     build = f"build it with attn_implementation={name!r}, or " if kernel.attend is None else ""
     present = {type(module) for module in part.modules()}
@@ -355,7 +355,7 @@ def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _settings(part: PreTrainedModel, *words: str) -> str:
-    """The settings of a config whose names have all of these words, where they are not 0, to be read by people."""
+    """Return, as text, the nonzero settings of a config whose names contain all of these words."""
     found = vars(part.config).items()
     return ", ".join(
         f"{name}={value}" for name, value in found if value and all(word in name for word in words)
@@ -363,7 +363,7 @@ def _settings(part: PreTrainedModel, *words: str) -> str:
 
 
 def _lost_mask(part: PreTrainedModel) -> str | None:
-    """Describe the mask of a part that transformers drops with flash-attn; None where it drops none."""
+    """Describe the mask of a sub-model that transformers drops with flash-attn; None where it drops none."""
     kind = part.config.model_type
     if kind in _BOTH_WAYS:
         return "lets the tokens of an image see those behind them, which transformers drops with flash-attn"

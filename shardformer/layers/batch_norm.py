@@ -13,7 +13,7 @@ from ...cluster.collectives import all_reduce, gather_to
 
 
 class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """torch's, that counts a batch once though it is recomputed, and takes 16-bit weights beside float32 statistics.
+    """torch's batch norm that counts a recomputed batch once, and allows 16-bit weights with float32 statistics.
 
     Attributes:
         over: ranks whose samples are normalized together; None is this rank alone.
@@ -31,13 +31,13 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
             return self._normalized_together(x, factor, self.over)
         mean, variance = self.running_mean, self.running_var
         if self.training and is_recomputed and mean is not None and variance is not None:
-            # Copies, and not None: backward expects as many tensors as forward kept.
+            # Copies, not None: recomputation must save as many tensors as forward did.
             mean, variance = mean.clone(), variance.clone()
         weight, bias = self._beside(mean, self.weight), self._beside(mean, self.bias)
         return F.batch_norm(x, mean, variance, weight, bias, is_of_batch, factor, self.eps)
 
     def _factor(self) -> float:
-        """The weight of this batch in the running statistics, which it is counted in."""
+        """Count this batch and return its weight in the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -45,7 +45,7 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
         return self.momentum or 0.0
 
     def _beside(self, running: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-        # torch's kernels take 16-bit inputs with all else in float32, but no mixture of the rest.
+        # torch's kernels accept 16-bit inputs if all other tensors are float32, but no mixture of those.
         return parameter if running is None or parameter is None else parameter.to(running.dtype)
 
     def _normalized_together(self, x: Tensor, factor: float, group: dist.ProcessGroup) -> Tensor:
@@ -88,7 +88,7 @@ class _OwnBatchNorm3d(_OwnBatchNorm, nn.BatchNorm3d):
     pass
 
 
-# No subclass of torch's, which DistributedDataParallel refuses on CPUs.
+# Not a subclass of torch's SyncBatchNorm, which DistributedDataParallel refuses on CPUs.
 class _OwnSyncBatchNorm(_OwnBatchNorm):
     def _check_input_dim(self, x: Tensor) -> None:
         if x.ndim < 2:
@@ -104,9 +104,9 @@ _OWN: dict[type, Any] = {
 
 
 def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStatistics":
-    """Let a model's plain batch normalizations compute as above; torch's SyncBatchNorm over a group.
+    """Convert a model's batch norms to the classes above; torch's SyncBatchNorm normalizes over a group.
 
-    They change their class for a subclass of it, and running statistics of 16 bits become float32.
+    The class of each module changes in place, and 16-bit running statistics become float32.
 
     Args:
         model: materialized.
@@ -129,14 +129,14 @@ def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStati
 
 
 def has_sync_batch_norm(model: nn.Module) -> bool:
-    """Return True where forwards communicate over the data axis, so that all ranks must run equally many."""
+    """Return True if forwards communicate over the data axis, so that all ranks must run the same number of them."""
     return any(isinstance(module, _OwnSyncBatchNorm) for module in model.modules())
 
 
 class RunningStatistics:
-    """The running statistics of a model, to be made equal on all ranks of a group.
+    """The running statistics of a model, averaged over the ranks of a group.
 
-    A running average is linear in what it is of, so averaging once per step gives the same as after every batch.
+    A running average is linear in its inputs, so averaging once per step gives the same result as after every batch.
 
     Args:
         model: with its own running statistics on each rank.
@@ -157,11 +157,11 @@ class RunningStatistics:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Make every one the mean over the ranks. One all-reduce, where there are any; the host waits for nothing."""
+        """Average all statistics over the ranks. One all-reduce, if there are any; the host does not wait."""
         if not self.names or self._group.size() == 1:
             return
         tensors = [self._model.get_buffer(name) for name in self.names]
-        # In float64, where the mean of equal statistics is exactly what they are.
+        # In float64, where the mean of equal statistics is exact.
         flat = torch.cat([tensor.double().flatten() for tensor in tensors])
         flat = all_reduce(flat, self._group) / self._group.size()
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -1,9 +1,8 @@
-"""The causal loss of a language model from what enters its head, a chunk of tokens at a time.
+"""Causal language-model loss from the inputs of the head, one chunk of tokens at a time.
 
-Logits of all tokens in float32 are by far the largest tensors of a training step where the vocabulary is large. Here
-they exist for one chunk alone: its loss and its gradients are computed together, in forward, as Liger Kernel's fused
-linear cross entropy does it (arXiv:2410.10989, section 3.2). What is kept for backward is a gradient for each input of
-the head.
+With a large vocabulary the float32 logits of all tokens are by far the largest tensors of a training step. Here they
+exist for one chunk only: its loss and its gradients are computed together, in forward, as in Liger Kernel's fused
+linear cross entropy (arXiv:2410.10989, section 3.2). Backward needs only the saved gradient of each input of the head.
 """
 
 # N tokens, C those of a chunk, H hidden, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
@@ -32,7 +31,7 @@ from .loss import ShardedLogits, has_causal_loss, require_labels, route_causal_l
 from .parallel_module import native_errors
 
 # From hidden_CH and labels_C to the sum of a chunk's losses in float32 and the gradient of its logits, (C, P) in the
-# format of hidden_CH. Without needs_gradient the latter is of no use.
+# format of hidden_CH. Without needs_gradient the latter is undefined.
 ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -46,10 +45,10 @@ def torch_chunk_loss(
     ignore_index: int,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A `ChunkLoss` in float32 by torch. Over a group one all-gather of 2C numbers.
+    """Compute a `ChunkLoss` in float32 with torch. Over a group one all-gather of 2C numbers.
 
     Args:
-        head: from hidden_CH to this rank's logits_CP; those of padding are -inf.
+        head: computes this rank's logits_CP from hidden_CH; logits of padding are -inf.
     """
     scores_CP = head(hidden_CH).float()
     is_counted_C = labels_C != ignore_index
@@ -79,9 +78,9 @@ def liger_chunk_loss(
     ignore_index: int,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A `ChunkLoss` of a whole vocabulary by Liger's kernel, which turns the logits into their gradient in place.
+    """Compute a `ChunkLoss` of an unsharded vocabulary with Liger's kernel, which overwrites logits by their gradient.
 
-    The kernel computes in float32, whatever the logits are, and the host reads nothing. Liger's own function around it
+    The kernel computes in float32 for any format of the logits, without host reads. Liger's own function around it
     reads three numbers in every call, and rounds losses to the format of the logits.
 
     Raises:
@@ -105,7 +104,7 @@ def liger_chunk_loss(
     return loss_C.sum(), logits_CP.to(hidden_CH.dtype)
 
 
-# Every argument that a release has, as it is for a plain cross entropy. A dummy number is 1, for which Triton compiles.
+# The arguments of all releases, set for a plain cross entropy. Dummy numbers are 1, for which Triton specializes.
 _LIGER_ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("X_ptr", "X_stride", "Y_ptr", "Y_stride", "loss_ptr", "n_cols", "ignore_index")),
     **dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr")),
@@ -121,15 +120,15 @@ _LIGER_BLOCK, _LIGER_WARPS = 32768, 32  # as Liger has tuned them for Hopper and
 
 
 def liger_kernel() -> Any:
-    """Liger's Triton kernel of the cross entropy.
+    """Return Liger's Triton kernel of the cross entropy.
 
     Raises:
-        ImportError: it is not there, or a release before 0.5.3 or with arguments that are not known here.
+        ImportError: it is not installed, older than 0.5.3, or a release with unknown arguments.
     """
     from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel as kernel
 
     names = set(kernel.arg_names)
-    # Before 0.5.3, which brought HAS_WEIGHT, what is not read may not be None; 0.3 rounds the label's gradient twice.
+    # Before 0.5.3, which added HAS_WEIGHT, unused arguments may not be None; 0.3 rounds the label's gradient twice.
     if "HAS_WEIGHT" not in names or names - _LIGER_ARGUMENTS.keys():
         raise ImportError(
             f"liger-kernel {version('liger-kernel')} has a cross entropy with arguments other than those of 0.5.3 to "
@@ -139,12 +138,12 @@ def liger_kernel() -> Any:
 
 
 def fused_chunk_loss(device: torch.device, group: dist.ProcessGroup | None) -> ChunkLoss:
-    """The `ChunkLoss` of a device: Liger's on CUDA where it is installed and the head is whole, else torch's."""
+    """Return the `ChunkLoss` of a device: Liger's on CUDA, if installed, for an unsharded head, else torch's."""
     return liger_chunk_loss if group is None and _has_liger(device) else torch_chunk_loss
 
 
 def chunk_loss_errors(device: torch.device) -> list[str]:
-    """Why the loss of chunks cannot be computed on a device; empty where it can. No communication."""
+    """Return the reasons why a device cannot compute the chunked loss; empty if it can. No communication."""
     if _has_liger(device):
         try:
             liger_kernel()
@@ -158,7 +157,7 @@ def _has_liger(device: torch.device) -> bool:
 
 
 class _ChunkedCrossEntropy(Function):
-    """The sum of the losses; backward multiplies its gradients, which forward computed."""
+    """The sum of the losses; forward computes the gradients, backward only scales them."""
 
     @staticmethod
     def forward(
@@ -202,7 +201,7 @@ class _ChunkedCrossEntropy(Function):
                 _add_product(of_weight_PH, gradient_CP.T, hidden_CH)
             if of_bias_P is not None:
                 of_bias_P += gradient_CP.sum(0, dtype=torch.float32)
-            del gradient_CP  # or the next chunk's logits would be a second one
+            del gradient_CP  # otherwise two chunks of logits would be in memory
         ctx.save_for_backward(of_hidden_NH, of_weight_PH, of_bias_P)
         ctx.dtype = weight_PH.dtype
         return total
@@ -220,13 +219,13 @@ class _ChunkedCrossEntropy(Function):
 
 
 def chunk_length(num_tokens: int, hidden: int, width: int) -> int:
-    """The tokens of a chunk: its logits are about as many numbers as all inputs of the head."""
+    """Return the tokens per chunk, so that its logits have about as many elements as all inputs of the head."""
     num_chunks = -(-width // hidden)
     return max(1, -(-num_tokens // num_chunks))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32; on CUDA one kernel does, which rounds nothing in between."""
+    """Add a @ b to a float32 tensor; on CUDA one kernel does it, without intermediate rounding."""
     if is_cuda(total.device) and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.dtype == total.dtype:
@@ -245,7 +244,7 @@ def chunked_cross_entropy(
     group: dist.ProcessGroup | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The sum of the cross entropies of a head's logits, which never exist at once.
+    """Return the sum of the cross entropies of a head's logits, without materializing all logits.
 
     Over a group one all-gather of 2C numbers a chunk in forward, one all-reduce of N × H in backward.
 
@@ -254,15 +253,15 @@ def chunked_cross_entropy(
         weight_PH: this rank's rows of the head's weight.
         bias_P: of the head.
         labels_N: equal on all ranks.
-        entries: those of the vocabulary that this rank's rows are.
-        group: the tensor axis; None where the head is whole.
-        ignore_index: the label that counts for nothing.
+        entries: the vocabulary entries of this rank's rows.
+        group: the tensor axis; None if the head is unsharded.
+        ignore_index: the label that is ignored.
 
     Returns:
         A float32 scalar, equal on all ranks.
 
     Raises:
-        ValueError: a label that the vocabulary does not have.
+        ValueError: a label is outside the vocabulary.
     """
     require_labels(labels_N, entries.vocab_size, ignore_index)
     if group is not None:
@@ -274,25 +273,25 @@ def chunked_cross_entropy(
 
 
 class ChunkedLossHead(OwnLinear):
-    """A whole head, which hands its inputs on while `makes_logits` is False: the loss is computed from them."""
+    """An unsharded head that returns its inputs while `makes_logits` is False: the loss is computed from them."""
 
     makes_logits = True
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
-        """(B, S, H) in; (B, S, V) out, or what came in."""
+        """Map (B, S, H) to logits (B, S, V), or return the inputs."""
         return super().forward(hidden_BSH) if self.makes_logits else hidden_BSH
 
 
 @dataclass(frozen=True)
 class UncomputedLogits(ShardedLogits):
-    """`ShardedLogits` of which there are only the inputs of the head."""
+    """`ShardedLogits` that are not computed yet; only the inputs of the head exist."""
 
     hidden_BSH: Tensor
     head: nn.Module
     _part_of = "not computed, since the loss was taken from what enters the head"
 
     def gather(self) -> Tensor:
-        """All logits, (B, S, V), with gradients. All-gather over the tensor axis if the head is split."""
+        """Return all logits, (B, S, V), with gradients. All-gather over the tensor axis if the head is sharded."""
         logits: Tensor = self.head(self.hidden_BSH)
         return logits
 
@@ -322,7 +321,7 @@ def _chunked_sum(
 
 
 def chunked_loss_errors(model: nn.Module) -> list[str]:
-    """Why a model's loss cannot be computed from the inputs of its head; empty where it can, and does not yet."""
+    """Return the reasons why a model's loss cannot be rerouted to the inputs of its head; empty if it can."""
     what, instead = f"the loss of {type(model).__name__}", "leave enable_fused_loss out"
     if not isinstance(model, PreTrainedModel) or not has_causal_loss(model):
         return [f"{what} is not the causal one of transformers, by transformers' own forward: {instead}"]
@@ -336,13 +335,13 @@ def chunked_loss_errors(model: nn.Module) -> list[str]:
 
 
 def route_chunked_loss(model: nn.Module, *, parallel_output: bool) -> None:
-    """Let a model without `chunked_loss_errors` compute its loss from the inputs of its head.
+    """Compute the loss of a model without `chunked_loss_errors` from the inputs of its head.
 
-    Calls with labels then make no logits; others do.
+    Calls with labels then compute no logits; other calls do.
 
     Args:
-        model: a transformers model, its head split already if it is to be.
-        parallel_output: leave `UncomputedLogits` after training calls with labels; else they are computed then.
+        model: a transformers model, whose head is already sharded if requested.
+        parallel_output: return `UncomputedLogits` from training calls with labels; otherwise compute all logits there.
     """
     head: Any = cast(PreTrainedModel, model).get_output_embeddings()
     if not isinstance(head, VocabParallelLMHead1D):

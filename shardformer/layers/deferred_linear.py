@@ -1,7 +1,7 @@
 """The linear function, with a weight gradient that may be deferred.
 
 [Note: deferred weight gradients] There are two ways to defer. A schedule defers to a later action
-(pipeline/weight_gradients.py). Within one backward `beside` lets the sum of input gradients over ranks begin first.
+(pipeline/weight_gradients.py). Within one backward, `beside` begins the all-reduce of input gradients first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 
 
 class Regather:
-    """Gathers a layer's input again, of which forward kept a part, once for all layers that multiply with it.
+    """All-gathers a layer's input again from the saved shard, once for all layers that multiply with it.
 
     Args:
-        whole: the input.
-        begin: begins to gather, from the part that was kept. One all-gather.
-        overlap: begin where the first of the layers is reached in backward.
+        whole: the unsharded input.
+        begin: begins the all-gather of the saved shard.
+        overlap: begin when backward reaches the first of the layers.
     """
 
     def __init__(self, whole: Tensor, begin: Callable[[Tensor], InFlight[Tensor]], *, overlap: bool) -> None:
@@ -37,11 +37,11 @@ class Regather:
         self._whole_NI: Tensor | None = None
 
     def is_of(self, x: Tensor) -> bool:
-        """Return True for the input, unchanged; the region's code may hand a layer another one."""
+        """Return True for the unchanged input; the region's code may pass another tensor to a layer."""
         return self._of() is x and self._version == x._version
 
     def use(self) -> None:
-        """Count one more layer that will ask for it."""
+        """Count one more layer that will request the input."""
         self._num_users += 1
 
     def begin(self, kept: Tensor) -> None:
@@ -50,7 +50,7 @@ class Regather:
             self._in_flight = self._begin(kept)
 
     def rows(self, kept: Tensor) -> Tensor:
-        """The input (N, I). The last layer that asks has it forgotten."""
+        """Return the input (N, I), and release it after the request of the last layer."""
         if self._whole_NI is None:
             self._whole_NI = (self._in_flight or self._begin(kept)).wait().flatten(0, 1)
             self._in_flight = None
@@ -62,11 +62,11 @@ class Regather:
 
 
 class Crossing(NamedTuple):
-    """The way of a tensor between ranks into a region, and of its gradient out of it.
+    """Communication of a tensor at the entry of a region, and of its gradient in backward.
 
     Args:
-        forward: of the tensor.
-        begin_backward: begins that of the gradient.
+        forward: communicates the tensor.
+        begin_backward: begins to communicate the gradient.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -74,12 +74,12 @@ class Crossing(NamedTuple):
 
 
 class LaterProduct(NamedTuple):
-    """A weight whose gradient is computed where backward comes to the `beside` that made this, not in its layer.
+    """A weight whose gradient is computed when backward reaches its `beside` node, not in its layer.
 
     Args:
-        weight: that the layer multiplies with.
-        place: of the weight among those of the node.
-        deferred: gradients of the node's weights, by place.
+        weight: the layer's weight.
+        place: its index among the weights of the node.
+        deferred: deferred gradients of the node's weights, by index.
     """
 
     weight: Tensor
@@ -87,21 +87,22 @@ class LaterProduct(NamedTuple):
     deferred: dict[int, DeferredGradient]
 
     def put(self, gradient: DeferredGradient) -> None:
-        """Defer a gradient, and forget that of a backward that never came to the node."""
+        """Defer a gradient, and drop those of a backward that never reached the node."""
         self.deferred[self.place] = gradient
 
 
 def beside(
     xs: Sequence[Tensor], crossings: Sequence[Crossing], weights: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[LaterProduct]]:
-    """Let tensors cross into a region, whose weights get their gradients while those of the tensors cross back.
+    """Enter a region with some tensors, and overlap their gradients' communication with weight gradients in backward.
 
-    One node of the graph, made before the layers run, so autograd comes to it after them. Gradients of gradients raise.
+    A single node of the graph, made before the layers run, so that autograd reaches it after them. Gradients of
+    gradients raise.
 
     Args:
         xs: the tensors.
-        crossings: their ways.
-        weights: with which layers multiply that run from here on.
+        crossings: the communication of each tensor.
+        weights: the weights of the layers in the region.
     """
     deferred: dict[int, DeferredGradient] = {}
     entered = _Beside.apply(crossings, deferred, *xs, *weights)
@@ -137,7 +138,7 @@ class _Beside(Function):
         of_weights = list(gradients[num:])
         while ctx.deferred:
             place, each = ctx.deferred.popitem()
-            # Not of a backward that asked for other gradients, and never came here.
+            # Skip gradients of a backward that computed other gradients and never reached this node.
             if each.backward == torch._C._current_graph_task_id():
                 product, other = each.begin().wait(), of_weights[place]
                 of_weights[place] = product if other is None else other + product
@@ -162,10 +163,10 @@ def linear(
         x: (..., I).
         weight: (O, I), or (I, O) with `is_transposed`.
         bias: (O) or None.
-        is_transposed: the weight is that of transformers' Conv1D.
+        is_transposed: the weight is stored as in transformers' Conv1D.
         store: queue of the schedule; None where no schedule defers.
-        later: of this weight, for a gradient that is deferred within one backward.
-        kept: a smaller tensor to keep for backward, and how to get `x` again from it.
+        later: defers this weight's gradient within one backward.
+        kept: a smaller tensor to save for backward, and how to restore `x` from it.
 
     Returns:
         (..., O).
@@ -181,20 +182,20 @@ def linear(
 
 
 def is_trained(weight: Tensor) -> bool:
-    """Return True for a weight whose gradient is its own.
+    """Return True for a weight that is a trained leaf.
 
-    One that is computed from others (weight_norm, pruning) has a graph that backward runs through once.
+    A weight that is computed from others (weight_norm, pruning) has a graph that backward can run through only once.
     """
     return weight.is_leaf and weight.requires_grad
 
 
 def _is_other_product(x: Tensor) -> bool:
-    # Under autocast products are of other formats than their factors.
+    # Under autocast a product has another format than its factors.
     return torch.is_autocast_enabled(x.device.type) or is_transformed()
 
 
 def is_transformed() -> bool:
-    """Return True where a call is traced, compiled, or run under functorch."""
+    """Return True if a call is traced, compiled, or run under functorch."""
     is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
     return is_traced or torch._C._are_functorch_transforms_active()
 
@@ -204,9 +205,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool
 
 
 class _Product(NamedTuple):
-    """A product of `_Linear`, of which torch looks at each argument; arguments as of `linear`.
+    """Arguments of a product of `_Linear`, packed since torch inspects each argument; see `linear`.
 
-    Here the weight is no input of the node; what the node saves of it may be another object in backward.
+    The weight in here is not an input of the node. The weight that the node saves may be another object in backward.
     """
 
     weight: Parameter
@@ -233,7 +234,7 @@ class _Linear(Function):
         if how.again is not None:
             how.again.use()
         out = _product(x, through, bias, how.is_transposed)
-        # Or what follows could not write to it in place.
+        # Otherwise the caller could not write to it in place.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
@@ -264,14 +265,14 @@ def gradient_or_deferred(
     later: LaterProduct | None,
     product: Callable[[], Tensor],
 ) -> Tensor | None:
-    """A weight's gradient, or None where it is deferred; called in backward.
+    """Return a weight's gradient, or None if it is deferred; called in backward.
 
     Args:
-        weight: as the model holds it.
-        store, later: as of `linear`.
+        weight: the model's parameter.
+        store, later: see `linear`.
         product: computes the gradient.
     """
-    if torch.is_grad_enabled():  # a gradient of gradients may be wanted
+    if torch.is_grad_enabled():  # gradients of gradients may follow
         return product()
     deferred = DeferredGradient(weight, lambda: InFlight(None, product()), torch._C._current_graph_task_id())
     if store is not None and store.defer(deferred):
@@ -283,12 +284,12 @@ def gradient_or_deferred(
 
 
 def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Tensor:
-    """The gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
+    """Return the gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
     return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
 
 
 def needs_all_uses(module: nn.Embedding) -> bool:
-    """Return True where an embedding changes a row, or its gradient, by all uses of it in a batch."""
+    """Return True if an embedding changes a row, or its gradient, depending on all its uses in a batch."""
     return module.max_norm is not None or module.scale_grad_by_freq or module.sparse
 
 
@@ -312,10 +313,10 @@ _OWN = {nn.Linear: OwnLinear, Conv1D: _OwnConv1D}
 
 
 def defer_weight_gradients(model: nn.Module) -> WeightGradients:
-    """Let a model's linear layers, plain or parallel, defer their weight gradients; returns the queue.
+    """Defer the weight gradients of a model's plain and parallel linear layers; return the queue.
 
-    The class of a plain one becomes a subclass with the attribute of parallel layers, `weight_gradients`. Any other
-    module that holds a weight leaves its gradient to autograd.
+    The class of a plain layer becomes a subclass with the attribute of parallel layers, `weight_gradients`. Weights of
+    other modules leave their gradients to autograd.
     """
     store = WeightGradients()
     for module in model.modules():
