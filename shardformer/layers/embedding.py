@@ -1,4 +1,4 @@
-"""Embedding and language-model head split over the vocabulary."""
+"""Embedding and language-model head sharded over the vocabulary."""
 
 # B batch, S sequence, H hidden, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
 
@@ -34,10 +34,10 @@ class VocabRange:
     """The entries of the vocabulary that are local to a rank.
 
     Args:
-        vocab_size: entries in all, V.
-        first: the first local one.
+        vocab_size: number of all entries, V.
+        first: the first local entry.
         width: number of local rows, padding included: P / T.
-        valid: how many of them are entries.
+        valid: number of local rows without padding.
     """
 
     vocab_size: int
@@ -47,14 +47,14 @@ class VocabRange:
 
 
 def vocab_shard(vocab_size: int, num_ranks: int, make_vocab_size_divisible_by: int) -> Shard:
-    """The cut of V rows: padded to a multiple of ranks × `make_vocab_size_divisible_by`."""
+    """Return the sharding of V rows, padded to a multiple of ranks × `make_vocab_size_divisible_by`."""
     multiple = make_vocab_size_divisible_by * num_ranks
     padded = -(-vocab_size // multiple) * multiple
     return Shard(size=num_ranks, dim=0, blocks=(vocab_size,), padded=(padded,))
 
 
 def vocab_range(shard: Shard, rank: int) -> VocabRange:
-    """The entries that a rank holds under `vocab_shard`."""
+    """Return the local entries of a rank under `vocab_shard`."""
     (vocab_size,) = shard.blocks
     width = sum(shard.padded or shard.blocks) // shard.size
     valid = min(max(vocab_size - rank * width, 0), width)
@@ -62,7 +62,7 @@ def vocab_range(shard: Shard, rank: int) -> VocabRange:
 
 
 def embedding_errors(native: nn.Embedding) -> list[str]:
-    """Why an embedding cannot be split by its entries and look up the same; empty when it can."""
+    """Return the reasons why an embedding cannot be sharded over the vocabulary; empty if it can."""
     kinds = (nn.Embedding, type(native)) if is_scaled(native) else (nn.Embedding,)
     found = native_errors(native, *kinds)
     if needs_all_uses(native):
@@ -71,13 +71,13 @@ def embedding_errors(native: nn.Embedding) -> list[str]:
 
 
 class VocabParallelEmbedding1D(ParallelModule):
-    """An embedding split by its entries: each rank looks up its own, one all-reduce adds them up.
+    """An embedding sharded over the vocabulary: each rank looks up its local entries, one all-reduce sums the results.
 
-    One that multiplies with a scale goes on doing so.
+    The scale of a scaled embedding is kept.
 
     Raises:
-        TypeError: the native embedding renormalizes (max_norm) or scales gradients by frequency, both of
-            which need all of a row's uses; or it does more than an embedding.
+        TypeError: the native embedding renormalizes (max_norm) or scales gradients by frequency, which depend on all
+            uses of a row; or its class computes more than an embedding.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class VocabParallelEmbedding1D(ParallelModule):
         take_hooks(self, native)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """(B, S) of entries, equal on all ranks; (B, S, H) out, equal on all ranks. Forward all-reduce.
+        """Look up (B, S) entries, equal on all ranks: (B, S, H), equal on all ranks. Forward all-reduce.
 
         Raises:
-            ValueError: an entry that the vocabulary does not have.
+            ValueError: an entry is outside the vocabulary.
         """
         is_entry_BS = (ids_BS >= 0) & (ids_BS < self.num_embeddings)
         require_all(
@@ -135,11 +135,11 @@ class VocabParallelEmbedding1D(ParallelModule):
 
 
 class VocabParallelLMHead1D(ProductLayer):
-    """A language-model head split by the vocabulary.
+    """A language-model head sharded over the vocabulary.
 
-    `gather_output` is True at rest: all logits on all ranks. The loss route (loss.py) sets it to False for
-    a call whose loss is computed from split logits. So it is with `makes_logits`, where the loss is computed from
-    the head's inputs (chunked_loss.py), which are then handed on.
+    `gather_output` is True by default: all logits on all ranks. The loss route (loss.py) sets it to False for a call
+    whose loss is computed from sharded logits. Likewise `makes_logits` is False while the loss is computed from the
+    head's inputs (chunked_loss.py); forward then returns its inputs.
     """
 
     makes_logits = True
@@ -153,7 +153,7 @@ class VocabParallelLMHead1D(ProductLayer):
         self.gather_output = True
         self.in_features = native.in_features
         tied = placement_of(native.weight)
-        # Not by the attribute, which older releases of transformers forget when they resize a tied head.
+        # Not from the attribute, which older releases of transformers do not update when they resize a tied head.
         self.out_features = sum(tied.blocks) if isinstance(tied, Shard) else len(native.weight)
         size, rank = process_group.size(), process_group.rank()
         shard = vocab_shard(self.out_features, size, make_vocab_size_divisible_by)
@@ -174,7 +174,7 @@ class VocabParallelLMHead1D(ProductLayer):
         return self.gathered(logits_BSP) if self.gather_output else logits_BSP
 
     def gathered(self, logits_BSP: Tensor) -> Tensor:
-        """All logits (B, S, V) from every rank's own; forward all-gather, backward slice."""
+        """Gather all logits (B, S, V) from the local ones; forward all-gather, backward slice."""
         return gather_from(logits_BSP, self.group, -1)[..., : self.out_features]
 
     def extra_repr(self) -> str:
@@ -182,9 +182,9 @@ class VocabParallelLMHead1D(ProductLayer):
 
 
 def is_scaled(native: nn.Module) -> bool:
-    """Return True for an nn.Embedding whose class looks up as one and multiplies with its `embed_scale`.
+    """Return True for an nn.Embedding whose class multiplies the result of the look-up by `embed_scale`.
 
-    Seen in the names that its forward reads, and tried with a scale and a weight of our own.
+    Detected from the names that its forward reads, and verified with a test scale and weight.
     """
     code = getattr(type(native).forward, "__code__", None)
     is_known = code is not None and _SCALE in code.co_names and set(code.co_names) <= _READ
@@ -199,5 +199,5 @@ def is_scaled(native: nn.Module) -> bool:
 
 
 def scale_of(native: nn.Module) -> Tensor | float | None:
-    """The factor of an embedding, or None for a plain one."""
+    """Return the scale of an embedding, or None for a plain one."""
     return getattr(native, _SCALE) if is_scaled(native) else None

@@ -1,6 +1,6 @@
-"""Reading the code of a forward: the use of a sub-module's result, inputs, and what is returned. Nothing is run.
+"""Static analysis of forwards: inputs, uses of a sub-module's result, and returned values. Nothing is run.
 
-Only plain code is understood: what is written in another way is reported as not understood, never taken as harmless.
+Only plain code is understood. Anything else is reported as not understood, never assumed to be harmless.
 """
 
 import ast
@@ -16,32 +16,32 @@ from torch import nn
 from ...pipeline.plan import is_within
 from .sequence_axis import INSTEAD
 
-# What a statement may name besides the value that it is about.
+# Names that a statement may use besides the value under analysis.
 _NEUTRAL = frozenset(("self", "torch", "nn", "F"))
-# Parts of the names of inputs that are no tensors or get no gradients: masks, rotations, caches, routes.
+# Substrings in names of inputs that are no tensors or have no gradients: masks, rotations, caches, routes.
 _WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
-# Attributes in code that knows of more than one position, or of their number.
+# Attributes in code that accesses several positions, or their number.
 _MIXING = re.compile(
     "(un)?flatten|(un)?squeeze|view|reshape|permute|transpose|chunk|split|roll|shape|size|mean|sum|cumsum|gather|"
     "index_select|pad|conv[12]d"
 )
-# Parts of names of modules that compute each position on its own.
+# Substrings in names of modules that compute each position independently.
 _BY_POSITION = ("Norm", "Dropout", "DropPath", "LayerScale", "Linear", "Conv1D", "Identity", "Activation")
 _BY_POSITION_OF = ("torch.nn.modules.activation", "transformers.activations")
-# Classes whose code does so without harm: OPT's puts the tokens of all samples in one row, and back.
+# Classes whose code does so harmlessly: OPT's flattens the tokens of all samples, and restores the shape.
 _CHECKED = ("OPTDecoderLayer",)
 
 
 def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | None:
-    """Why what `self.name` returns may not be all that a module's forward returns; None where it is.
+    """Return the reason why the result of `self.name` may not be a module's only output; None if it is.
 
-    A tensor-parallel region ends with such a sub-module: nothing may be added to its result or multiplied with
-    it, and no parameter be used behind it.
+    A tensor-parallel region ends with such a sub-module: nothing may be added to its result or multiplied with it, and
+    no parameter may be used after it.
 
     Args:
-        module: its class has the forward that is read.
+        module: the module whose class defines the forward.
         name: a direct sub-module.
-        others: names of the other sub-modules and parameters that the module holds.
+        others: names of the other sub-modules and parameters of the module.
     """
     statements = _statements(module)
     calling = [each for each in statements if any(_is_call(node, name) for node in _nodes(each))]
@@ -65,15 +65,15 @@ def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | N
 
 
 def scales_alone(model: nn.Module, head: str, *, hands_on: bool = False) -> bool:
-    """Return True where a model's forward only scales or caps its head's result, for loss and outputs.
+    """Return True if a model's forward only scales or caps its head's result, for loss and outputs.
 
-    Then each rank may do it with its own columns of logits. A head further in must be what the modules around
-    it return.
+    Each rank may then do the same with its local columns of logits. A nested head must be the result of its enclosing
+    modules.
 
     Args:
-        model: its class has the forward that is read.
+        model: the model whose class defines the forward.
         head: the path of the head.
-        hands_on: the result must not even be scaled.
+        hands_on: require that the result is not scaled either.
     """
     head, _, path = head.partition(".")
     outer = model.get_submodule(head) if path else model
@@ -104,7 +104,7 @@ def scales_alone(model: nn.Module, head: str, *, hands_on: bool = False) -> bool
 
 
 def tensor_inputs(module: nn.Module) -> list[str]:
-    """The inputs of a module's forward besides the first that may be tensors with gradients."""
+    """Return the inputs of a module's forward after the first that may be tensors with gradients."""
     inputs = list(inspect.signature(module.forward).parameters.values())
     return [
         each.name
@@ -115,18 +115,18 @@ def tensor_inputs(module: nn.Module) -> list[str]:
 
 
 def takes_named_inputs(module: nn.Module) -> bool:
-    """Return True where the signature of a module's forward says what it takes."""
+    """Return True if the signature of a module's forward names its inputs."""
     inputs = inspect.signature(module.forward).parameters.values()
     return all(each.kind is not each.VAR_POSITIONAL for each in inputs)
 
 
 def returns_tuple(module: nn.Module) -> bool:
-    """Return True where a module's forward returns a tuple, or something that may be one."""
+    """Return True if a module's forward returns, or may return, a tuple."""
     return not _returned(_statements(module)) or says_tuple(module)
 
 
 def says_tuple(module: nn.Module) -> bool:
-    """Return True where the code of a module's forward says that it returns a tuple."""
+    """Return True if the code of a module's forward explicitly returns a tuple."""
     statements = _statements(module)
     returned = _returned(statements)
     names = {value.id for value in returned if isinstance(value, ast.Name)}
@@ -138,7 +138,7 @@ def says_tuple(module: nn.Module) -> bool:
 
 
 def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
-    """The attributes that a module's forward reads, of whatever object; all of it, or what is behind its last loop."""
+    """Return the attributes of any object that a module's forward reads, in all code or only after its last loop."""
     statements = _statements(module)
     loops = [each.end_lineno or 0 for each in statements if isinstance(each, ast.For)]
     first = max(loops, default=0) if behind_loops else 0
@@ -147,17 +147,17 @@ def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
 
 
 def is_by_position_behind_loops(module: nn.Module) -> bool:
-    """Return True where a forward computes each position on its own behind its last loop, or in all of its code."""
+    """Return True if a forward computes each position independently after its last loop, or in all of its code."""
     names = own_names(module, behind_loops=True)
     return bool(_statements(module)) and not any(map(_MIXING.fullmatch, names))
 
 
 def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
-    """Why a layer may not compute on a part of a sequence; empty where it can. Reads its code.
+    """Return the reasons why a layer may not compute on a sequence shard; empty if it can. Reads its code.
 
     Args:
-        layer: the native one.
-        apart: the paths of sub-modules that are given whole sequences, or know what to do with parts.
+        layer: the native layer.
+        apart: paths of sub-modules that receive full sequences, or support sequence shards.
     """
     kind = type(layer).__name__
     found = []
@@ -176,7 +176,7 @@ def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
 
 
 def _mixing(module: nn.Module) -> str:
-    """The part of a module's code that may mix positions, in words; empty where there is none."""
+    """Describe the code of a module that may mix positions; empty if there is none."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).__name__ in _CHECKED:
         return ""
     if not (statements := _statements(module)):
@@ -189,18 +189,18 @@ def _mixing(module: nn.Module) -> str:
 
 
 def is_by_position(module: nn.Module) -> bool:
-    """Return True where a module without children computes each position on its own, as the name of its class says."""
+    """Return True if a leaf module computes each position independently, judging by the name of its class."""
     kind = type(module)
     return kind.__module__ in _BY_POSITION_OF or any(part in kind.__name__ for part in _BY_POSITION)
 
 
 def _returned(statements: list[ast.stmt]) -> list[ast.expr]:
-    """Values that these statements return."""
+    """Return the expressions that these statements return."""
     return [each.value for each in statements if isinstance(each, ast.Return) and each.value is not None]
 
 
 def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
-    """Return True where this only hands the result to the loss, to a class of outputs (`SomeOutput(...)`) or back."""
+    """Return True if a statement only passes the result to the loss or to `SomeOutput(...)`, or returns it."""
     if isinstance(value, ast.BinOp):  # older outputs: (logits,) + outputs[1:]
         return isinstance(value.op, ast.Add) and isinstance(value.left, ast.Tuple)
     if not isinstance(value, ast.Call):
@@ -212,7 +212,7 @@ def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
 
 
 def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
-    """Return True where this is the result, multiplied, divided, capped by tanh or in float32."""
+    """Return True if an expression is the result, multiplied, divided, capped by tanh or converted to float32."""
     if _is_call(value, head):
         return True
     if isinstance(value, ast.Name):
@@ -228,7 +228,7 @@ def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
 
 
 def _statements(module: nn.Module) -> list[ast.stmt]:
-    """All statements of a module's forward; none where its code cannot be read."""
+    """Return all statements of a module's forward; none if its code cannot be read."""
     return _statements_of(type(module).forward)
 
 
@@ -243,13 +243,13 @@ def _statements_of(forward: Callable[..., Any]) -> list[ast.stmt]:
 
 
 def _values(statement: ast.stmt) -> list[ast.expr]:
-    """Expressions that a statement itself evaluates; of a tuple that it returns each entry on its own."""
+    """Return the expressions that a statement itself evaluates; a returned tuple counts as its entries."""
     if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
         return statement.value.elts
     targets = _targets(statement)
     if isinstance(statement, ast.AugAssign) and isinstance(
         statement.target, ast.Name
-    ):  # reads what it changes
+    ):  # also reads its target
         return [ast.BinOp(ast.Name(statement.target.id, ast.Load()), statement.op, statement.value)]
     if any(isinstance(target, (ast.Subscript, ast.Attribute)) for target in targets):
         return [ast.Tuple([*targets, *filter(None, [getattr(statement, "value", None)])], ast.Load())]
@@ -277,12 +277,12 @@ def _loaded(nodes: Iterable[Any]) -> set[str]:
 
 
 def _is_call(node: ast.AST, name: str) -> bool:
-    """Return True where this is `self.name(...)`."""
+    """Return True if an expression is `self.name(...)`."""
     return isinstance(node, ast.Call) and _is_own(node.func, (name,))
 
 
 def _is_own(node: Any, names: Collection[str]) -> bool:
-    """Return True where this is one of these attributes of `self`."""
+    """Return True if a node is one of these attributes of `self`."""
     return (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

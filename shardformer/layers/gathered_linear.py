@@ -1,12 +1,12 @@
-"""Linear layers that hold a shard of their weight and gather it for each use (wp_size).
+"""Linear layers with a sharded weight that is all-gathered for each use (wp_size).
 
-The weight parallelism of InternEvo (arXiv:2401.09149, section 3.3). The weight of the next layer is gathered while one
-computes, and freed after use; the mean of a gradient travels while the layer before computes its own.
+The weight parallelism of InternEvo (arXiv:2401.09149, section 3.3). The weight of the next layer is prefetched while
+one computes, and freed after use. The average of a gradient is in flight while the previous layer computes its own.
 
 [Note: order of transfers] All ranks of the group use the same layers in the same order, forward and backward, so they
-begin the same transfers in the same order: a prefetch depends on previous uses alone. On CUDA nothing waits on the
-host. A transfer begins behind what the current stream was given, and the stream waits for it where its result is used;
-so its memory is torch's to use again as soon as its last use was given to the stream.
+begin the same collectives in the same order: a prefetch depends only on previous uses. On CUDA the host never waits.
+A collective begins after the work already on the current stream, and the stream waits for it where its result is used.
+So torch may reuse its memory as soon as its last use is enqueued on the stream.
 """
 
 # B batch, S sequence, N all of them together, I input features, O output features
@@ -34,17 +34,17 @@ KINDS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 
 
 class ShardedLinear(ParallelModule):
-    """A linear layer whose weight is sharded over ranks, each with inputs of its own.
+    """A linear layer whose weight is sharded over ranks with different inputs.
 
-    The weight is gathered for each use, in forward and again for the input's gradient in backward. Its gradient is
-    reduce-scattered: this rank's shard gets the mean over the group. A bias stays replicated, with the gradient of this
-    rank's inputs. Every rank of the group runs the same such layers, in the same order and equally often.
+    The weight is all-gathered for each use, in forward and again for the input's gradient in backward. Its gradient is
+    reduce-scattered: this rank's shard receives the mean over the group. A bias stays replicated, with the gradient of
+    the local inputs. All ranks of the group must run the same layers, in the same order and equally often.
 
     Args:
-        native: an nn.Linear, which holds (O, I), or a transformers Conv1D, which holds (I, O).
+        native: an nn.Linear, with a weight (O, I), or a transformers Conv1D, with a weight (I, O).
         process_group: the weight axis.
-        native_class: the class of `native`, where it is one of its own that computes what nn.Linear does.
-        pool: gathers for all layers of the group; None is one of its own, which prefetches nothing.
+        native_class: the class of `native`, if it is another class that computes the same as nn.Linear.
+        pool: gathers the weights of all layers of the group; None makes one for this layer, without prefetch.
     """
 
     weight_gradients: WeightGradients | None = None  # the queue of a schedule that defers them
@@ -62,26 +62,26 @@ class ShardedLinear(ParallelModule):
         self.is_transposed = isinstance(native, Conv1D)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
         self.bias: Parameter | None = native.bias  # type: ignore[assignment]
-        self.in_features, self.out_features = _features(native)  # a tied weight may be cut already
+        self.in_features, self.out_features = _features(native)  # a tied weight may be sharded already
         size, rows = process_group.size(), self.in_features if self.is_transposed else self.out_features
-        # The dimension that comes first in memory: the shards end to end are the whole.
+        # The outermost dimension in memory: the concatenated shards are the full weight.
         shard = Shard(size=size, dim=0, blocks=(rows,), padded=(-(-rows // size) * size,), axis="wp")
         place(self.weight, shard, process_group.rank())
         self.pool = WeightPool(process_group) if pool is None else pool
         self.train(native.training)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """(B, S, I) in, (B, S, O) out, of this rank's batch. One all-gather.
+        """Map (B, S, I) to (B, S, O), for the local batch. One all-gather.
 
         Raises:
-            RuntimeError: under autocast, whose products are of other formats than the weight that is gathered.
+            RuntimeError: autocast is enabled, which computes in another format than that of the gathered weight.
         """
         if not x_BSI.is_meta and torch.is_autocast_enabled(x_BSI.device.type):  # meta has no autocast
             raise RuntimeError(
                 "a weight-parallel layer computes in the format of its weight and was called under torch.autocast: "
                 "leave autocast out and give the plugin precision='bf16' or 'fp16'"
             )
-        if x_BSI.is_meta:  # a stage calls it for the shape of what another stage computes
+        if x_BSI.is_meta:  # a stage infers the shape of another stage's output
             return x_BSI.new_empty(*x_BSI.shape[:-1], self.out_features)
         later = self.pool.later_gradient(self)
         weight = self.weight if later is None else later.weight
@@ -97,7 +97,7 @@ class ShardedLinear(ParallelModule):
 
 
 def _features(native: nn.Module) -> tuple[int, int]:
-    """The numbers of features that go in and come out."""
+    """Return the numbers of input and output features."""
     if isinstance(native, Conv1D):
         return native.nx, native.nf
     assert isinstance(native, nn.Linear)
@@ -105,7 +105,7 @@ def _features(native: nn.Module) -> tuple[int, int]:
 
 
 class _GatheredLinear(Function):
-    """The products are those of a plain linear layer; of the weight only the shard is kept in between."""
+    """The products of a plain linear layer; between forward and backward only the weight's shard is saved."""
 
     @staticmethod
     def forward(
@@ -116,12 +116,12 @@ class _GatheredLinear(Function):
         layer: ShardedLinear,
         later: LaterProduct | None,
     ) -> Tensor:
-        # The shard for autograd's own check alone, that nobody writes to it before backward.
+        # Save the shard, so that autograd detects writes to it before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, shard)
         ctx.shape, ctx.layer, ctx.later = x.shape, layer, later
         with layer.pool.whole(layer, for_backward=False) as weight:
             out = linear(x, weight.T if layer.is_transposed else weight, bias)
-        # Or what follows could not write to it in place.
+        # Otherwise the caller could not write to it in place.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
@@ -137,7 +137,7 @@ class _GatheredLinear(Function):
         of_input = of_weight = None
         if needs_input:
             with layer.pool.whole(layer, for_backward=True) as weight:
-                mean = _begin_mean(layer, x, gradient_NO) if needs_weight else None  # travels meanwhile
+                mean = _begin_mean(layer, x, gradient_NO) if needs_weight else None  # in flight meanwhile
                 of_input = gradient_NO.mm(weight.T if layer.is_transposed else weight).view(ctx.shape)
         elif needs_weight:
             mean = _begin_mean(layer, x, gradient_NO)
@@ -151,7 +151,7 @@ class _GatheredLinear(Function):
 
 
 def _begin_mean(layer: ShardedLinear, x: Tensor, gradient_NO: Tensor) -> InFlight[Tensor] | None:
-    """Begin to average a layer's gradient; None where the schedule defers it."""
+    """Begin to average a layer's gradient; return None if the schedule defers it."""
     x_NI = x.reshape(-1, x.shape[-1])
 
     def begin() -> InFlight[Tensor]:
@@ -174,18 +174,18 @@ class Use(NamedTuple):
 class PrefetchOrder:
     """Prefetch order recorded from previous iterations: the use that has always followed another in the same pass.
 
-    The forward and the backward of a microbatch are passes; nothing is prefetched beyond their ends, since behind the
-    last one the optimizer writes to what would be in flight. What was prefetched wrongly once never is again, so that a
-    model whose path changes costs no more than that. Equal uses in an equal order prefetch the same on every rank.
+    The forward and the backward of a microbatch are passes. Nothing is prefetched beyond the end of a pass, since after
+    the last one the optimizer writes to the weights. A wrong prefetch is never repeated, so a model whose path changes
+    costs no more than one. Equal uses in equal order prefetch the same weights on every rank.
     """
 
     def __init__(self) -> None:
         self._after: dict[Use, Use | None] = {}
         self._last: Use | None = None
-        self._pass: set[Use] = set()  # the uses since it began; one that comes again begins the next
+        self._pass: set[Use] = set()  # uses since its begin; a repeated use begins the next pass
 
     def after(self, use: Use) -> Use | None:
-        """The use that will follow; None where that is not known."""
+        """Return the expected next use; None if it is not known."""
         return self._after.get(use)
 
     def note(self, use: Use) -> None:
@@ -202,7 +202,7 @@ class PrefetchOrder:
 
 
 class _Gathered(NamedTuple):
-    """The whole weight of a layer, in flight, and the state of its shard when it was sent."""
+    """The full weight of a layer, in flight, and the state of its shard when the all-gather began."""
 
     layer: ShardedLinear
     state: tuple[int, int]
@@ -214,8 +214,8 @@ class WeightPool:
 
     Args:
         group: the weight axis.
-        overlap: prefetch the weight of the next layer while one computes, and let a gradient's mean travel while the
-            layer before computes its own; without it every layer waits for both.
+        overlap: prefetch the weight of the next layer while one computes, and average a gradient while the previous
+            layer computes its own. Without it every layer waits for both.
         gradient_dtype: the format in which gradients are averaged.
     """
 
@@ -235,13 +235,13 @@ class WeightPool:
 
     @contextmanager
     def whole(self, layer: ShardedLinear, *, for_backward: bool) -> Iterator[Tensor]:
-        """The whole weight of a layer, for a computation that is given to the current stream inside.
+        """Provide the full weight of a layer to the computation inside this context, on the current stream.
 
         One all-gather, of this weight or of the next. Every rank of the group calls it.
 
         Args:
-            layer: of the weight.
-            for_backward: whether it is for the layer's backward; its forward may run in a backward too (recomputed).
+            layer: the layer of the weight.
+            for_backward: True for the layer's backward; its forward may run in a backward too (recomputation).
         """
         use = _use(layer, for_backward)
         self._order.note(use)
@@ -259,13 +259,13 @@ class WeightPool:
         yield weight
 
     def begin_mean(self, gradient: Tensor) -> InFlight[Tensor]:
-        """Begin to average a weight's gradient over the group: this rank's shard.
+        """Begin to average a weight's gradient over the group, into this rank's shard.
 
-        The mean of this shard over all ranks of the data axis that hold it is the mean over all of that axis. One
+        The mean over the full data axis is then the mean of this shard over its replicas on that axis. One
         reduce-scatter. Every rank of the group calls it.
 
         Args:
-            gradient: (rows, …), whole, of this rank's batch.
+            gradient: (rows, …), unsharded, of the local batch.
         """
         size, rows = self.group.size(), gradient.shape[0]
         shard = gradient.new_empty((-(-rows // size), *gradient.shape[1:]), dtype=self._gradient_dtype)
@@ -276,7 +276,7 @@ class WeightPool:
     def later_gradient(self, layer: ShardedLinear) -> LaterProduct | None:
         """The place where a layer's gradient may wait for the backward of the layer before it; None if there is none.
 
-        Called in each forward, before the layer's own node of the graph is made; prepares the same for the next.
+        Called in each forward, before the layer's own graph node is made; prepares the slot of the next layer.
         """
         made, self._later = self._later, ()
         following = self._order.after(_use(layer, for_backward=False))
@@ -305,5 +305,5 @@ def _in_backward() -> bool:
 
 
 def _state(weight: Parameter) -> tuple[int, int]:
-    """Changes whenever the parameter is written to or moved."""
+    """Return a value that changes whenever the parameter is written to or moved."""
     return weight.data_ptr(), weight._version

@@ -1,13 +1,13 @@
-"""LoRA around linear layers: split as the layer inside is.
+"""LoRA around linear layers, sharded like the layer inside.
 
-[Note: adapters] peft's own forward adds B(A(dropout(x))), scaled, to what the layer inside makes of x. That layer may
-be a parallel one, and then A and B are split with it:
+[Note: adapters] peft's own forward adds the scaled B(A(dropout(x))) to the output of the layer inside. If that layer is
+parallel, A and B are sharded with it:
 
-    by outputs    A is whole on every rank and its gradient a part of a sum; B has the rows of this rank's outputs
-    by inputs     A has the columns of this rank's inputs, and what it makes is summed over the ranks; B is whole
-    whole inputs and outputs (gathered, or cut by the layer itself)    so are A and B
+    by outputs    A is replicated with a partial gradient; B has the rows of this rank's outputs
+    by inputs     A has the columns of this rank's inputs, its output is all-reduced; B is replicated
+    replicated inputs and outputs (gathered, or sharded inside the layer)    A and B are replicated
 
-In front of A, dropout draws the same numbers on all ranks where the input is whole, and others on each where it is not.
+Dropout before A draws the same numbers on all ranks if the input is replicated, and different ones if it is sharded.
 """
 
 # R rank of the adapter, I input features, O output features: A is (R, I), B is (O, R)
@@ -44,7 +44,7 @@ def plain_path(root: nn.Module, path: str) -> str:
 
 
 def adapted(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All that peft has put around modules, with the paths; not what lies in another of peft's."""
+    """Yield peft's outermost wrappers around modules, with their paths."""
     within = ""
     for path, module in root.named_modules():
         if is_of_peft(module) and not (within and path.startswith(within)):
@@ -53,13 +53,13 @@ def adapted(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class LoraSplit:
-    """Splits what peft has put around a linear layer; the module itself stays peft's."""
+    """Shards the adapters that peft put around a linear layer; the module itself stays peft's."""
 
     @staticmethod
     def from_native_module(
         module: nn.Module, process_group: dist.ProcessGroup, *, split_random: SplitRandom | None = None
     ) -> nn.Module:
-        """Split the adapters, all of them; see [Note: adapters].
+        """Shard all adapters of a module; see [Note: adapters].
 
         Args:
             module: peft's, whose `base_layer` is a parallel layer already.
@@ -67,7 +67,7 @@ class LoraSplit:
             split_random: the random state that the region around the module switches to.
 
         Raises:
-            ValueError: it is LoRA of a kind that computes otherwise, or is merged into the weight.
+            ValueError: this kind of LoRA has another forward, or is merged into the weight.
         """
         _require_plain(module)
         base = module.base_layer
@@ -114,7 +114,7 @@ def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> 
     sizes = _sizes(_shard(base.weight))
     for name, native in list(module.lora_A.items()):
         module.lora_A[name] = Linear1D_Row(native, group, sequence=base.sequence, **sizes)
-        if base.sequence is not None:  # B computes on this rank's part of the sequence alone
+        if base.sequence is not None:  # B computes on the local sequence shard only
             for parameter in module.lora_B[name].parameters():
                 place(parameter, PartialGrad(size=group.size()), group.rank())
         if isinstance(module.lora_dropout[name], nn.Dropout):  # identity draws nothing
@@ -122,7 +122,7 @@ def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> 
 
 
 def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
-    """Let dropout inside a region draw from the state that all ranks have in common. Identity draws nothing."""
+    """Make dropout inside a region draw from the random state common to all ranks. Identity draws nothing."""
     if not isinstance(dropout, nn.Dropout):
         return
 
@@ -141,5 +141,5 @@ def _shard(weight: Parameter) -> Shard:
 
 
 def _sizes(shard: Shard) -> dict[str, Any]:
-    """The cut of the layer's own features, as arguments of a further layer."""
+    """Return the sharding of the layer's features, as arguments of another layer."""
     return {"split_sizes": shard.blocks, "padded_sizes": shard.padded, "stretches": shard.stretches}

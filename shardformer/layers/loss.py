@@ -1,4 +1,4 @@
-"""Cross entropy on logits split over the vocabulary, and its way into a transformers model."""
+"""Cross entropy on logits sharded over the vocabulary, and the hooks that install it in a transformers model."""
 
 # N tokens, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
 
@@ -23,7 +23,7 @@ from .parallel_module import require_all
 
 
 class _VocabParallelCrossEntropy(Function):
-    """Per-token losses; what is reduced is the maximum, then the sum of exponentials and the label's logit."""
+    """Per-token losses. All-reduces the maximum, then the sum of exponentials and the label's logit."""
 
     @staticmethod
     def forward(
@@ -64,23 +64,23 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of logits that are split over the vocabulary (arXiv:1909.08053, section 3).
+    """Compute the cross entropy of logits sharded over the vocabulary (arXiv:1909.08053, section 3).
 
     Two all-reduces of N and 2N numbers in forward, none in backward; the logits are never gathered.
 
     Args:
         logits_NP: (N, P/T), this rank's columns.
         labels_N: (N,), equal on all ranks.
-        entries: those of the vocabulary that this rank's columns are.
+        entries: the vocabulary entries of this rank's columns.
         group: the tensor axis.
-        ignore_index: the label that counts for nothing.
-        reduction: "mean" over the labels that count, "sum" or "none".
+        ignore_index: the label that is ignored.
+        reduction: "mean" over the labels that are not ignored, "sum" or "none".
 
     Returns:
         A float32 scalar, or (N,) for "none"; equal on all ranks.
 
     Raises:
-        ValueError: a label that the vocabulary does not have, another reduction.
+        ValueError: a label is outside the vocabulary, or the reduction is unknown.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
@@ -95,7 +95,7 @@ def vocab_parallel_cross_entropy(
 
 
 def require_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise ValueError for a label that the vocabulary does not have."""
+    """Raise ValueError for a label outside the vocabulary."""
     is_entry_N = (labels_N == ignore_index) | ((labels_N >= 0) & (labels_N < vocab_size))
     require_all(
         is_entry_N,
@@ -104,10 +104,10 @@ def require_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None
 
 
 class ShardedLogits(ABC):
-    """In the place of `outputs.logits` after a training step with labels: this rank's part, not the whole.
+    """Replacement of `outputs.logits` after a training step with labels: only this rank's shard.
 
-    Anything that computes with it fails rather than take a part for the whole. `gather()`, on every rank of the axis,
-    gives (B, S, V); `parallel_output=False` in the plugin always does.
+    Computing with it raises, so that a shard is never mistaken for all logits. `gather()`, on every rank of the axis,
+    returns (B, S, V); with `parallel_output=False` in the plugin the logits are always (B, S, V).
     """
 
     _part_of = ""
@@ -155,16 +155,16 @@ class LossSum(Protocol):
 
 
 def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output: bool) -> None:
-    """Let a model with a split head compute its loss without gathering the logits, wherever it can.
+    """Compute the loss of a model with a sharded head without gathering the logits, where possible.
 
-    A transformers head that goes through `model.loss_function` for its causal loss gets one for split
-    logits; calls with labels then keep the logits split. Heads that hard-code their loss, losses and forwards
-    of the user's, and calls without labels get whole logits. No forward is rewritten.
+    If a transformers model computes its causal loss through `model.loss_function`, that function is replaced by one for
+    sharded logits; calls with labels then keep the logits sharded. Models with a hard-coded loss, the user's losses and
+    forwards, and calls without labels get all logits. No forward is rewritten.
 
     Args:
         model: a transformers model.
-        head: its head, already split.
-        parallel_output: leave `outputs.logits` split (as `VocabParallelLogits`) after training calls with labels.
+        head: its head, already sharded.
+        parallel_output: leave `outputs.logits` sharded (as `VocabParallelLogits`) after training calls with labels.
     """
     if has_causal_loss(model):
         route_causal_loss(
@@ -210,10 +210,10 @@ def route_causal_loss(
     finish: Callable[[Any], Any],
     is_sharded: Callable[[Mapping[str, Any]], bool] = has_labels,
 ) -> None:
-    """Let a model compute the causal loss of transformers from something other than whole logits, by hooks.
+    """Compute transformers' causal loss from something other than all logits, with hooks on the model.
 
     Args:
-        model: one that computes that loss through `model.loss_function`.
+        model: a model that computes that loss through `model.loss_function`.
         switch: an object and the name of its attribute, which is True where logits are whole: between the calls that
             shall not have them, and where the model's forward is called past its hooks.
         total: of what the model has while it is False.
@@ -238,7 +238,7 @@ def _causal_lm_loss(
     whole: Callable[..., Tensor] = ForCausalLMLoss,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' causal language-model loss: of the next token, a mean or divided by a given count."""
+    """Return transformers' causal language-model loss of the next token: a mean, or a sum over a given count."""
     if getattr(*switch):
         return whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     shift_labels = (shifted(labels, ignore_index) if shift_labels is None else shift_labels).to(logits.device)
@@ -256,7 +256,7 @@ def _keep_logits_sharded(
     is_sharded: Callable[[Mapping[str, Any]], bool],
     finish: Callable[[Any], Any],
 ) -> None:
-    """Switch an attribute off during the calls of a model that shall have sharded logits; see `route_causal_loss`."""
+    """Switch an attribute off during a model's calls with sharded logits; see `route_causal_loss`."""
     owner, name = switch
     signature = inspect.signature(model.forward)
 
@@ -278,15 +278,15 @@ def _keep_logits_sharded(
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """At each position (along the last dimension) the label of the next, which the last one has not."""
+    """Shift labels along the last dimension to the label of the next position; the last one gets `ignore_index`."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Return True where this model's forward only gives logits to transformers' own causal loss.
+    """Return True if a model's forward uses logits only for transformers' own causal loss.
 
-    Seen in its code: a forward of transformers that reads `self.loss_function`, which nobody has replaced. A
-    forward from elsewhere may use the logits for more, and gets them whole.
+    Detected from its code: a forward of transformers that reads an unmodified `self.loss_function`. Another forward may
+    use the logits otherwise, and gets all of them.
     """
     return (
         getattr(_forward(model), "__module__", "").startswith("transformers.")
@@ -296,7 +296,7 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 def reads_weights(model: nn.Module) -> bool:
-    """Return True where the model's own forward reads a weight instead of calling its module."""
+    """Return True if the model's own forward reads a weight instead of calling its module."""
     return "weight" in _names_read(model)
 
 
