@@ -1,4 +1,4 @@
-"""Linear layers split over the tensor axis, by columns and by rows, also fused ones and transformers' Conv1D."""
+"""Linear layers sharded over the tensor axis by columns or rows, including fused ones and transformers' Conv1D."""
 
 # B batch, S sequence, I input features, O output features, T size of the group, D width of a head
 # Q widths of a rank's query heads, K key-value heads in all, C ranks that share one: T = K × C
@@ -35,8 +35,8 @@ class ProductLayer(ParallelModule):
     """A parallel layer that multiplies by its weight, whose gradient may be deferred.
 
     Attributes:
-        later, kept: of the next call, given by a region's entry; see `linear`. Set in `vars(layer)`, since nn.Module's
-            own way takes microseconds.
+        later, kept: arguments of the next call, set by a region's entry; see `linear`. Set in `vars(layer)`, since
+            nn.Module's `__setattr__` takes microseconds.
     """
 
     group: dist.ProcessGroup
@@ -48,7 +48,7 @@ class ProductLayer(ParallelModule):
     kept: tuple[Tensor, Regather] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, whose next call is another."""
+        """Return the state for a copy, without the arguments of the next call."""
         return {name: each for name, each in vars(self).items() if name not in ("later", "kept")}
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,24 +71,24 @@ def enter(
     layers: Sequence[ProductLayer],
     sequence: RegionSequence | None = None,
 ) -> list[Tensor]:
-    """Let inputs enter a region: nothing in forward, an all-reduce in backward.
+    """Enter a region with inputs: identity in forward, an all-reduce in backward.
 
-    While that is in flight backward computes the weight gradients of the layers (arXiv:1909.08053, section 3, has the
-    all-reduce alone).
+    While the all-reduce is in flight, backward computes the weight gradients of the layers (arXiv:1909.08053,
+    section 3, has only the all-reduce).
 
     Args:
         xs: replicated inputs.
         group: the tensor axis.
-        layers: those that multiply with them.
-        sequence: the first input is a part of a sequence, which is gathered: an all-gather in forward, a
-            reduce-scatter in backward.
+        layers: the layers that multiply with the inputs.
+        sequence: set if the first input is sequence-sharded; it is all-gathered in forward, and its gradient is
+            reduce-scattered in backward.
     """
     if group.size() == 1:
         return list(xs)
     crossings = [Crossing(unchanged, partial(begin_all_reduce, group=group))] * len(xs)
     if sequence is not None:
         crossings[0] = sequence.crossing(xs[0])
-    if torch.compiler.is_compiling():  # which orders products and sums itself
+    if torch.compiler.is_compiling():  # the compiler orders products and sums itself
         return [paired(x, each.forward, partial(_back, each)) for x, each in zip(xs, crossings, strict=True)]
     # Without a gradient of an input there is nothing to wait for.
     has_sum = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
@@ -111,7 +111,7 @@ def _back(crossing: Crossing, gradient: Tensor) -> Tensor:
 
 
 class _SplitLinear(ProductLayer):
-    """The base of the split linear layers: takes over the native module's parameters."""
+    """Base of the sharded linear layers; takes over the native module's parameters."""
 
     native_class: type[nn.Module] = nn.Linear
 
@@ -134,16 +134,16 @@ class _SplitLinear(ProductLayer):
 
 
 class Linear1D_Col(_SplitLinear):
-    """A linear layer split by output features: whole inputs in, this rank's outputs out.
+    """A linear layer sharded by output features: replicated inputs, local outputs.
 
     Args:
-        native: the layer to split.
+        native: the layer to shard.
         process_group: the tensor axis, of size T.
         native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         gather_output: return all outputs on all ranks (forward all-gather, backward slice).
-        reduce_input_gradient: sum the input's gradient over the group in backward. False inside a region,
-            which does it once for all its layers.
-        cut: of the output features, see `shard_of`: `split_sizes`, `padded_sizes`, `replicas`, `stretches`.
+        reduce_input_gradient: sum the input's gradient over the group in backward. False inside a region, which sums
+            once for all its layers.
+        cut: sharding of the output features, see `shard_of`: `split_sizes`, `padded_sizes`, `replicas`, `stretches`.
     """
 
     def __init__(
@@ -177,13 +177,13 @@ class Linear1D_Col(_SplitLinear):
 
 
 class SharedKeyValueLinear1D_Col(Linear1D_Col):
-    """A fused projection whose ranks hold whole query heads of their own, and a part each of a key-value head.
+    """A fused projection with full query heads on each rank, and key-value heads sharded over several ranks.
 
-    The ranks that share a key-value head gather its key and value. So each weight lies on one rank alone, as those of
-    the query heads beside them do, and no gradient has to be summed.
+    The ranks that share a key-value head all-gather its key and value. So every weight, like those of the query heads,
+    is on one rank only, and no gradient has to be summed.
 
     Args:
-        native: the projection; the outputs of each stretch are query heads, keys and values, side by side.
+        native: the projection; the outputs of each stretch are concatenated query heads, keys and values.
         process_group: the tensor axis, of size T.
         num_key_value_heads: K, a divisor of T; padded heads included.
         kwargs: of `Linear1D_Col`.
@@ -210,7 +210,7 @@ class SharedKeyValueLinear1D_Col(Linear1D_Col):
 
 
 class FusedLinear1D_Col(Linear1D_Col):
-    """A column-split linear layer whose outputs are several projections side by side.
+    """A column-sharded linear layer whose outputs are several concatenated projections.
 
     Args:
         split_sizes: the length of each projection.
@@ -228,18 +228,18 @@ class FusedLinear1D_Col(Linear1D_Col):
 
 
 class Linear1D_Row(_SplitLinear):
-    """A linear layer split by input features: this rank's inputs in, whole outputs out (forward all-reduce).
+    """A linear layer sharded by input features: local inputs, replicated outputs (forward all-reduce).
 
     Args:
-        native: the layer to split.
+        native: the layer to shard.
         process_group: the tensor axis, of size T.
         native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         split_random: the random state that the region before switched to; switched back here.
-        split_input: inputs arrive whole, and each rank takes its own (backward all-gather).
-        sequence: how whole outputs are sharded: this rank's part comes out (forward reduce-scatter). The bias is added
-            to that, so its gradient is a part of a sum.
-        cut: of the input features, see `shard_of`. What comes in as a feature that was added is dropped, so the zeros
-            that it is multiplied with get no gradient.
+        split_input: inputs are replicated, and each rank takes its slice (backward all-gather).
+        sequence: sequence sharding of the outputs: each rank returns its shard (forward reduce-scatter). The bias is
+            added to the shard, so its gradient is partial.
+        cut: sharding of the input features, see `shard_of`. Inputs at padded features are dropped, so the zero weights
+            there get no gradient.
     """
 
     _is_real: Tensor | None

@@ -1,4 +1,4 @@
-"""A root-mean-square norm over activations that are split over the tensor axis."""
+"""Root-mean-square norm of activations that are sharded over the tensor axis."""
 
 # B batch, S sequence, H features of all ranks together, T size of the group
 
@@ -14,14 +14,14 @@ from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import place
 from .parallel_module import ParallelModule, require_none, shard_of
 
-# Under what name classes of transformers and torch keep what they add to the mean of squares.
+# Names of the epsilon that classes of transformers and torch add to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")
 
 
 def norm_errors(native: nn.Module) -> list[str]:
-    """Why a norm cannot be split over its features; empty when it can.
+    """Return the reasons why a norm cannot be sharded over its features; empty if it can.
 
-    Tried on numbers of its own, as classes of any name compute it, and some that look alike differ.
+    Tested on sample numbers, since class names do not tell: norms that look alike may differ.
     """
     weight, epsilon = getattr(native, "weight", None), epsilon_of(native)
     others = [name for name, _ in native.named_parameters() if name != "weight"]
@@ -41,12 +41,12 @@ def norm_errors(native: nn.Module) -> list[str]:
 
 
 class SplitRMSNorm(ParallelModule):
-    """A root-mean-square norm of features that are split: each rank norms its own by the mean over all ranks.
+    """A root-mean-square norm of sharded features: each rank normalizes its shard by the mean over all ranks.
 
     Args:
-        native: the norm to split; see `norm_errors`.
+        native: the norm to shard; see `norm_errors`.
         process_group: the tensor axis, of size T.
-        cut: of the features, see `shard_of`. Features that are added are zeros in what is normed.
+        cut: sharding of the features, see `shard_of`. Padded features are zeros in the input.
     """
 
     def __init__(self, native: nn.Module, process_group: dist.ProcessGroup, **cut: Any) -> None:
@@ -63,7 +63,8 @@ class SplitRMSNorm(ParallelModule):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """(B, S, H/T) in and out. All-reduce of (B, S, 1) in forward, and in backward.
 
-        Every rank's activations depend on the mean, so its gradient is summed too. Copies are in it equally often.
+        The activations of all ranks depend on the mean, so its gradient is summed, too. All features have equally many
+        replicas in the mean.
         """
         squares_BS1 = x_BSH.float().pow(2).sum(-1, keepdim=True) / self._counted
         mean_BS1 = copy_to(reduce_from(squares_BS1, self.group), self.group)

@@ -1,4 +1,4 @@
-"""The base of all parallel layers: made from a native module, which it replaces under the same name."""
+"""Base of all parallel layers, each built from a native module and replacing it under the same name."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from ...cluster.placement import Shard
 from ...lazy.tensor import LazyTensor
 
-# Where a module keeps what runs around its forward; accelerate puts a forward of its own on the instance.
+# Attributes with the hooks of a module; accelerate additionally sets `forward` on the instance.
 AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-# The hook that transformers puts on embeddings where layers are recomputed: what they return then requires a gradient.
+# The hook that transformers puts on embeddings under recomputation: it makes their output require a gradient.
 _REQUIRES_GRADIENT = tuple(
     each
     for each in PreTrainedModel.enable_input_require_grads.__code__.co_consts
@@ -26,22 +26,22 @@ _REQUIRES_GRADIENT = tuple(
 
 
 class ParallelModule(nn.Module):
-    """A module that holds one rank's part of a native module's parameters.
+    """A module with this rank's shard of a native module's parameters.
 
-    A subclass keeps the native module's Parameter objects (only their data are cut, by
-    `cluster.placement.place`), so an optimizer that holds them goes on holding them.
+    A subclass keeps the native module's Parameter objects, so an optimizer's references stay valid. Only their data are
+    sharded, by `cluster.placement.place`.
     """
 
     @classmethod
     def from_native_module(
         cls, module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
     ) -> nn.Module:
-        """The parallel module that takes the native one's place; arguments as of the class. Communicates nothing."""
+        """Build the parallel module that replaces a native one; arguments as of the class. No communication."""
         return cls(module, process_group, **kwargs)
 
 
 def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]], None]) -> None:
-    """Let a function change the inputs of a module's calls, by name in the order of its signature, by a hook."""
+    """Register a hook that changes the inputs of a module's calls, by name in the order of its signature."""
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -55,7 +55,7 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
 
 
 def first_tensor(inputs: Mapping[str, Any], *, besides: str | None = None) -> str:
-    """The name of the first tensor among inputs, leaving one name out."""
+    """Return the name of the first tensor among inputs, except for the name `besides`."""
     return next(name for name, value in inputs.items() if isinstance(value, Tensor) and name != besides)
 
 
@@ -68,14 +68,14 @@ def shard_of(
     padded_sizes: Sequence[int] | None = None,
     **cut: Any,
 ) -> Shard:
-    """The placement of a tensor that is cut along `dim` over a group.
+    """Return the placement of a tensor that is sharded along `dim` over a group.
 
     Args:
-        tensor: whole.
-        dim: the dimension that is cut.
+        tensor: the unsharded tensor.
+        dim: the sharded dimension.
         group: the tensor axis.
-        split_sizes: lengths of the fused blocks along `dim`, each cut on its own; None is one.
-        padded_sizes: their lengths once padded with zeros; None pads none.
+        split_sizes: lengths of the fused blocks along `dim`, each sharded separately; None is a single block.
+        padded_sizes: their lengths after padding with zeros; None is no padding.
         cut: `replicas` and `stretches`, see `Shard`.
     """
     blocks = (tensor.shape[dim],) if split_sizes is None else tuple(split_sizes)
@@ -84,20 +84,20 @@ def shard_of(
 
 
 def is_of_peft(module: nn.Module) -> bool:
-    """Return True where a module is of one of peft's classes, or of one made from them."""
+    """Return True for an instance of peft's classes or of their subclasses."""
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
 
 
 def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """Why no parallel layer can take this module's place and compute the same; empty when one can.
+    """Return the reasons why a parallel layer cannot replace this module; empty if it can.
 
-    A parallel layer takes over weight and bias alone: what a subclass (an adapter, a quantized layer), a hook
-    or a special tensor does besides would silently be lost. Embeddings take over transformers' own hook too, see
+    A parallel layer takes over only weight and bias. Additional behaviour of a subclass (an adapter, a quantized
+    layer), a hook or a special tensor would be silently lost. Embeddings take over transformers' own hook, too, see
     `take_hooks`.
 
     Args:
-        module: what is to be replaced.
-        kinds: the classes that the parallel layer knows; not their subclasses.
+        module: the module to replace.
+        kinds: the classes that the parallel layer supports; not their subclasses.
     """
     if is_of_peft(module):
         return [
@@ -127,7 +127,7 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
 
 
 def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks by which transformers let a module's output require a gradient."""
+    """Return the hooks by which transformers makes a module's output require a gradient."""
     return [
         hook
         for hook in module._forward_hooks.values()
@@ -136,20 +136,20 @@ def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def take_hooks(parallel: nn.Module, native: nn.Embedding) -> None:
-    """Let a parallel embedding have the hooks of the native one, which are transformers' own (`native_errors`).
+    """Give a parallel embedding the hooks of the native one, which are transformers' own (`native_errors`).
 
-    In the same dictionary, so that `model.disable_input_require_grads()` takes them off.
+    The dictionary is shared, so that `model.disable_input_require_grads()` removes them.
     """
     parallel._forward_hooks = native._forward_hooks
 
 
 def require_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise TypeError where `native_errors` finds any."""
+    """Raise TypeError if `native_errors` returns any."""
     require_none(module, native_errors(module, *kinds))
 
 
 def require_none(module: nn.Module, errors: list[str]) -> None:
-    """Raise TypeError where there are errors of a native module."""
+    """Raise TypeError if there are errors of a native module."""
     if errors:
         raise TypeError(f"this {type(module).__name__} {'; it '.join(errors)}")
 

@@ -1,7 +1,7 @@
-"""Regions: stretches of a layer whose activations are split between one entry and one exit.
+"""Regions: parts of a layer with sharded activations, between one entry and one exit.
 
-A region's entry is a hook on the module that takes the replicated input; its exit is the row-split layer
-that ends it (linear.py). So q, k and v together cost one reduction in backward.
+The entry is a hook on the module that takes the replicated input; the exit is the row-sharded layer at its end
+(linear.py). So q, k and v together cost one all-reduce in backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ from .split_gather import RegionSequence
 
 
 class CommonInput:
-    """A tensor that regions of several layers take beside their first input, as encoder states in cross attention.
+    """A second input shared by the regions of several layers, such as encoder states in cross attention.
 
-    It enters once in a forward, so that its regions share one reduction in backward. It is kept until another enters.
+    It enters once per forward, so that its regions share one all-reduce in backward. It is kept until another enters.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class CommonInput:
         self._entered: Tensor | None = None
 
     def enter(self, xs: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Let two tensors enter a region: its first input, and the second where it did not enter before."""
+        """Enter a region with its first input, and with the second unless it has entered before."""
         # Outputs of a layer that backward recomputes have no part in the sum of gradients; a compiled layer has a graph
         # of its own.
         is_compiled = torch.compiler.is_compiling()
@@ -107,13 +107,13 @@ def _entry_layers(module: nn.Module) -> list[ProductLayer]:
 
 
 def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tensor:
-    """The entries of some heads.
+    """Select the entries of some heads.
 
     Args:
-        x: along `dim` one entry per head, or so many for each sample; a length of 1 is for all heads.
-        dim: the dimension.
-        num_heads: how many heads there are, on all ranks of the group.
-        local: those that are wanted.
+        x: along `dim` one entry per head, or per sample and head; a length of 1 applies to all heads.
+        dim: the dimension of the heads.
+        num_heads: the number of heads on all ranks of the group.
+        local: the heads to select.
 
     Raises:
         ValueError: another number of entries.
@@ -129,7 +129,7 @@ def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tens
 
 
 class RegionExit:
-    """Marks a module whose output is a part of a sum on each rank, by a hook; the module itself stays as it is."""
+    """Marks a module with a partial output on each rank, by a hook; the module itself does not change."""
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
@@ -140,7 +140,7 @@ class RegionExit:
 
 
 class PartialGradient:
-    """Marks parameters that are whole and used inside a region: their gradients are to be summed."""
+    """Marks replicated parameters used inside a region, whose partial gradients must be summed."""
 
     @staticmethod
     def from_native_module(
@@ -153,7 +153,7 @@ class PartialGradient:
 
 
 class SplitParameter:
-    """Cuts one parameter of a module inside a region; the module computes with this rank's shard as with the whole."""
+    """Shards one parameter of a module inside a region; the module's own forward uses this rank's shard."""
 
     @staticmethod
     def from_native_module(
@@ -179,9 +179,9 @@ class SplitParameter:
 
 
 class AttributeView:
-    """A config or a module as one module sees it: with some attributes of its own.
+    """A view of a config or module in which some attributes are overridden.
 
-    Every other attribute is the native object's, as it is when it is asked for.
+    All other attributes are read from the native object at each access.
 
     Args:
         native: the config or module.
@@ -198,7 +198,7 @@ class AttributeView:
 
 
 class LocalCount(int):
-    """A local count of something; a width divided by it is divided by the count of all ranks.
+    """A local count, such as of heads; dividing a width by it divides by the count of all ranks.
 
     For attention that takes the heads of its split projections from `num_heads`, and the width of a head from
     whole inputs: `inputs.shape[-1] // num_heads`.

@@ -1,7 +1,7 @@
-"""Sequences sharded over the tensor axis: gathered at a region's entry, summed and scattered at its end.
+"""Sequences sharded over the tensor axis: all-gathered at a region's entry, reduce-scattered at its end.
 
-Between regions each rank holds a part of the sequence, inside them all of it with a part of the features
-(arXiv:2205.05198, section 4.2.2). Layers that regions alone cannot shard compute on whole sequences.
+Between regions each rank has a shard of the sequence, inside them the full sequence with a shard of the features
+(arXiv:2205.05198, section 4.2.2). Layers that regions cannot shard compute on full sequences.
 """
 
 from collections.abc import Callable
@@ -29,12 +29,12 @@ from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 
 @dataclass(frozen=True)
 class RegionSequence:
-    """The way of a model's regions between sharded and whole sequences.
+    """Collectives between sharded and full sequences in a model's regions.
 
     Args:
-        axis: over which the sequences are sharded; the tensor axis, one stretch per rank.
-        regathers: keep a rank's part for backward instead of the gathered sequence, and gather it again.
-        overlap: in backward gather while gradients are computed.
+        axis: the axis over which the sequences are sharded: the tensor axis, one stretch per rank.
+        regathers: save the local shard for backward instead of the gathered sequence, and all-gather it again.
+        overlap: in backward, all-gather while gradients are computed.
     """
 
     axis: SequenceAxis
@@ -141,7 +141,7 @@ def row_product(
 
 
 class _RowProduct(Function):
-    """In backward a rank multiplies the gradient of its own part while those of the others are gathered."""
+    """In backward a rank multiplies the gradient of its local shard while those of other ranks are gathered."""
 
     @staticmethod
     def forward(
