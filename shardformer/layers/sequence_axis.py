@@ -1,9 +1,10 @@
 """The axis over which sequences are sharded: positions of each rank, the current length, random numbers per shard.
 
 [Note: gradients over the sequence axis] Each rank of the sequence axis differentiates the same loss, and the optimizer
-takes the mean of what they accumulate. Behind the last layer all of them compute the same, and so is the mean. In front
-of it a rank accumulates what its own part adds, so there gradients are multiplied by the number of ranks, where the
-sequence was gathered. On the tensor axis nobody takes a mean: replicated parameters have whole gradients on every rank.
+averages the accumulated gradients. After the last layer all ranks compute the same gradients, so the mean is right.
+Before it a rank accumulates only the contribution of its shard. So gradients there are multiplied by the number of
+ranks, at the point where the sequence was gathered. On the tensor axis there is no averaging: replicated parameters
+have complete gradients on every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -134,12 +135,12 @@ class SequenceAxis:
 
 
 def axis_of(module: Any) -> SequenceAxis | None:
-    """The axis over which a module's sequences are sharded; None where it sees whole ones."""
+    """Return the axis over which a module's sequences are sharded; None if it gets full sequences."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
-    """This rank's part of the sequence that is being computed, (B, S, …), padded with its last position.
+    """Return this rank's shard of the current sequence, (B, S, …), padded with its last position.
 
     Nothing in forward; backward an all-gather, where `is_data` nothing: see [Note: gradients over the sequence axis].
 
@@ -167,7 +168,7 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tenso
 
 
 def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
-    """The whole sequence, (B, S, …), from the parts of all ranks. One all-gather, none in backward.
+    """Gather the full sequence, (B, S, …), from the shards of all ranks. One all-gather, none in backward.
 
     Args:
         part: this rank's.
@@ -189,7 +190,7 @@ def of_all_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
 
 
 def draws(layer: nn.Module) -> bool:
-    """Return True where a layer may draw random numbers in training."""
+    """Return True if a layer may draw random numbers in training."""
     settings: list[Any] = [vars(module) for module in layer.modules()]
     settings += [vars(own["config"]) for own in settings if hasattr(own.get("config"), "__dict__")]
     return any(
@@ -201,7 +202,7 @@ def draws(layer: nn.Module) -> bool:
 
 
 def samplewise(layer: nn.Module) -> list[str]:
-    """The paths of modules that draw once for a whole sample, so that all ranks have to draw the same."""
+    """Return the paths of modules that draw once per sample, so that all ranks must draw the same numbers."""
     return [name for name, module in layer.named_modules() if type(module).__name__.endswith(_BY_SAMPLE)]
 
 
@@ -218,8 +219,8 @@ class PartRandom:
 class CommonRandom:
     """Marks a module inside of a `PartRandom` that draws the same on every rank, by hooks.
 
-    The state that the ranks have in common follows from this rank's own one, and behind the module this rank's from
-    that, so that nothing has to be remembered: computing the layer again draws the same numbers again.
+    The common state is derived from the local one, and after the module the local one from the common one. So no state
+    is saved, and recomputing the layer draws the same numbers.
     """
 
     @staticmethod

@@ -60,7 +60,7 @@ class RegionSequence:
         return padded.unflatten(1, (order.size, -1)).transpose(0, 1)
 
     def crossing(self, part_BsH: Tensor) -> Crossing:
-        """The way of a rank's part into a region: gathered to (B, S, H), the gradient a sum that is scattered.
+        """Return the collectives at a region's entry: all-gather to (B, S, H), reduce-scatter of the gradient.
 
         Args:
             part_BsH: this rank's part; or (B·s, H), which becomes (B·S, H).
@@ -183,10 +183,10 @@ class _RowProduct(Function):
 
 
 class WholeSequence:
-    """Marks a module that is given whole sequences, the same on every rank, and of whose output each keeps its part.
+    """Marks a module that gets the full sequence on every rank, and whose output is sharded again.
 
-    For modules that regions alone cannot shard: experts, which take tokens without their places, and modules that use
-    their input whole besides. Forward gathers at the entry, backward at the end: 2·(T−1)/T·B·S·H more than regions.
+    For modules that regions cannot shard: experts, which take tokens without positions, and modules that also use their
+    full input elsewhere. Forward gathers at the entry, backward at the end: 2·(T−1)/T·B·S·H more than regions.
     """
 
     @staticmethod
