@@ -175,8 +175,8 @@ class PrefetchOrder:
     """Prefetch order recorded from previous iterations: the use that has always followed another in the same pass.
 
     The forward and the backward of a microbatch are passes. Nothing is prefetched beyond the end of a pass, since after
-    the last one the optimizer writes to the weights. A wrong prefetch is never repeated, so a model whose path changes
-    costs no more than one. Equal uses in equal order prefetch the same weights on every rank.
+    the last one the optimizer writes to the weights. A wrong prefetch is never repeated, which bounds the
+    cost of a model whose path changes. Equal uses in equal order prefetch the same weights on every rank.
     """
 
     def __init__(self) -> None:
