@@ -84,9 +84,9 @@ class Booster:
         returned as it is.
 
         Raises:
-            ValueError: model and optimizer do not fit each other or the plugin, or no checkpoint of them could be
-                written; all reasons at once, on every rank, before anything is communicated. Or a dataloader that
-                cannot be sharded.
+            ValueError: on every rank, before anything changes: arguments of other types; then all reasons why no
+                checkpoint could be written; then a dataloader that cannot be sharded; then all reasons why model and
+                optimizer do not fit each other or the plugin.
         """
         raise_errors(_type_errors(optimizer, criterion, lr_scheduler))
         if isinstance(model, nn.Module):
