@@ -32,7 +32,7 @@ def fake_world() -> Iterator[None]:
         for owner, name, stand_in in (
             (clipping, "norm_over_all_ranks", agreed),
             (dist, "recv", lambda x, *_, **__: x.fill_(1)),  # votes of torch's pipeline
-            (failures._Watch, "meet", lambda _: None),
+            (failures._Watch, "wait_for_all", lambda _: None),
             (agree, "_Watched", lambda work: work),  # which never says that it is completed
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
