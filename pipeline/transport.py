@@ -174,8 +174,8 @@ class _Channel:
 
     def _description(self, action: Action, key: Hashable) -> Specs:
         """The specs that the other end described, once per key. The process waits for the other, and for no device."""
-        (length,) = self._told(action, 1, torch.int64).tolist()
-        sent_key, specs = pickle.loads(bytes(self._told(action, length, torch.uint8).tolist()))
+        (length,) = self._received_numbers(action, 1, torch.int64).tolist()
+        sent_key, specs = pickle.loads(bytes(self._received_numbers(action, length, torch.uint8).tolist()))
         if sent_key != repr(key):
             raise ValueError(
                 f"stage {action.stage} and the stage before it have different microbatches {action.microbatch}: give "
@@ -183,7 +183,7 @@ class _Channel:
             )
         return specs
 
-    def _told(self, action: Action, length: int, dtype: torch.dtype) -> Tensor:
+    def _received_numbers(self, action: Action, length: int, dtype: torch.dtype) -> Tensor:
         transfer = PendingTransfer(self, action)
         transfer.begin((torch.empty(length, dtype=dtype, device=self._words_device),), self._tell)
         return transfer.wait()[0]

@@ -149,8 +149,8 @@ class BlockMask(Mask):
 
     def _word(self, queries: range, keys: range) -> Seen | None:
         plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else Seen.SOME
-        is_told = plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None)
-        return plain if is_told else None
+        is_known = plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None)
+        return plain if is_known else None
 
     def _facts(self, queries: range, keys: range) -> Tensor:
         seen = self._tensor(queries, keys)
