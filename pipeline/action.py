@@ -1,8 +1,8 @@
-"""The vocabulary of pipeline schedules: one rank's step, on a stage, for a microbatch.
+"""Actions of pipeline schedules: one step of a rank, for one stage and one microbatch.
 
-A schedule is plain data, `list[list[Action]]`: for every pipeline rank its actions in order. The rank of each
-stage is read off it. Lists are written by schedules.py, completed with sends and receives by
-communicate.py, and run by runner.py.
+A schedule is plain data, `list[list[Action]]`: the actions of every pipeline rank, in order. The rank of each
+stage follows from it. schedules.py writes the lists, communicate.py adds sends and receives, and runner.py
+executes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """Kind of an action; the value is how it prints.
+    """Kind of an action; its value is the printed form.
 
-    A backward is done whole, or in two parts: the gradients of the stage's inputs, for which the stage before
-    waits, and the gradients of its weights, for which nobody waits (arXiv:2401.10241).
+    A backward is one action, or split in two: the gradients of the stage's inputs, for which the previous stage
+    waits, and the gradients of its weights, for which no rank waits (arXiv:2401.10241).
     """
 
     FORWARD = "F"
@@ -26,7 +26,7 @@ class Op(Enum):
     SEND_BACKWARD = "sB"
     RECV_BACKWARD = "rB"
 
-    __hash__ = object.__hash__  # Enum's own hashes the name, in Python: a cost at every look-up of an action
+    __hash__ = object.__hash__  # Enum hashes the name, in Python code: slow for every look-up of an action
 
 
 class Action(NamedTuple):
@@ -34,8 +34,8 @@ class Action(NamedTuple):
 
     Args:
         op: its kind.
-        stage: the stage that does it, counted over the whole pipeline. `RECV_FORWARD` of stage 2 is the
-            arrival at stage 2 of what stage 1 computed.
+        stage: the stage that executes it, counted over the whole pipeline. `RECV_FORWARD` of stage 2 receives
+            the output of stage 1.
         microbatch: counted from 0.
     """
 
@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its stage and microbatch."""
+        """The stage and the microbatch."""
         return self.stage, self.microbatch
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ class Transfer(NamedTuple):
 
 _ACTIVATIONS = Transfer(Op.SEND_FORWARD, Op.RECV_FORWARD, +1)
 _GRADIENTS = Transfer(Op.SEND_BACKWARD, Op.RECV_BACKWARD, -1)
-# A weight gradient stays where it is.
+# Weight gradients are not sent.
 TRANSFERS = {Op.FORWARD: _ACTIVATIONS, Op.BACKWARD: _GRADIENTS, Op.BACKWARD_INPUT: _GRADIENTS}
 COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 SENDS = {transfer.send: transfer for transfer in TRANSFERS.values()}
@@ -73,10 +73,10 @@ RECEIVES = {transfer.receive: transfer for transfer in TRANSFERS.values()}
 
 
 def stage_ranks(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """The pipeline rank of each stage: the one that does its forwards.
+    """Return the pipeline rank of each stage: the rank that runs its forwards.
 
     Raises:
-        ValueError: some stage is on no rank, or on two.
+        ValueError: a stage is on no rank, or on two.
     """
     if errors := stage_rank_errors(schedule):
         raise ValueError("the schedule is not valid: " + "; ".join(errors))
@@ -84,7 +84,7 @@ def stage_ranks(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def stage_rank_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
-    """Reasons why `stage_ranks` is not defined; empty where it is."""
+    """Return the reasons why `stage_ranks` is not defined; empty if it is."""
     found = _forwards(schedule)
     if not found:
         return ["it has no forward"]
@@ -99,7 +99,7 @@ def stage_rank_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
 
 
 def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Action]]:
-    """The first forward of every stage on every rank that has one."""
+    """Return the first forward of every stage, by rank."""
     found: dict[int, dict[int, Action]] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
@@ -109,12 +109,12 @@ def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Actio
 
 
 def result(computation: Action) -> Action:
-    """The result of a computation, named alike for a whole backward and for its input part."""
+    """Return the result of a computation; a full backward and its input part have the same."""
     return computation._replace(op=Op.BACKWARD_INPUT) if computation.op is Op.BACKWARD else computation
 
 
 def inputs(computation: Action, num_stages: int) -> list[Action]:
-    """The results that a computation needs."""
+    """Return the results that a computation needs."""
     if computation.op is Op.BACKWARD_WEIGHT:
         return [computation._replace(op=Op.BACKWARD_INPUT)]
     source = computation.stage - TRANSFERS[computation.op].step
@@ -125,7 +125,7 @@ def inputs(computation: Action, num_stages: int) -> list[Action]:
 
 
 def send_of(computation: Action, ranks: Mapping[int, int]) -> Action | None:
-    """The send of a computation's result; None where no rank needs it, or only the one that has it.
+    """Return the send of a computation's result; None if no other rank needs it.
 
     Args:
         ranks: the rank of each stage.
@@ -137,7 +137,7 @@ def send_of(computation: Action, ranks: Mapping[int, int]) -> Action | None:
 
 
 def counterpart(action: Action) -> Action:
-    """The receive that a send belongs to, and the other way round."""
+    """Return the receive that matches a send, or the send that matches a receive."""
     if action.op in SENDS:
         _, receive, step = SENDS[action.op]
         return Action(receive, action.stage + step, action.microbatch)

@@ -1,48 +1,47 @@
-"""Sends and receives added to a schedule of computations."""
+"""Add sends and receives to a schedule of computations."""
 
 from .action import TRANSFERS, Action, Op, Schedule, counterpart, inputs, result, send_of, stage_ranks
 
-# With one, a sender often comes before the receive was posted, and waits for word of it: measured, a fifth of an
-# engine's time over gloo. Four are no better, and each holds the memory of what is to arrive.
+# With one, a sender often arrives before the receive is posted, and waits for it: measured, a fifth of the engine's
+# time over gloo. Four are not faster, and each needs a receive buffer.
 _AHEAD = 2
 
 
 def with_communication(compute: Schedule, *, ahead: bool = True) -> Schedule:
     """Add to each rank's computations the sends of their results and the receives of their inputs.
 
-    Neighbouring stages on one rank exchange nothing.
+    Neighbouring stages on the same rank exchange nothing.
 
     [Note: rendezvous channels]
-    Every pair of ranks has a channel for each direction and for each of activations and gradients, on NCCL
-    a communicator of its own. What a rank sends or receives on a channel happens in order, which is the same
-    on both ends. A rank posts a receive and goes on; the computation that uses it waits for it. A rank may wait
-    at a send until its receive was posted, since the transport bounds what is in flight: a schedule must not need
-    it to buffer any. Where receives block (`ahead=False`), a rank waits at them too.
+    Every pair of ranks has one channel per direction for activations and one for gradients; on NCCL each is
+    a separate communicator. The transfers of a channel run in order, which is the same on both ends.
+    A rank posts a receive and continues; the computation that uses the tensor waits for it. A send may block
+    until its receive is posted, because the transport bounds what is in flight: a schedule must not rely on
+    buffering. If receives block (`ahead=False`), a rank waits at them too.
 
     [Note: an order that cannot deadlock]
-    The computations of all ranks are laid out in one common order in which each comes after what it needs;
-    each rank's list is its part of that order. Right after a computation stands the send of its result. The
-    receive stands
+    The computations of all ranks are placed in one common order, each after its inputs; each rank's list is
+    its part of that order. The send of a result follows its computation directly. The receive is placed
 
-    - beside its send in the common order (`ahead=False`). Both ends of every pair have their transfers in one
-      order, and even if every send and receive blocked until its peer arrived, the earliest item of the
-      common order that is not done could always go on.
-    - `_AHEAD` computations before the one that uses it (`ahead=True`), so that it is in flight while those run and
-      takes no memory before. The common order is then made as if a rank did not go on from a
-      send whose receive does not stand anywhere yet. Where this would leave all ranks waiting, one such
-      receive is put where its rank stands, further ahead than that. So every rank gets to its end
-      even if every send blocked until its receive was posted, as long as posting does not block.
+    - next to its send in the common order (`ahead=False`). Both ends of every pair have their transfers in the
+      same order. Even if every send and receive blocked until its peer arrived, the earliest unfinished item of
+      the common order could always proceed.
+    - `_AHEAD` computations before the one that uses it (`ahead=True`), so that it is in flight while those run,
+      and needs no memory earlier. The common order then assumes that a rank does not proceed past a send whose
+      receive is not placed yet. If all ranks would wait, one such receive is placed at the current position of
+      its rank, further ahead than usual. So every rank reaches its end even if every send blocks until its
+      receive is posted, as long as posting does not block.
 
-    Either way the transfers of a channel (from one rank to another, of activations or of gradients) stand in
-    the order of its sends on both ends, and gradients are received after that was sent which they answer and
-    whose shapes they have.
+    In both cases the transfers of a channel (one pair of ranks and direction, activations or gradients) have
+    the order of its sends on both ends. Gradients are received after the activations that they belong to were
+    sent, since they have the same shapes.
 
     Args:
         compute: computations of every rank, in order.
-        ahead: receives are in flight while the computations before run. Without it they stand where they may block.
+        ahead: place receives ahead, in flight during earlier computations. Otherwise receives may block.
 
     Raises:
-        ValueError: computations wait for each other in a circle, or for one that nobody does; a stage is on no
+        ValueError: computations wait for each other in a cycle, or for one that no rank has; a stage is on no
             rank, or on two.
     """
     layout = _Layout(compute, ahead=ahead)
@@ -53,7 +52,7 @@ def with_communication(compute: Schedule, *, ahead: bool = True) -> Schedule:
 
 
 class _Layout:
-    """The lists as they grow, and the position of each rank."""
+    """The lists under construction, and the position of each rank."""
 
     def __init__(self, compute: Schedule, *, ahead: bool) -> None:
         self._compute = compute
@@ -61,21 +60,22 @@ class _Layout:
         self._ranks = dict(enumerate(stage_ranks(compute)))
         self._position = [0] * len(compute)
         self._done: set[Action] = set()  # results
-        self._awaited: dict[int, Action] = {}  # by rank, the receive that its last send waits for
-        self._channels = self._receives_in_order_of_sends()  # what is left to post of a receive's channel
+        self._awaited: dict[int, Action] = {}  # by rank: the receive for which its last send waits
+        # By receive: the receives of its channel that are not posted yet.
+        self._channels = self._receives_in_order_of_sends()
         self._posted: set[Action] = set()
         self.ordered: Schedule = [[] for _ in compute]
 
     def advance_all(self) -> bool:
-        """Take every rank that can go on one computation further; returns True if anything was added."""
+        """Advance by one computation every rank that can proceed; return True if anything was added."""
         return sum(map(self._advance, range(len(self._compute)))) > 0
 
     def post_for_a_waiting_send(self) -> bool:
-        """Add the receive that some rank waits for; returns False where there is none."""
+        """Add a receive for which some rank waits; return False if there is none."""
         return any(self._post(receive) for receive in self._awaited.values())
 
     def check_complete(self) -> None:
-        """Raise ValueError where a rank has not got to its end."""
+        """Raise ValueError if a rank has not reached its end."""
         where = {
             result(action): (rank, action) for rank, actions in enumerate(self._compute) for action in actions
         }
@@ -104,7 +104,7 @@ class _Layout:
         return True
 
     def _waits(self, rank: int) -> bool:
-        """Return True if the last action of a rank is a send whose receive does not stand anywhere yet."""
+        """Return True if the last action of a rank is a send whose receive is not placed yet."""
         return rank in self._awaited and self._awaited[rank] not in self._posted
 
     def _do(self, rank: int, action: Action) -> None:
@@ -131,14 +131,14 @@ class _Layout:
         return action.op in TRANSFERS and self._post(action._replace(op=TRANSFERS[action.op].receive))
 
     def _post(self, receive: Action) -> bool:
-        """Add a receive, after those whose sends come before its own; returns True if any was added."""
+        """Add a receive, after the receives of earlier sends; return True if any was added."""
         channel = self._channels.get(receive, {})
         added = False
         while receive in channel and self._may_stand(first := next(iter(channel))):
             del channel[first]
             self._posted.add(first)
             rank = self._ranks[first.stage]
-            # A rank that waits at its last send has not got past it: what is to be posted now stands before.
+            # A rank that waits at its last send has not passed it: a receive posted now is placed before the send.
             self.ordered[rank].insert(len(self.ordered[rank]) - self._waits(rank), first)
             added = True
         return added

@@ -1,16 +1,17 @@
-"""Masks of a batch whose numbers the host has too, so that asking about them waits for no device.
+"""Masks of a batch with a copy of their values on the host, so that branches on them do not wait for the device.
 
-[Note: questions about masks] transformers asks of every mask whether it hides anything, and of positions whether texts
-are packed, and goes another way by the answer: once or twice in each forward, of numbers that came from the host a
-moment before. On CUDA each question waits until all that was launched has run. So these masks keep their numbers on the
-host. What transformers computes on the way to its question is computed there too, and there it is answered.
-Where a call has no mask, models make positions by themselves and ask about those. It then gets a mask that hides
-nothing, of which the host knows; which is what a call without one means, and what tokenizers return.
+[Note: questions about masks] transformers branches on the values of every mask (does it hide anything?) and of
+positions (are texts packed?), once or twice in each forward. The values came from the host a moment before, but on CUDA
+each such read waits until all launched work has run. So these masks keep a copy of their values on the host. The
+computations of transformers that lead to the branch are repeated on the host, and the host copy answers it.
+If a call has no mask, models compute positions themselves and branch on those. Such a call gets a mask that hides
+nothing, with a host copy; this means the same as no mask, and is what tokenizers return.
 
-Anything else that is computed from such a mask is a plain tensor. Not known are masks that were on a device already,
-that stand in no mapping, or that were changed in place; then transformers asks as ever. torch.compile takes no such
-tensor, so FlexAttention, whose mask functions are compiled, gets none. Attentions besides eager and torch's own may
-hand the mask to the layers: they get one only where it hides nothing, and is dropped before.
+Every other result that is computed from such a mask is a plain tensor. There is no host copy of masks that were on a
+device already, that are not values of a mapping, or that were changed in place; then transformers reads the device as
+usual. torch.compile does not accept these tensors, so FlexAttention, whose mask functions are compiled, gets none.
+Attention kernels other than eager and torch's own may pass the mask to the layers: they get one only if it hides
+nothing, because transformers then drops it.
 """
 
 from typing import Any
@@ -30,14 +31,14 @@ _LEADING = {  # to one
 
 
 class KnownTensor(Tensor):
-    """A tensor on the device whose numbers the host has too; see [Note: questions about masks]."""
+    """A tensor on the device with a copy of its values on the host; see [Note: questions about masks]."""
 
     _host: Tensor
     _known_version: int
 
     @classmethod
     def of(cls, tensor: Tensor, host: Tensor) -> Tensor:
-        """The tensor with what the host knows of it; by itself where in-place changes would go unseen."""
+        """Return the tensor with its host copy; unchanged if in-place changes could not be detected."""
         if tensor.is_inference():
             return tensor
         made = tensor.as_subclass(cls)
@@ -46,7 +47,7 @@ class KnownTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do it on the device, and on the host where a question may follow."""
+        """Compute on the device, and on the host too if a branch on the result may follow."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             is_of_interest = func in _ANSWERED or func in _LEADING
@@ -67,7 +68,7 @@ def _host(tensor: KnownTensor) -> Tensor:
 
 
 def _are_known(args: Any, kwargs: Any) -> bool:
-    """Return True if the host has the numbers of all tensors among the arguments."""
+    """Return True if all tensors among the arguments have a host copy."""
     return all(
         isinstance(each, KnownTensor) and each._version == each._known_version
         for each in tree_leaves((args, kwargs))
@@ -76,12 +77,12 @@ def _are_known(args: Any, kwargs: Any) -> bool:
 
 
 def with_known_masks(moved: Any, batch: Any, model: nn.Module) -> Any:
-    """A batch on the device, its masks with what the host knows of them.
+    """Return the batch on the device with host copies of its masks.
 
     Args:
         moved: the batch on the device.
-        batch: as the dataloader gave it.
-        model: gets the batch.
+        batch: the batch from the dataloader.
+        model: the model that will get the batch.
     """
     if not isinstance(moved, dict) or is_compiled(model):
         return moved
@@ -103,23 +104,23 @@ def with_known_masks(moved: Any, batch: Any, model: nn.Module) -> Any:
 
 
 def compiles_masks(kernel: str) -> bool:
-    """Return True for an attention, by transformers' name, whose mask functions are compiled: FlexAttention."""
+    """Return True if this attention, by transformers' name, compiles its mask functions: FlexAttention."""
     return kernel.startswith("flex")
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return True for a model that torch.compile has compiled or is tracing: nothing in it asks about numbers."""
+    """Return True if torch.compile has compiled the model or is tracing it: it does not branch on values then."""
     return torch.compiler.is_compiling() or model._compiled_call_impl is not None
 
 
 def mask_of_all(ids: Tensor) -> Tensor:
-    """A mask (B, S) that hides none of these tokens."""
+    """Return a mask (B, S) that hides none of these tokens."""
     host = torch.ones(ids.shape, dtype=torch.long)
     moved = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
     return KnownTensor.of(moved, host) if type(host) is Tensor else moved
 
 
 def _is_known(name: Any, host: Any) -> bool:
-    """Return True if an argument is a mask whose numbers the host has; it has none of fake tensors."""
+    """Return True if an argument is a mask with values on the host; fake tensors have none."""
     is_mask = isinstance(name, str) and name.endswith("mask") and type(host) is Tensor and host.dim() == 2
     return is_mask and host.device.type == "cpu"

@@ -1,8 +1,8 @@
-"""Batches and outputs as trees of tensors: cut into microbatches, merged over them.
+"""Batches and outputs as trees of tensors: split into microbatches, merged over them.
 
 A tree is a tensor, or a dict, tuple or list of trees. Mappings of other types (transformers' BatchEncoding)
-come back as plain dicts; dataclasses that are mappings (transformers' ModelOutput) and named tuples keep
-their class. Whatever else is in a tree, and a tensor without dimensions, belongs to every microbatch alike.
+are returned as plain dicts; dataclasses that are mappings (transformers' ModelOutput) and named tuples keep
+their class. Other values in a tree, and tensors without dimensions, are given to every microbatch.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ from torch import Tensor
 
 
 def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | None) -> list[Any]:
-    """Cut a batch along dim 0 into microbatches, which share its memory.
+    """Split a batch along dim 0 into microbatches, which share its memory.
 
     Args:
         batch: a tree of tensors that are equally long along dim 0.
-        num_microbatches: how many; the first ones are one sample longer where they do not divide.
-        microbatch_size: samples of each; the last one is shorter where they do not divide. Give one of the
-            two, or both where they agree.
+        num_microbatches: number of microbatches; the first ones are one sample longer if it does not divide the batch.
+        microbatch_size: samples per microbatch; the last one is shorter if it does not divide the batch. Give one
+            of the two, or both if they agree.
 
     Returns:
-        Trees like the batch, in the order of its samples.
+        Trees with the structure of the batch, in the order of its samples.
 
     Raises:
-        ValueError: more microbatches than samples, tensors of different length, or sizes that do not say how.
+        ValueError: more microbatches than samples, tensors of different length, or sizes missing or contradictory.
     """
     total = batch_size(batch)
     if total == 0:
@@ -38,10 +38,10 @@ def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | No
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples: the length that all tensors of a batch have along dim 0.
+    """Return the number of samples: the length of all tensors of a batch along dim 0.
 
     Raises:
-        ValueError: the lengths differ, or no tensor has any.
+        ValueError: the lengths differ, or no tensor has dimensions.
     """
     lengths = {path: tensor.shape[0] for path, tensor in _named_tensors(batch) if tensor.dim()}
     if not lengths:
@@ -58,8 +58,8 @@ def batch_size(batch: Any) -> int:
 def merge(outputs: Sequence[Any]) -> Any:
     """Join the outputs of microbatches into the output of their batch.
 
-    Tensors are concatenated along dim 0; those without dimensions (losses) are averaged, each microbatch
-    counting the same; None and other values that are equal everywhere stay, other values become a list.
+    Tensors are concatenated along dim 0. Tensors without dimensions (losses) are averaged, with equal weight for
+    each microbatch. None and other values that are equal in all outputs are kept; unequal values become a list.
 
     Args:
         outputs: trees of one structure, in the order of the microbatches.
@@ -73,22 +73,22 @@ def merge(outputs: Sequence[Any]) -> Any:
 
 
 def signature(batch: Any) -> Hashable:
-    """Names, shapes and dtypes of a batch, which decide the shapes in a forward pass."""
+    """Return names, shapes and dtypes of a batch, which determine the shapes in a forward pass."""
     return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _named_tensors(batch))
 
 
 def num_bytes(batch: Any) -> int:
-    """The bytes of all tensors of a batch."""
+    """Return the size of all tensors of a batch in bytes."""
     return sum(tensor.nbytes for _, tensor in _named_tensors(batch))
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with `function(tensor)` in the place of every tensor."""
+    """Return the tree with every tensor replaced by `function(tensor)`."""
     return _joined([tree], lambda found, _: function(found[0]) if isinstance(found[0], Tensor) else found[0])
 
 
 def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
-    """The samples of each microbatch of a batch of `total`; see `split`."""
+    """Return the number of samples of each microbatch, for a batch of `total` samples; see `split`."""
     for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -119,7 +119,7 @@ def _slice(batch: Any, start: int, length: int) -> Any:
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
-    """All tensors of a tree with their paths, such as `labels` or `inputs.0`."""
+    """Return all tensors of a tree with their paths, such as `labels` or `inputs.0`."""
     found: list[tuple[str, Tensor]] = []
 
     def note(entries: list[Any], path: str) -> Any:
@@ -132,7 +132,7 @@ def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
 
 
 def _joined(trees: Sequence[Any], join: Callable[[list[Any], str], Any], path: str = "") -> Any:
-    """One tree from some of one structure: at every place `join(entries, path)` of what they have there."""
+    """Join trees of equal structure: each leaf is `join(leaves, path)` of the leaves at this path."""
     first = trees[0]
     if len(trees) > 1 and len(structures := dict.fromkeys(map(_structure, trees))) > 1:
         raise ValueError(f"{_place(path)} differs between microbatches: {'; '.join(structures)}")
@@ -149,7 +149,7 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any], str], Any], path: s
 
 
 def _structure(tree: Any) -> str:
-    """The type of a tree, and its keys or its length."""
+    """Return the type of a tree, and its keys or its length."""
     name = type(tree).__name__
     if isinstance(tree, Mapping):
         return f"{name} of {', '.join(map(str, tree))}"

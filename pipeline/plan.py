@@ -1,4 +1,4 @@
-"""Stage plans: where a model's layers are and what stands around them; and settings that no pipeline can keep."""
+"""Stage plans: paths of a model's layers and of the modules around them; settings that a pipeline does not support."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -9,50 +9,49 @@ from typing import Any, NamedTuple, Optional
 from torch import nn
 from torch.nn import Parameter
 
-# The number of parameters of a stage that holds the layers from the first index up to before the second. More
-# layers never make it smaller.
+# From (start, stop): the number of parameters of a stage with the layers range(start, stop). It never shrinks when
+# layers are added.
 StageSize = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """A model as a pipeline sees it: what stands before its layers, the layers, and all the rest after them.
+    """The structure of a model for a pipeline: modules before the layers, the layers, and all other modules after them.
 
-    An encoder-decoder has a plan of its own for the encoder, whose layers come first. All paths are seen from
-    the model. Layers are counted over both. A parameter that stands on a module around the layers, and so in no
-    module that has one stage, is on every stage of them; its gradients are summed as those of a tied one.
+    An encoder-decoder has a separate plan for the encoder, whose layers come first. All paths start at the model.
+    Layers are counted over both. A parameter of a module that contains the layers belongs to no single stage: it is
+    on every stage of them, and its gradients are summed like those of a tied parameter.
 
     Args:
         layers: path of the list of layers. A `*` in it stands for each entry of a list of such lists, which run one
             after the other (Swin: `encoder.layers.*.blocks`).
-        entry: paths of the modules that run before the first layer; they live on its stage. What is neither
-            an entry nor a layer runs after the layers and lives on the last one's stage; what holds no
-            parameters stays on every stage.
-        optional: of `entry`, those that some models lack.
-        leading: paths of modules that run between an entry and the first layer, each on the output of the one before:
-            linear layers, norms, or whole lists of layers (another model before this one). They live with the
+        entry: paths of the modules that run before the first layer; they are placed on its stage. Modules that are
+            neither entries nor layers run after the layers, and are placed on the stage of the last layer. Modules
+            without parameters stay on every stage.
+        optional: the entries that some models do not have.
+        leading: paths of modules that run between an entry and the first layer, each on the previous one's output:
+            linear layers, norms, or complete lists of layers (another model before this one). They are placed with the
             entries.
-        everywhere: paths of modules that every stage uses beside its layers, where a model has them: a position bias
-            that all layers are given, or what runs before the first layer and is read again after it.
+        everywhere: paths of modules that every stage uses besides its layers, if the model has them: a position bias
+            that is passed to all layers, or a module that runs before the first layer and is read again after it.
         arity: a layer returns a tensor (0), or a tuple of this length whose first entry is the tensor.
-        repeated: modules of the first layer (paths from it) that the first layer of every stage needs, each with
-            the attribute of the layer that says that it has it (True or False): T5's position bias.
-        between: with a `*`, the name of a module beside each list, where it is, that runs after it and may change the
-            shape. It returns a tensor and is dealt out as a layer.
-        applied: the name in the config of how often layers run in all, where each runs several times in a row
-            (ALBERT); every run is dealt out as a layer.
-        are_entries_reckoned: whether the first layer is not given what the entries return in shape and kind; later
-            stages then find out on the meta device what they would return.
-        collecting: attributes of classes of models that read the outputs of layers of all stages, as backbones do;
-            then all outputs are sent from stage to stage.
-        module: path of the module that is called to run the layers; needed for an encoder and its decoder.
-        encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`, and whose output the
-            decoder and its layers take as `encoder_hidden_states`. What else is in its `module` runs after its
-            layers.
+        repeated: modules of the first layer (paths relative to it) that the first layer of every stage needs, each with
+            the layer's boolean attribute that tells if it has the module: T5's position bias.
+        between: with a `*`, the name of a module next to each list that runs after it and may change the shape. Some
+            lists may have none. It returns a tensor and is distributed over stages like a layer.
+        applied: the config's attribute for the total number of layer runs, if each layer runs several times in a row
+            (ALBERT); every run is distributed over stages like a layer.
+        are_entries_reckoned: the input of the first layer differs in shape or type from the outputs of the entries;
+            later stages then derive those outputs on the meta device.
+        collecting: attributes of model classes that read the outputs of the layers of all stages, like backbones;
+            all outputs are then sent from stage to stage.
+        module: path of the module that is called to run the layers; required for an encoder and its decoder.
+        encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`; the decoder and its layers
+            take its output as `encoder_hidden_states`. Other modules in its `module` run after its layers.
 
     Raises:
-        ValueError: an encoder or its decoder has no `module`, or layers that run several times, or what is
-            collected is not from one stack of layers behind one entry.
+        ValueError: an encoder or its decoder has no `module`, or layers that run several times, or a model that
+            collects outputs has not exactly one stack of layers and one entry.
     """
 
     layers: str
@@ -83,7 +82,7 @@ class StagePlan:
             )
 
     def under(self, prefix: str) -> "StagePlan":
-        """The same plan with its paths seen from a model that holds this one at `prefix`."""
+        """Return the plan of a model that has this plan's model as its submodule `prefix`."""
         if not prefix:
             return self
         return replace(
@@ -98,7 +97,7 @@ class StagePlan:
         )
 
     def fitted(self, model: nn.Module) -> "StagePlan":
-        """The plan without what this model does not have: an encoder or a decoder, optional entries. Cut or not."""
+        """Return the plan without what the model, cut or not, lacks: an encoder or a decoder, optional entries."""
         if self.encoder is None or not _has(model, self.encoder.layers):
             return replace(self._without_missing(model), encoder=None)
         encoder = self.encoder._without_missing(model)
@@ -109,7 +108,7 @@ class StagePlan:
         return replace(self, entry=tuple(name for name in self.entry if name not in missing), optional=())
 
     def lists(self, model: nn.Module) -> list[str]:
-        """The paths of its lists of layers: one, or with a `*` as many as there are entries in its place."""
+        """Return the paths of the lists of layers: one, or one for each entry that a `*` stands for."""
         outer, star, inner = self.layers.partition(".*.")
         if not star:
             return [self.layers]
@@ -118,7 +117,7 @@ class StagePlan:
     def after(
         self, *, entry: tuple[str, ...], leading: tuple[str, ...], everywhere: tuple[str, ...]
     ) -> "StagePlan":
-        """The same plan with more that runs before its first layer: other models, of other shapes than its layers'."""
+        """Return the plan with more modules before the first layer: other models, whose shapes may differ."""
         first = self if self.encoder is None else self.encoder
         extended = replace(
             first,
@@ -130,7 +129,7 @@ class StagePlan:
         return extended if self.encoder is None else replace(self, encoder=extended)
 
     def stacks(self, model: nn.Module) -> list["Stack"]:
-        """The lists of layers in the order in which they run: one, or an encoder's and a decoder's."""
+        """Return the stacks of layers in the order in which they run: one, or an encoder's and a decoder's."""
         found: list[Stack] = []
         for plan in (self.encoder, self):
             if plan is not None:
@@ -139,7 +138,7 @@ class StagePlan:
         return found
 
     def _paths(self, model: nn.Module) -> list[str]:
-        """The path of every layer of this part of the plan; of one that runs several times, so often."""
+        """Return the path of every layer of this plan without its encoder; once for each run of a layer."""
         paths = []
         for each in self.lists(model):
             paths += [f"{each}.{name}" for name in model.get_submodule(each)._modules]
@@ -148,18 +147,18 @@ class StagePlan:
         if not self.applied:
             return paths
         count: int = getattr(model.config, self.applied)
-        return [paths[int(run / (count / len(paths)))] for run in range(count)]  # as transformers reckons it
+        return [paths[int(run / (count / len(paths)))] for run in range(count)]  # as transformers computes it
 
     def layer_paths(self, model: nn.Module) -> list[str]:
-        """The path of every layer, in the order in which they run."""
+        """Return the path of every layer, in the order in which they run."""
         return [path for stack in self.stacks(model) for path in stack.paths]
 
     def num_layers(self, model: nn.Module) -> int:
-        """The number of layers of the model."""
+        """Return the number of layers of the model."""
         return len(self.layer_paths(model))
 
     def path_errors(self, model: nn.Module) -> list[str]:
-        """Names of the plan that the model does not have; empty when it has all of them."""
+        """Return errors for names of the plan that the model does not have; empty if it has all."""
         found = [] if self.encoder is None else self.encoder.path_errors(model)
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         found += [
@@ -181,21 +180,21 @@ class StagePlan:
         ]
 
     def collects(self, model: nn.Module) -> bool:
-        """Return True if a model of this class reads the outputs of layers of all stages; see [Note: collecting]."""
+        """Return True if models of this class read the outputs of layers of all stages; see [Note: collecting]."""
         return any(hasattr(model, name) for name in self.collecting)
 
     @property
     def before(self) -> tuple[str, ...]:
-        """Paths of what lives on the stage of the first layer."""
+        """Paths of the modules that are placed on the stage of the first layer."""
         return (*self.entry, *self.leading)
 
     def kept_paths(self, model: nn.Module) -> list[str]:
-        """The layers, what runs before them, and what is everywhere: all that the plan names the place of."""
+        """Return all paths that the plan places: layers, modules before them, and modules of every stage."""
         of_encoder = [] if self.encoder is None else self.encoder.kept_paths(model)
         return [*of_encoder, *self.lists(model), *self._paths(model), *self.before, *self.everywhere]
 
     def layers_of(self, model: nn.Module, name: str) -> list[int]:
-        """The layers whose stages hold the parameter or module of this name."""
+        """Return the layers whose stages have the parameter or module of this name."""
         stacks = self.stacks(model)
         if self._is_everywhere(model, name):
             around = [stack for stack in stacks if is_within(name, stack.plan.module)] or stacks
@@ -214,7 +213,7 @@ class StagePlan:
         return [stacks[-1].stop - 1]
 
     def _is_everywhere(self, model: nn.Module, name: str) -> bool:
-        """Return True if every stage has this: by the plan, or as a parameter of a module around the layers."""
+        """Return True if every stage has this name: by the plan, or as a parameter of a module around the layers."""
         plans = (self,) if self.encoder is None else (self, self.encoder)
         if any(is_within(name, path) for plan in plans for path in plan.everywhere):
             return True
@@ -223,18 +222,18 @@ class StagePlan:
         return is_around and not _has(model, name)
 
     def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> list[int]:
-        """The stages that hold the parameter or module of this name, by the bounds of `layer_bounds`."""
+        """Return the stages that have the parameter or module of this name, under the bounds of `layer_bounds`."""
         return sorted({bisect_right(bounds, layer) - 1 for layer in self.layers_of(model, name)})
 
     def stage_size(self, model: nn.Module) -> StageSize:
-        """The number of parameters of a stage by its layers, embedding and head included, a tied one once.
+        """Return a function from layers to the number of parameters of their stage; tied ones count once.
 
-        Of a whole model, which may be without memory.
+        Embedding and head are included. The model is complete, not cut, and may be on the meta device.
         """
         layers: dict[Parameter, set[int]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             layers.setdefault(parameter, set()).update(self.layers_of(model, name))
-        # Few are on several layers; the others are looked up as one sum.
+        # Few parameters belong to several layers; all others are looked up in one prefix sum.
         sums = [0] * (self.num_layers(model) + 1)
         several = []
         for parameter, used_by in layers.items():
@@ -257,7 +256,7 @@ class Stack(NamedTuple):
     """One list of layers of a model.
 
     Args:
-        plan: the part of the plan that is about it.
+        plan: the plan of this list: the model's, or its encoder's.
         first: the index of its first layer, counted over the whole model.
         paths: the path of each of its layers.
     """
@@ -273,21 +272,21 @@ class Stack(NamedTuple):
 
     @property
     def runs(self) -> dict[str, tuple[int, int]]:
-        """By the path of a layer, its first run and the one after its last, counted within the stack."""
+        """By the path of a layer: the range (first, stop) of its runs, counted within the stack."""
         ends = {path: run for run, path in enumerate(self.paths, 1)}
         return {path: (self.paths.index(path), end) for path, end in ends.items()}
 
     def changes_shape(self, path: str) -> bool:
-        """Return True if this layer is what stands between two lists of layers."""
+        """Return True if this layer is a module between two lists of layers."""
         return bool(self.plan.between) and path.rpartition(".")[2] == self.plan.between
 
     def repeats(self, name: str) -> bool:
-        """Return True if this parameter or module of the first layer is one that every stage of the stack needs."""
+        """Return True if every stage of the stack needs this parameter or module of the first layer."""
         return any(is_within(name, f"{self.paths[0]}.{module}") for module in self.plan.repeated)
 
 
 def _has(model: nn.Module, path: str) -> bool:
-    """Return True if there is a module at a path, or a stand-in for one around it."""
+    """Return True if there is a module at this path, or a stand-in that contains it."""
     try:
         model.get_submodule(path)
     except AttributeError:
@@ -300,7 +299,8 @@ def is_within(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-# What collects over all layers, and would silently be partial where a rank has some of them, or parts of sequences.
+# Settings that collect over all layers. Results would silently be incomplete on a rank with some of the layers, or with
+# slices of the sequences.
 COLLECTING = (
     "output_hidden_states",
     "output_attentions",
@@ -310,7 +310,7 @@ COLLECTING = (
 
 
 def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
-    """The settings of a model's config, and of those inside it, by what messages call them."""
+    """Return the settings of a model's config and of its sub-configs, by the names that errors use."""
     config = getattr(model, "config", None)
     if config is None:
         return {}
@@ -321,7 +321,7 @@ def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
-    """Settings (of a batch, a config) that would give other results under a pipeline; empty when none do."""
+    """Return errors for settings (of a batch, a config) that change results under a pipeline; empty if none do."""
     found = [
         f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
         f"leave it out or use pp_size=1"
@@ -334,7 +334,7 @@ def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
 
 
 def layer_drop_errors(settings: Mapping[str, Any], source: str, *, who: str, instead: str) -> list[str]:
-    """Settings that would let ranks that must run the same layers run others; empty when none do."""
+    """Return errors for settings with which ranks would run different layers; empty if there are none."""
     return [
         f"{name}={value!r} in {source} leaves out layers at random, and {who} would not leave out the same: set it to "
         f"0 or {instead}"

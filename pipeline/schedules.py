@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: GPipe, 1F1B, interleaved, ZB-H1, ZB-V, and a user's own lists.
+"""Pipeline schedules as data: GPipe, 1F1B, interleaved, ZB-H1, ZB-V, and user-defined lists.
 
-Every schedule is a function of the number of pipeline ranks p and of microbatches m, and any number of either
-works, also fewer microbatches than ranks. Bubbles are idle time over work. Sends and receives are added by
-communicate.py.
+Every schedule is a function of the number of pipeline ranks p and the number of microbatches m. All numbers are
+allowed, also fewer microbatches than ranks. A bubble is idle time divided by work. communicate.py adds sends and
+receives.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ from .validate import own_schedule_errors
 
 _F, _B, _I, _W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 
-Step = tuple[Op, int]  # an action without numbers: its kind, and which of the rank's chunks, from 0
+Step = tuple[Op, int]  # an action without numbers: its kind, and the index of a chunk of the rank, from 0
 UserSchedule = Schedule | Callable[[int, int], Schedule]  # a function of num_ranks and num_microbatches
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """All forwards, then all backwards (arXiv:1811.06965).
 
-    With v chunks per rank, dealt out in turn, the bubble is (p - 1) / (v m) for m >= p; every rank holds the
+    With v chunks per rank, assigned round-robin, the bubble is (p - 1) / (v m) for m >= p; every rank keeps the
     activations of all m microbatches.
     """
     _check_sizes(num_ranks, num_microbatches, num_chunks)
@@ -36,27 +36,27 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedul
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """As few forwards ahead as keep the last rank busy, then forward and backward in turn (arXiv:2006.09503).
+    """The shortest warm-up that keeps the last rank busy, then alternating forwards and backwards (arXiv:2006.09503).
 
-    The bubble is that of GPipe; rank r holds the activations of at most p - r microbatches.
+    The bubble is that of GPipe; rank r keeps the activations of at most p - r microbatches.
     """
     return interleaved(num_ranks, num_microbatches, 1)
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """1F1B over v chunks per rank, dealt out in turn (arXiv:2104.04473, figure 4). One chunk makes 1F1B.
+    """1F1B over v chunks per rank, assigned round-robin (arXiv:2104.04473, figure 4). With one chunk it is 1F1B.
 
-    Microbatches go through the chunks in groups of g: of p where p divides m, else in the most equal groups of
-    p or more. The bubble is (p - 1) / (v m) for m >= p, whether or not p divides m. Rank r holds the
-    activations of at most (v - 1) g + 2 (p - r) - 1 chunks: p (1 + (p - 1) / (p v)) times those of all its
-    chunks on the first rank, where g = p.
+    Microbatches pass through the chunks in groups of g: groups of p if p divides m, else the most equal groups of
+    at least p. The bubble is (p - 1) / (v m) for m >= p, even if p does not divide m. Rank r keeps the
+    activations of at most (v - 1) g + 2 (p - r) - 1 chunks. For g = p these are, on the first rank,
+    p (1 + (p - 1) / (p v)) times those of one microbatch in all its chunks.
 
-    Where p does not divide m, groups of p and what is left would hold less, but a group of fewer than p waits
-    at each of its chunks. Of all p to 8, m to 24 and v to 4 with m > p such orders have on average twice this
-    bubble (up to 4.5 times) or deadlock, and hold 1.25 p microbatches where this one holds 1.5 p (at most 1.9).
+    If p does not divide m, groups of p and a smaller last group would need less memory, but a group smaller than p
+    waits at each of its chunks. For all p to 8, m to 24 and v to 4 with m > p such orders have on average twice this
+    bubble (up to 4.5 times) or deadlock; they keep 1.25 p microbatches, this order 1.5 p (at most 1.9 p).
     """
     _check_sizes(num_ranks, num_microbatches, num_chunks)
-    # The largest group first: its warm-up is enough for the others.
+    # The largest group first: its warm-up suffices for the others.
     count = max(1, num_microbatches // num_ranks)
     groups = [num_microbatches // count + (index < num_microbatches % count) for index in range(count)]
     chunks = [chunk for size in groups for chunk in range(num_chunks) for _ in range(size)]
@@ -75,9 +75,9 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B in which rank r computes weight gradients r microbatches late: ZB-H1 of arXiv:2401.10241.
 
-    Every rank waits for (p - 1) (F + I - W) where there are at least p microbatches and W is not longer than F
-    or I, and for (p - 1) (F + I + W) in 1F1B: for a third of it where all are equal. Every rank holds the
-    activations of at most p microbatches, as the first one does in 1F1B.
+    Every rank idles for (p - 1) (F + I - W), if there are at least p microbatches and W is not longer than F
+    or I. In 1F1B it idles for (p - 1) (F + I + W): three times as long if all are equal. Every rank keeps the
+    activations of at most p microbatches, like the first rank in 1F1B.
     """
     _check_sizes(num_ranks, num_microbatches)
     schedule = []
@@ -91,17 +91,17 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Two chunks per rank, placed there and back: ZB-V of arXiv:2401.10241.
+    """Two chunks per rank, placed in the shape of a V: ZB-V of arXiv:2401.10241.
 
-    Stage s is on rank s on the way there and on rank 2p - 1 - s on the way back, so the first rank also has
-    the last stage, and a microbatch's backward starts on the rank where the microbatch came in. Where F = I = W
-    and there are at least 2p - 1 microbatches no rank waits between its first and its last computation. Every
-    rank holds the activations of at most 2p chunks: those of p microbatches, as the first one does in 1F1B.
+    Stage s is on rank s in the first half of the stages and on rank 2p - 1 - s in the second. So the first rank also
+    has the last stage, and the backward of a microbatch starts on the rank where its forward started. If F = I = W
+    and there are at least 2p - 1 microbatches, no rank idles between its first and its last computation. Every
+    rank keeps the activations of at most 2p chunks, that is of p microbatches, like the first rank in 1F1B.
     """
     _check_sizes(num_ranks, num_microbatches)
     there, back = 0, 1
-    # None with fewer microbatches than ranks. Made for 2p - 1 at least, as published, with what is too much
-    # left out, the schedule is 5 % longer where m < 2p - 1 (p to 16, F = 1, I = 1.2, W = 0.8).
+    # Empty with fewer microbatches than ranks. The published schedule for 2p - 1 microbatches, without those beyond
+    # m, is 5 % longer for m < 2p - 1 (p to 16, F = 1, I = 1.2, W = 0.8).
     steady = [(op, chunk) for chunk in (there, back) for op in (_F, _I, _W)] * (num_microbatches - num_ranks)
     schedule = []
     for rank in range(num_ranks):
@@ -116,20 +116,20 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, for evaluation; without sends and receives."""
+    """Return the forwards of a schedule, for evaluation, without sends and receives."""
     return [[action for action in actions if action.op is _F] for actions in schedule]
 
 
 def _numbered(steps: Sequence[Step], stages: Sequence[int], num_microbatches: int) -> list[Action]:
-    """Actions of one rank: equal steps take the microbatches in turn.
+    """Return the actions of one rank: equal steps take the microbatches in order.
 
-    Steps that would take a microbatch beyond the last are left out, so a pattern may go on as it is until all
-    that is left of it is what the last microbatches still need.
+    Steps for microbatches beyond the last are left out. So a pattern may repeat until only the steps remain that
+    the last microbatches still need.
 
     Args:
-        steps: in order.
+        steps: the steps of the rank, in order.
         stages: the rank's stages, by chunk.
-        num_microbatches: microbatches of the step.
+        num_microbatches: microbatches of the training step.
     """
     taken: Counter[Step] = Counter()
     actions = []
@@ -153,12 +153,12 @@ def _dealt_stages(rank: int, num_ranks: int, num_chunks: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """A schedule that has a name.
+    """A named schedule.
 
     Args:
-        build: from the numbers of ranks, microbatches and chunks per rank to its computations. One that makes
-            its own number of chunks does not look at what was asked for.
-        chunks: chunks per rank that it makes; None: as many as asked for.
+        build: from the numbers of ranks, microbatches and chunks per rank to the computations. A schedule with a
+            fixed number of chunks ignores the third.
+        chunks: fixed number of chunks per rank; None: as requested.
     """
 
     build: Callable[[int, int, int], Schedule]
@@ -182,20 +182,20 @@ def build_schedule(
     *,
     required_stage_ranks: Sequence[int] | None = None,
 ) -> Schedule:
-    """The computations of every rank.
+    """Build the computations of every rank.
 
     Args:
-        style: one of `SCHEDULES`, or a schedule of the user's own: its computations, or a function of the
-            numbers of ranks and microbatches that makes them.
+        style: one of `SCHEDULES`, or a user-defined schedule: its computations, or a function of the numbers of
+            ranks and microbatches that returns them.
         num_ranks: pipeline ranks.
-        num_microbatches: microbatches of one step; None where it is not known yet: those that a list has, and
-            2p of anything else, which suits what a user's function may ask of it.
-        num_chunks: stages per rank; 1 also where the style makes another number of its own.
-        required_stage_ranks: the rank of each stage that a user's function must keep to; None allows any.
+        num_microbatches: microbatches of one step; None if not known yet: those of a given list, else 2p, which
+            suits the requirements of most functions.
+        num_chunks: stages per rank; 1 is also allowed if the style has another fixed number.
+        required_stage_ranks: the rank of each stage, which a user's function must reproduce; None allows any.
 
     Raises:
-        ValueError: the name or its chunks are wrong; a schedule of the user's own cannot run, is for another
-            number of microbatches, places the stages by that number, or has sends and receives.
+        ValueError: the name or its number of chunks is wrong. A user-defined schedule cannot run, is for another
+            number of microbatches, places stages depending on that number, or contains sends or receives.
     """
     if isinstance(style, str):
         return _named(style, num_chunks).build(num_ranks, num_microbatches or 2 * num_ranks, num_chunks)
@@ -224,16 +224,16 @@ def build_schedule(
 def build_stage_ranks(
     style: str | UserSchedule, num_ranks: int, num_chunks: int, num_microbatches: int | None = None
 ) -> tuple[int, ...]:
-    """The pipeline rank of each stage, which must be the same for any number of microbatches.
+    """Return the pipeline rank of each stage, which must not depend on the number of microbatches.
 
     Raises:
-        ValueError: as `build_schedule`.
+        ValueError: as in `build_schedule`.
     """
     return stage_ranks(build_schedule(style, num_ranks, num_microbatches, num_chunks))
 
 
 def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches: int | None = None) -> bool:
-    """Return True if weight gradients are computed apart, in a schedule that has no `style_errors`."""
+    """Return True if a schedule without `style_errors` computes weight gradients separately."""
     schedule = build_schedule(style, num_ranks, num_microbatches, 1)
     return any(action.op is _W for actions in schedule for action in actions)
 
@@ -241,10 +241,10 @@ def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches:
 def style_errors(
     style: str | UserSchedule, num_chunks: int, num_ranks: int, num_microbatches: int | None = None
 ) -> list[str]:
-    """All that is wrong with a choice of schedule; empty if nothing is.
+    """Return all errors of a choice of schedule; empty if there are none.
 
     Args:
-        num_microbatches: of a step, where it is known already.
+        num_microbatches: microbatches of a step; None if not known yet.
     """
     try:
         build_schedule(style, num_ranks, num_microbatches, num_chunks)

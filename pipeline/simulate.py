@@ -1,4 +1,4 @@
-"""Timelines of a pipeline, simulated under given costs without processes."""
+"""Simulate timelines of a pipeline under given costs, without processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ class Costs:
     """Costs of actions, in any one unit of time.
 
     Args:
-        forward, backward_input, backward_weight: of one microbatch through one stage. A whole backward costs
-            both of its parts.
-        send: from the end of a computation until another rank can use its result; keeps no rank busy.
+        forward, backward_input, backward_weight: for one microbatch and one stage. A full backward costs the sum
+            of its parts.
+        send: time from the end of a computation until another rank can use its result; occupies no rank.
     """
 
     forward: float = 1.0
@@ -27,7 +27,7 @@ class Costs:
             raise ValueError(f"{self}: computations must cost more than 0, and send not less than 0")
 
     def of(self, op: Op) -> float:
-        """The cost of a computation."""
+        """Return the cost of a computation."""
         return {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward_input + self.backward_weight,
@@ -36,7 +36,7 @@ class Costs:
         }[op]
 
     def per_chunk(self, num_chunks: int) -> "Costs":
-        """The costs of one of the `num_chunks` equal stages that a rank's whole share is split into."""
+        """Return the costs of one stage, if a rank's layers are split into `num_chunks` equal stages."""
         return replace(
             self,
             forward=self.forward / num_chunks,
@@ -46,7 +46,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """A computation and when it ran."""
+    """A computation with its start and end time."""
 
     action: Action
     start: float
@@ -59,9 +59,9 @@ class Timeline:
 
     Args:
         spans: per rank, in order of time.
-        peak_activations: per rank, how many microbatches' activations it has at once at most, counted once
-            for every stage: from the start of a forward to the end of its backward, of the weight gradients
-            where it is split.
+        peak_activations: per rank, the maximum number of microbatches whose activations it keeps at once, summed
+            over its stages. They are kept from the start of a forward to the end of its backward, or of its weight
+            gradients if the backward is split.
     """
 
     spans: list[list[Span]]
@@ -69,25 +69,25 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """The time at which the last rank is done; the first starts at 0."""
+        """The time at which the last rank finishes; the first starts at 0."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """Idle time over work, of all ranks together; a perfect pipeline has 0."""
+        """Idle time divided by work, over all ranks; a perfect pipeline has 0."""
         work = sum(map(self._work, range(len(self.spans))))
         return (self.end * len(self.spans) - work) / work if work else 0.0
 
     @property
     def peak_shares(self) -> list[float]:
-        """`peak_activations` in units of what one microbatch leaves on all of a rank's stages together."""
+        """`peak_activations` in units of the activations of one microbatch on all stages of the rank."""
         stages = [len({span.action.stage for span in spans}) for spans in self.spans]
         return [
             peak / count if count else 0.0 for peak, count in zip(self.peak_activations, stages, strict=True)
         ]
 
     def idle(self, rank: int) -> float:
-        """The time for which a rank did nothing until the last one was done."""
+        """Return the time for which a rank was idle until the last rank finished."""
         return self.end - self._work(rank)
 
     def _work(self, rank: int) -> float:
@@ -95,11 +95,12 @@ class Timeline:
 
 
 def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
-    """Run a schedule on a clock: a computation starts when its rank is free and its inputs are there.
+    """Simulate a schedule: a computation starts when its rank is free and its inputs have arrived.
 
     Args:
-        schedule: computations of every rank; sends and receives may be there too and cost `costs.send` alike.
-        costs: of every computation and transfer.
+        schedule: computations of every rank. Sends and receives may be included and are ignored: every transfer
+            costs `costs.send`.
+        costs: costs of computations and transfers.
 
     Raises:
         ValueError: a computation can never start, or a stage is on no rank or on two.

@@ -1,4 +1,4 @@
-"""Layers on stages and stages on ranks: how many layers a stage gets, and which stages this rank has."""
+"""Assign layers to stages and stages to ranks."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,12 +14,12 @@ class PipelineStageManager:
     """The stages of this rank, and their layers.
 
     Args:
-        mesh: the mesh whose axis pp the stages lie along.
-        stage_ranks: the rank of every stage; None gives each rank one, in order. A schedule says which it needs.
-        num_layers_per_stage: layers of each stage; None deals them out by their sizes, see `deal_layers`.
+        mesh: the mesh; its axis pp has the stages.
+        stage_ranks: the rank of every stage, as the schedule needs it; None assigns one stage to each rank, in order.
+        num_layers_per_stage: layers of each stage; None assigns them by size, see `deal_layers`.
 
     Raises:
-        ValueError: a rank of `stage_ranks` does not exist, or one has no stage.
+        ValueError: a rank of `stage_ranks` does not exist, or a rank has no stage.
     """
 
     def __init__(
@@ -50,47 +50,47 @@ class PipelineStageManager:
 
     @property
     def stage(self) -> int:
-        """This rank's coordinate on the axis pp, which is its stage where ranks hold one each."""
+        """This rank's coordinate on the axis pp, which is its stage if every rank has one stage."""
         return self.rank
 
     @property
     def num_stages(self) -> int:
-        """The number of stages on all ranks together."""
+        """The number of stages on all ranks."""
         return len(self.stage_ranks)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that this rank holds, ascending."""
+        """The stages of this rank, ascending."""
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return True if this rank embeds. Of the rank, not of a chunk: ColossalAI's `ignore_chunk` changes nothing."""
+        """Return True if this rank has the first stage, in any chunk: ColossalAI's `ignore_chunk` changes nothing."""
         return self.stage_ranks[0] == self.rank
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return True if this rank has the outputs and the loss; as `is_first_stage`."""
+        """Return True if this rank has the last stage, in any chunk; see `is_first_stage`."""
         return self.stage_ranks[-1] == self.rank
 
     def ranks_of(self, stages: Sequence[int]) -> list[int]:
-        """The ranks that hold any of these stages, each once, ascending."""
+        """Return the ranks that have any of these stages, each once, ascending."""
         return sorted({self.stage_ranks[stage] for stage in stages})
 
     def distribute_layers(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
-        """The number of layers of each stage; `stage_size` as in `StagePlan.stage_size`."""
+        """Return the number of layers of each stage; `stage_size` as in `StagePlan.stage_size`."""
         return self.num_layers_per_stage or deal_layers(num_layers, self.num_stages, stage_size)
 
     def bounds(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
-        """The first layer of each stage, and the end of the last one."""
+        """Return the first layer of each stage, and the end of the last one."""
         return layer_bounds(self.distribute_layers(num_layers, stage_size))
 
     def get_stage_index(self, layers_per_stage: Sequence[int], stage: int | None = None) -> tuple[int, int]:
-        """The first layer of a stage (this rank's first by default) and the one after its last; as of ColossalAI."""
+        """Return the layers (first, stop) of a stage, by default of this rank's first stage; ColossalAI's name."""
         bounds = layer_bounds(layers_per_stage)
         own = self.stages[0] if stage is None else stage
         return bounds[own], bounds[own + 1]
 
     def tie_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of these ranks of the axis, which share a parameter; None where this one is not among them.
+        """Return the group of these pipeline ranks, which share a parameter; None if this rank is not one of them.
 
         Collective over the world.
         """
@@ -98,20 +98,23 @@ class PipelineStageManager:
 
 
 def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None = None) -> list[int]:
-    """Deal layers out to stages: equal where they divide, else so that the largest stage is smallest.
+    """Assign layers to stages: equal counts if they divide, else so that the largest stage is as small as possible.
 
-    Among such the most even counts, then fewer layers at both ends, then fewer early: an early stage keeps the
-    activations of more microbatches.
+    Of several solutions it takes the most even counts, then fewer layers on the first and last stage, then fewer on
+    early stages: an early stage keeps the activations of more microbatches.
 
     Args:
-        num_layers: layers in all, at least one for each stage.
-        num_stages: stages in all.
-        stage_size: what counts as large; None takes the number of layers.
+        num_layers: total number of layers, at least one for each stage.
+        num_stages: total number of stages.
+        stage_size: size of a stage by its layers; None counts layers.
+
+    Returns:
+        The number of layers of each stage.
     """
     if num_layers % num_stages == 0:
         return [num_layers // num_stages] * num_stages
     size = cache(stage_size or (lambda start, stop: stop - start))
-    # The size of the largest stage, by where the stages so far stop, when it is as small as can be.
+    # By the end of the previous stages: the smallest possible size of the largest of them.
     largest = {0: 0}
     for stage in range(num_stages):
         stops = range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
@@ -120,7 +123,7 @@ def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None =
             for stop in stops
         }
     limit = largest[num_layers]
-    # For each number of layers, the best way to deal them to the stages so far: what is compared, counts last.
+    # By number of layers: the best assignment to the previous stages, as (unevenness, layers at the ends, counts).
     ways: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
         is_end = stage in (0, num_stages - 1)
@@ -137,7 +140,7 @@ def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None =
 
 
 def layer_bounds(counts: Sequence[int]) -> list[int]:
-    """The first layer of each stage, and the end of the last one: [2, 3] gives [0, 2, 5]."""
+    """Return the first layer of each stage, and the end of the last one: [2, 3] gives [0, 2, 5]."""
     return [0, *accumulate(counts)]
 
 
@@ -147,7 +150,7 @@ def layer_errors(
     num_layers_per_stage: Sequence[int] | None,
     stage_size: StageSize | None = None,
 ) -> list[str]:
-    """All that is wrong with dealing out the layers; empty when it works."""
+    """Return the errors of an assignment of layers to stages; empty if there are none."""
     if num_layers < num_stages:
         return [
             f"the model has {num_layers} layers and the pipeline {num_stages} stages, and each stage needs a layer: "

@@ -1,4 +1,4 @@
-"""Timelines as pictures: .png, .pdf and .svg. Needs matplotlib."""
+"""Draw timelines as .png, .pdf or .svg. Needs matplotlib."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ SUFFIXES = (".pdf", ".png", ".svg")
 DOTS_PER_INCH = 200  # of a .png
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
-# Text stays text: searchable, and set in the font of the page that a picture is put on.
+# Text is not drawn as paths: it is searchable, and takes the font of the page that shows the picture.
 _SETTINGS: dict[str, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "echelon"}
 _STYLE = "text{pointer-events:none} [id^='box-']:hover path{stroke:#000!important;stroke-width:1.2!important}"
 NAMES = {
@@ -30,7 +30,7 @@ NAMES = {
     Op.BACKWARD_INPUT: "input gradient",
     Op.BACKWARD_WEIGHT: "weight gradient",
 }
-# Chosen so that they and their paler shades also stay apart in the three kinds of colour blindness; a test measures it.
+# These colours and their paler shades are distinguishable in the three kinds of colour blindness; a test measures it.
 _COLOURS: dict[Op, RGB] = {
     Op.FORWARD: (0.12, 0.30, 0.72),
     Op.BACKWARD: (0.86, 0.33, 0.12),
@@ -40,16 +40,16 @@ _COLOURS: dict[Op, RGB] = {
 WAITING: RGB = (0.92, 0.92, 0.92)
 _INK: RGB = (0.1, 0.1, 0.1)
 _FAINT: RGB = (0.4, 0.4, 0.4)
-_PALEST = 0.42  # how near to white a rank's last chunk is
+_PALEST = 0.42  # share of white in the colour of a rank's last chunk
 
-# Lengths are in points, 72 to an inch, and grow with the figure, so that letters stay legible where a wide one is
-# scaled down to a page.
+# Lengths in points, 72 to an inch. They grow with the figure, so that text stays legible when a wide figure is scaled
+# down to a page.
 _MIN_WIDTH, _MAX_WIDTH, _MAX_SCALE = 430.0, 2200.0, 2.0  # of the time axis
 _MARGINS = 150.0  # beside it
 _ROW, _TITLE, _AXIS_AND_LEGEND = 18.0, 26.0, 50.0
 _TEXT = 8.5
 _MIN_NUMBER, _GOOD_NUMBER, _MAX_NUMBER = 4.5, 5.5, 8.0  # sizes of the numbers in boxes, on any figure
-_DIGIT = 0.64  # how wide a digit is, as a share of its size
+_DIGIT = 0.64  # width of a digit, divided by its size
 _NUMBER_MARGIN = 1.5
 _GAP = 0.1  # of a row, between boxes of neighbours
 
@@ -59,8 +59,8 @@ class Panel:
     """A timeline to draw.
 
     Args:
-        title: stands above it, and the bubble after it.
-        timeline: of every rank; one of them at least does something.
+        title: the text above the timeline, followed by the bubble.
+        timeline: the spans of every rank; at least one rank has some.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Panel:
 
 
 class Box(NamedTuple):
-    """A span where it is drawn. `gid` is its id in an SVG, `chunk` counts the stages of its rank."""
+    """A span and its place in the drawing. `gid` is its id in an SVG, `chunk` counts the stages of its rank."""
 
     gid: str
     rank: int
@@ -79,11 +79,11 @@ class Box(NamedTuple):
 def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
     """Draw timelines to a file, in the format of its suffix; see `draw`.
 
-    In an .svg, pointing at a box shows what it is and when it ran. Equal timelines give equal files.
+    In an .svg, a tooltip shows the computation of a box and its times. Equal timelines give equal files.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: the suffix is none of SUFFIXES.
+        ValueError: the suffix is not one of SUFFIXES.
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
@@ -107,7 +107,7 @@ def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
 
 
 def _with_details(svg: str, panels: Sequence[Panel], *, unit: str) -> str:
-    """An SVG whose boxes have a title, which browsers show at the pointer."""
+    """Add a title to every box of an SVG, which browsers show as a tooltip."""
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(svg)
@@ -170,7 +170,7 @@ def draw(panels: Sequence[Panel], *, unit: str) -> "Figure":
 
 
 def _shortest_box(panels: Sequence[Panel]) -> tuple[float, int]:
-    """The usual length of the shortest kind of computation, and the digits of the longest number."""
+    """Return the median length of the shortest kind of computation, and the digits of the longest number."""
     lengths: dict[Op, list[float]] = {}
     last = 0
     for action, start, end in (span for panel in panels for spans in panel.timeline.spans for span in spans):
@@ -180,7 +180,7 @@ def _shortest_box(panels: Sequence[Panel]) -> tuple[float, int]:
 
 
 def require_matplotlib() -> None:
-    """Raise ImportError where matplotlib is missing, saying how to get it."""
+    """Raise ImportError if matplotlib is missing, with the command that installs it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -190,7 +190,7 @@ def require_matplotlib() -> None:
 
 
 def boxes(panel: int, timeline: Timeline) -> Iterator[Box]:
-    """All boxes of a panel, which is given by its number from the top."""
+    """Yield all boxes of a panel, given by its number from the top."""
     for rank, spans in enumerate(timeline.spans):
         stages = stages_of(spans)
         for index, span in enumerate(spans):
@@ -199,12 +199,12 @@ def boxes(panel: int, timeline: Timeline) -> Iterator[Box]:
 
 
 def stages_of(spans: Sequence[Span]) -> list[int]:
-    """The stages that a rank computes, in the order of the pipeline."""
+    """Return the stages that a rank computes, in the order of the pipeline."""
     return sorted({span.action.stage for span in spans})
 
 
 def row_labels(timeline: Timeline) -> list[str]:
-    """Labels of the rows: the stage, or the rank and its stages."""
+    """Return the labels of the rows: the stage, or the rank and its stages."""
     by_rank = [stages_of(spans) for spans in timeline.spans]
     if all(len(stages) == 1 for stages in by_rank):
         return [f"stage {stages[0]}" for stages in by_rank]
@@ -212,13 +212,13 @@ def row_labels(timeline: Timeline) -> list[str]:
 
 
 def rank_bubble(timeline: Timeline, rank: int) -> float:
-    """Idle time of a rank over its work."""
+    """Return the idle time of a rank divided by its work."""
     idle = timeline.idle(rank)
     return idle / (timeline.end - idle) if idle < timeline.end else 0.0
 
 
 def shade(op: Op, chunk: int, num_chunks: int) -> RGB:
-    """The colour of a computation: paler, the later its chunk."""
+    """Return the colour of a computation: later chunks are paler."""
     return _paler(_COLOURS[op], chunk, num_chunks)
 
 
@@ -248,7 +248,7 @@ def _draw_boxes(axes: "Axes", index: int, timeline: Timeline) -> None:
 
 
 def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: float) -> None:
-    """Write the microbatch into every box that is long enough."""
+    """Write the number of the microbatch into every box that is long enough."""
     for _, rank, chunk, (action, start, end) in boxes(0, timeline):
         if end - start >= shortest:
             red, green, blue = shade(action.op, chunk, _num_chunks(timeline))
@@ -265,7 +265,7 @@ def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: f
 
 
 def _write_beside(axes: "Axes", panel: Panel, scale: float) -> None:
-    """Write the title above, before each row its label, and after it the rank's figures."""
+    """Write the title above the axes, the label of each row at its left, and the rank's figures at its right."""
     timeline, rows = panel.timeline, range(len(panel.timeline.spans))
     title = f"{panel.title}: bubble {timeline.bubble:.1%} of the work"
     axes.set_title(title, loc="left", fontsize=scale * (_TEXT + 1), weight="bold")

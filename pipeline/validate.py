@@ -1,4 +1,4 @@
-"""Errors of a schedule that a user wrote: it must be complete, fit the pipeline, and run to its end."""
+"""Errors of a user-defined schedule, which must be complete, fit the pipeline, and not deadlock."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ _MOST_REPORTED = 20  # errors of one schedule
 def own_schedule_errors(
     schedule: Schedule, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> list[str]:
-    """All that is wrong with a schedule of computations; empty if nothing is.
+    """Return all errors of a schedule of computations; empty if there are none.
 
-    Every stage is on one rank. Every stage and microbatch has one forward and one backward, whole or in its two
-    parts. Every rank reaches its end, though it waits for the others' results.
+    Every stage must be on one rank. Every stage and microbatch must have one forward and one backward, full or in two
+    parts. Every rank must reach its end, although it waits for results of other ranks.
 
     Args:
-        schedule: anything that was given as one.
+        schedule: the schedule, of any type.
         num_ranks: pipeline ranks.
-        num_microbatches: of one step; None: those that the schedule has.
-        num_chunks: stages per rank; 1: those that the schedule has.
+        num_microbatches: microbatches of one step; None: as in the schedule.
+        num_chunks: stages per rank; 1: as in the schedule.
     """
     if errors := _form_errors(schedule):
         return errors
@@ -52,7 +52,7 @@ def _form_errors(schedule: Schedule) -> list[str]:
             and isinstance(action.stage, int)
             and isinstance(action.microbatch, int)
         ):
-            # An Action of other things cannot print itself.
+            # An Action with fields of wrong types has no repr.
             found = tuple(action) if isinstance(action, tuple) else action
             return [f"a schedule is made of Action(Op, stage, microbatch), and it has {found!r:.100}"]
         if not (0 <= action.stage < len(every) and 0 <= action.microbatch < len(every)):
@@ -89,7 +89,7 @@ def _size_errors(
 
 
 def _count_errors(schedule: Schedule, num_microbatches: int) -> Iterator[str]:
-    """Computations that are missing, too many or on the wrong rank, where every stage is on one."""
+    """Yield errors for computations that are missing, repeated or on the wrong rank; every stage is on one rank."""
     ranks = stage_ranks(schedule)
     present = Counter((rank, action) for rank, actions in enumerate(schedule) for action in actions)
     usual = (_WHOLE,) if any(action.op is _WHOLE for _, action in present) else _PARTS

@@ -1,8 +1,8 @@
-"""The queue of weight gradients that a schedule computes later than the rest of a backward.
+"""Queue of deferred weight gradients, which a schedule computes after the rest of a backward.
 
-A linear layer computes two products in backward. Previous stages wait for its input's gradient; its weight's can be
-computed when nothing else is to be done (zero bubble, arXiv:2401.10241, section 2). Everything else that has a gradient
-(norms, embeddings, biases) is cheap, and is never deferred. The layers themselves are shardformer/layers.
+A linear layer computes two products in backward. Previous stages wait for the gradient of its input; the gradient of
+its weight can be computed when the rank is idle (zero bubble, arXiv:2401.10241, section 2). All other gradients (norms,
+embeddings, biases) are cheap and never deferred. The layers are in shardformer/layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +18,12 @@ from ..cluster.hooks import has_foreign_hooks
 
 
 class DeferredGradient(NamedTuple):
-    """A weight's gradient that is computed later.
+    """A deferred weight gradient.
 
     Args:
         parameter: the weight, or this rank's shard of it.
-        begin: begins to compute the gradient.
-        backward: autograd's number of the backward that it belongs to.
+        begin: starts the computation of the gradient.
+        backward: autograd's number of the backward that the gradient belongs to.
     """
 
     parameter: Parameter
@@ -48,7 +48,7 @@ class WeightGradients:
             self._deferring = None
 
     def compute(self, place: tuple[int, int]) -> None:
-        """Compute deferred gradients, and give them to the parameters as a backward would, hooks included."""
+        """Compute the deferred gradients and accumulate them like a backward, with the parameters' hooks."""
         deferred = self._by_place.pop(place)
         with torch.no_grad():
             gradients = list(_each_beside_the_next(deferred))
@@ -57,15 +57,15 @@ class WeightGradients:
 
     @property
     def is_deferring(self) -> bool:
-        """Return True if backwards are to defer weight gradients now."""
+        """Return True if backwards currently defer weight gradients."""
         return self._deferring is not None
 
     def forget(self) -> None:
-        """Drop all deferred gradients, after a step that broke off."""
+        """Drop all deferred gradients, after an interrupted step."""
         self._by_place.clear()
 
     def defer(self, gradient: DeferredGradient) -> bool:
-        """Defer this, where that is asked for now. A weight that has hooks of a user never is."""
+        """Defer this gradient if backwards currently do; return True if so. Weights with a user's hooks never are."""
         if self._deferring is None or has_foreign_hooks(gradient.parameter):
             return False
         self._deferring.append(gradient)
@@ -73,7 +73,7 @@ class WeightGradients:
 
 
 def _each_beside_the_next(deferred: Iterable[DeferredGradient]) -> Iterator[Tensor]:
-    """The gradients; each is in flight until the next has begun too."""
+    """Yield the gradients; each is in flight until the next one has started."""
     in_flight: InFlight[Tensor] | None = None
     for each in deferred:
         begun = each.begin()
