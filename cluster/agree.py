@@ -225,6 +225,17 @@ def batch_code(batch: Any) -> int | Tensor:
     return device_hash(torch.stack(on_devices).view(torch.uint8)) + code
 
 
+def describe_batch(batch: Any) -> str:
+    """Names, shapes and dtypes of a batch, for messages: "input_ids int64[4, 16], labels int64[4, 16]"."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return ", ".join([f"{name} {describe_batch(value)}" for name, value in batch.items()])
+    if isinstance(batch, tuple | list):
+        return f"({', '.join(map(describe_batch, batch))})"
+    return type(batch).__qualname__
+
+
 def _extend(code: int, tree: Any, on_devices: list[Tensor]) -> int:
     """Extend a hash by `tree`; collect tensors on devices in `on_devices` instead of hashing them."""
     if isinstance(tree, Tensor):

@@ -38,7 +38,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from .errors import SAME_CALLS, RankFailure, UnmatchedCall, is_broken, is_timeout, termination_deferred
+from .errors import RankFailure, UnmatchedCall, is_broken, is_timeout, termination_deferred
 from .heartbeats import (
     KEPT,
     Call,
@@ -49,8 +49,8 @@ from .heartbeats import (
     default_store,
     default_timeout,
     members,
-    never_meeting,
     places,
+    unmatched_call,
 )
 
 INTERVAL_SECONDS = 0.5
@@ -81,7 +81,7 @@ class _Watch:
         self._events: list[Event] = []
         self._store_is_lost = False
         self._stop = threading.Event()
-        self._here = Heartbeat(beat=0, action=None, calls=0)
+        self.here = Heartbeat(beat=0, action=None, calls=0)
         self._call: Call | None = None
         self._has_failed = False
         self._own_errors = self._num_barriers = 0
@@ -99,37 +99,36 @@ class _Watch:
             return False
         if self._given_up:
             raise RuntimeError(
-                f"{action} cannot run after an earlier call that other ranks did not join: start the processes "
-                f"again. "
+                f"{action} cannot run after an earlier call that other ranks did not join: start the processes again. "
                 f"That call: {self._given_up}"
             )
         if self._has_failed:  # the error was handled, and this rank participates again
             self._has_failed = False
             self._post("recovered")
-        here, ranks = self._here, range(self.world_size) if ranks is None else ranks
+        here, ranks = self.here, range(self.world_size) if ranks is None else ranks
         here.calls += 1
         here.group = ",".join(map(str, ranks)) if len(ranks) > 1 else ""
         if here.group:
             here.joined[here.group] = here.joined.get(here.group, 0) + 1
             here.recent[here.group] = [*here.recent.get(here.group, []), action][-KEPT:]
-        here.action = action
+        here.batch, here.action = "", action
         self._call = Call(thread_id=threading.get_ident(), entered=time.monotonic())
         return True
 
     def rename(self, action: str) -> None:
         """Rename the watched call: ranks in it under the old name do not match this one any more."""
-        self._here.action = action
-        if self._here.group:
-            self._here.recent[self._here.group][-1] = action
+        self.here.action = action
+        if self.here.group:
+            self.here.recent[self.here.group][-1] = action
 
     def leave(self) -> None:
         """Register the end of the watched call."""
-        self._call = self._here.action = None
+        self._call = self.here.action = None
 
     def fail(self, error: BaseException) -> None:
         """Report this rank's error to all ranks."""
         self._has_failed = True
-        self._here.errors += 1
+        self.here.errors += 1
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         is_consequence = isinstance(error, RankFailure) and not isinstance(error, UnmatchedCall)
         self._own_errors += not is_consequence
@@ -138,7 +137,7 @@ class _Watch:
     @property
     def action(self) -> str | None:
         """The watched call that this thread is in."""
-        return None if self._own_call() is None else self._here.action
+        return None if self._own_call() is None else self.here.action
 
     def wait_for_all(self) -> None:
         """Wait for all ranks through the store only, so that no message of training can be mixed up with another."""
@@ -149,7 +148,7 @@ class _Watch:
             time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
             error = None if call is None else call.vain
             if error is None and waited > default_timeout().total_seconds():
-                error = self._timed_out(self._here.action or "")
+                error = self._timed_out(self.here.action or "")
             if error is not None:
                 self._heartbeats.withdraw(barrier)
                 self._forget_call()
@@ -163,7 +162,7 @@ class _Watch:
 
     def _forget_call(self) -> None:
         """Undo the count of this call: nothing was sent in it."""
-        here = self._here
+        here = self.here
         if here.group:
             here.joined[here.group] -= 1
             here.recent[here.group] = here.recent[here.group][:-1]
@@ -225,7 +224,7 @@ class _Watch:
 
     def _heartbeat(self) -> Heartbeat:
         """Read the state of the main thread, which keeps running."""
-        here = self._here
+        here = self.here
         return replace(
             here,
             beat=time.monotonic_ns(),
@@ -276,7 +275,7 @@ class _Watch:
                 here = f"rank {self.rank} has waited {now - call.entered:.0f} s in {own.action} (call {own.calls})"
                 _say(f"{here} for ranks that have not come: {places(absent, beats)}")
         sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
-        error = self._absence(call, own, absent, sure) or self._mismatch(call, own, beats)
+        error = self._absence(call, own, absent, sure) or self._mismatch(call, beats)
         if error is None or call.vain is None:
             call.vain, call.since = error, now
 
@@ -294,20 +293,11 @@ class _Watch:
                 return self._failure(own.action or "", event=event)
         return None
 
-    def _mismatch(
-        self, call: Call, own: Heartbeat, beats: Mapping[int, Heartbeat | None]
-    ) -> RankFailure | None:
+    def _mismatch(self, call: Call, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
         """The error of a call that a rank never makes, once two checks found both ranks unchanged."""
-        other = never_meeting(self.rank, beats)
-        beat = None if other is None else beats[other]
-        before, call.suspect = call.suspect, () if beat is None else (other, beat.calls, beat.action)
-        if beat is None or call.suspect != before:
-            return None
-        return UnmatchedCall(
-            f"rank {self.rank} is in {own.action} (call {own.calls}) and rank {other} {beat}, and each waits for "
-            f"the other: {SAME_CALLS}",
-            other,
-        )
+        error = unmatched_call(self.rank, beats)
+        before, call.suspected = call.suspected, "" if error is None else str(error)  # with places and batches
+        return error if call.suspected == before else None
 
     def _end_if_stuck(self) -> None:
         """End the process if the rank that it waits for certainly failed; see [Note: end of a stuck process]."""
@@ -317,11 +307,11 @@ class _Watch:
         is_reported = cause is None or cause is self._reported or (is_certain and call is not None)
         if cause is not None and not is_reported and now - cause.heard > patience and cause.kind != "left":
             self._reported = cause
-            _say(f"{cause}; rank {self.rank} is {self._here} and may wait for it: see docs/cuda.md")
+            _say(f"{cause}; rank {self.rank} is {self.here} and may wait for it: see docs/cuda.md")
         if call is None:
             return
         if cause is not None and is_certain:
-            error, since = self._failure(self._here.action or ""), max(call.entered, cause.heard)
+            error, since = self._failure(self.here.action or ""), max(call.entered, cause.heard)
         elif call.vain is not None and now - call.since > BRIEF_SECONDS:
             error, since = call.vain, call.since
             # One process ends first; its connections close, which frees others.
@@ -395,7 +385,7 @@ class _Watch:
     def _timed_out(self, action: str) -> RankFailure:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return RankFailure(
-            f"rank {self.rank} timed out in {action} (call {self._here.calls}) and no rank has failed: "
+            f"rank {self.rank} timed out in {action} (call {self.here.calls}) and no rank has failed: "
             f"{places(others, self._heartbeats.beats(others))}"
         )
 
@@ -450,6 +440,15 @@ def rename_call(action: str) -> None:
     """Rename the watched call, for calls that only some ranks may make; does nothing in a run of one process."""
     if _watch is not None:
         _watch.rename(action)
+
+
+def note_batch(batch: str, replica: Sequence[int]) -> None:
+    """Show the names, shapes and dtypes of this call's batch in the heartbeats, which sends no message in the step.
+
+    Ranks of a replica whose batches differ may wait for each other inside a collective; the watch then names both.
+    """
+    if _watch is not None:
+        _watch.here.replica, _watch.here.batch = ",".join(map(str, replica)), batch
 
 
 def current_call() -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import RankFailure
+from .errors import SAME_CALLS, RankFailure, UnmatchedCall
 
 KEPT = 4  # names of the latest calls that are kept for each group
 MOST_NAMED = 8  # the most ranks that a message lists
@@ -32,6 +32,8 @@ class Heartbeat:
         joined: number of calls that it has entered, by group.
         recent: names of the latest calls, by group.
         errors: number of calls that raised.
+        batch: names, shapes and dtypes of the batch of the current call; empty if they were not reported.
+        replica: the ranks that must have this batch, as `group`.
     """
 
     beat: int
@@ -41,6 +43,8 @@ class Heartbeat:
     joined: dict[str, int] = field(default_factory=dict)
     recent: dict[str, list[str]] = field(default_factory=dict)
     errors: int = 0
+    batch: str = ""
+    replica: str = ""
 
     def __str__(self) -> str:
         where = "outside of Echelon, after" if self.action is None else f"in {self.action},"
@@ -70,7 +74,7 @@ class Call:
         entered: start time.
         is_reported: True once its error has been printed or raised.
         is_announced: True once a line has named the ranks that it waits for.
-        suspect: a rank that may never enter this call, with its last heartbeat.
+        suspected: text of the error that the latest check found, or empty.
         vain, since: the error of a call that can never complete, and the time when it was found.
     """
 
@@ -78,7 +82,7 @@ class Call:
     entered: float
     is_reported: bool = False
     is_announced: bool = False
-    suspect: tuple[Any, ...] = ()
+    suspected: str = ""
     vain: RankFailure | None = None
     since: float = 0.0
 
@@ -99,24 +103,42 @@ def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
     ]
 
 
-def never_meeting(rank: int, beats: Mapping[int, Heartbeat | None]) -> int | None:
-    """A rank that certainly never enters the call that `rank` is in; None if there is none.
+def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> UnmatchedCall | None:
+    """The error of a call that can never complete, and the rank that does not match; None if heartbeats prove nothing.
 
-    It is certain if that rank entered another call in its place, or waits in a call of another group that `rank` has
-    not entered. Ranks that raised a different number of errors are left out: their calls are numbered differently.
+    It is proven if another rank entered another call in its place, waits in a call of another group that `rank` has
+    not entered, or is in the same call with a batch of other names, shapes or dtypes that should be equal. Ranks that
+    raised a different number of errors are left out: their calls are numbered differently.
     """
     own = beats[rank]
     assert own is not None
-    for other in members(own.group):
-        beat = beats.get(other)
-        if other == rank or beat is None or beat.errors != own.errors or beat.action == own.action:
+    others = {
+        other: beat
+        for other in members(own.group)
+        if other != rank and (beat := beats.get(other)) is not None and beat.errors == own.errors
+    }
+    here = f"rank {rank} is in {own.action} (call {own.calls})"
+    for other, beat in others.items():
+        if _has_another_batch(own, beat):
+            return UnmatchedCall(
+                f"{here} with a batch of {own.batch}, and rank {other} of the same replica with one of {beat.batch}: "
+                "give every rank of a replica the same batch",
+                other,
+            )
+        if beat.action == own.action:
             continue
         name = beat.name_of(own.group, own.number)
-        if name is not None and name != own.action:
-            return other
-        if not beat.has_come(own) and _waits_for(beat, rank, own):
-            return other
+        if name not in (None, own.action) or (not beat.has_come(own) and _waits_for(beat, rank, own)):
+            there = f"rank {other} {beat}, and each waits for the other"
+            return UnmatchedCall(f"{here} and {there}: {SAME_CALLS}", other)
     return None
+
+
+def _has_another_batch(own: Heartbeat, beat: Heartbeat) -> bool:
+    """Return True if two ranks of a replica are in the same call with batches of other names, shapes or dtypes."""
+    if not own.batch or not beat.batch or own.replica != beat.replica:
+        return False
+    return (beat.calls, beat.action) == (own.calls, own.action) and beat.batch != own.batch
 
 
 def _waits_for(beat: Heartbeat, rank: int, own: Heartbeat) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .agree import batch_code, differing_ranks, gather_integers, require_equal, settings_hash
+from .agree import batch_code, describe_batch, differing_ranks, gather_integers, require_equal, settings_hash
+from .failures import note_batch
 from .mesh import ParallelMesh
 
 COMPARED_CALLS = 3  # number of first calls that are compared
@@ -39,7 +40,7 @@ class StepAgreement:
     def __init__(self, mesh: ParallelMesh, check_every: int = CHECK_EVERY) -> None:
         self._mesh = mesh
         self._check_every = check_every
-        ranks = mesh.replica_ranks()
+        self._ranks = ranks = mesh.replica_ranks()
         self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
         self._num_calls = 0
         self._compares_always = mesh.world_size == 1
@@ -61,11 +62,15 @@ class StepAgreement:
     def note(self, batch: Any, settings: Mapping[str, int] | None = None) -> None:
         """Record the checksums of a call that is not compared beforehand. No communication, no wait for a device.
 
+        The heartbeats show the names, shapes and dtypes of the batch: ranks where these differ may never reach the
+        comparison of the checksums, because they wait for each other inside a collective.
+
         Args:
             batch: must be equal on the ranks of one replica.
             settings: must be equal on all ranks; by name.
         """
         if self._weight:  # otherwise no other rank has this batch
+            note_batch(describe_batch(batch), self._ranks)
             self._batch = (self._batch * 31 + batch_code(batch)) % _CODES
         self._settings = dict(settings or {})
         self._world = settings_hash([self._world, *self._settings.values()])

@@ -278,7 +278,7 @@ def run_script_by_hand(folder: Path, how: str, rank: int) -> str:
     [
         (run_script, "raise", 2, "rank 2 failed: LookupError: no such file; "),
         (run_script, "kill", 2, "rank 2 died: its process is gone; "),
-        (run_script_by_hand, "kill", 0, "the store is gone, which rank 0 or its launcher holds; "),
+        (run_script_by_hand, "kill", 0, "the store is gone, which rank 0 or its launcher hosts; "),
     ],
 )
 def test_the_ranks_of_a_script_say_who_failed(

@@ -197,3 +197,26 @@ def test_a_rank_that_alone_goes_to_evaluation_mode_in_a_warm_step_is_named(pool:
 
 def test_ranks_that_go_to_evaluation_mode_together_train_on(pool: Pool) -> None:
     pool.run(2, switch_to_evaluation, (0, 1), 100)
+
+
+def depart_in_shape(what: str, sizes: dict[str, Any]) -> None:
+    """The last rank has a batch of another dtype or name in the sixth step."""
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+    for step in range(COMPARED + 3):
+        batch = batch_of(booster, step)
+        batch["metadata"] = torch.zeros(len(batch["input_ids"]), 3)
+        if step == COMPARED + 2 and dist.get_rank() == dist.get_world_size() - 1:
+            if what == "dtype":
+                batch["metadata"] = batch["metadata"].int()
+            else:
+                batch["other"] = batch.pop("metadata")
+        run_step(booster, model, optimizer, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["dtype", "name"])
+def test_stages_with_batches_of_other_shapes_in_a_warm_step_are_named(pool: Pool, what: str) -> None:
+    texts = [str(error) for error in pool.run_failing(2, depart_in_shape, what, CLEAN["pp2"], timeout=120.0)]
+    needle = {"dtype": "metadata int32[4, 3]", "name": "other float32[4, 3]"}[what]
+    assert any(needle in text and "same batch" in text for text in texts), texts
