@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -149,7 +149,6 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    *,
     is_transposed: bool = False,
     store: WeightGradients | None = None,
     later: LaterProduct | None = None,
@@ -172,12 +171,13 @@ def linear(
         (..., O).
     """
     is_plain = store is None and later is None and kept is None
-    if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _is_other_product(x):
+    if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _is_other_product():
         return _product(x, weight, bias, is_transposed)
     part, again = kept or (None, None)
     through = weight if later is None else later.weight
-    how = _Product(cast(Parameter, weight), is_transposed, store, later, again)
-    out: Tensor = _Linear.apply(x, through, bias, part, how)
+    # The weight in the tuple is not an input of the node. The one that the node saves may be another object in
+    # backward. One tuple, since torch inspects each argument.
+    out: Tensor = _Linear.apply(x, through, bias, part, (weight, is_transposed, store, later, again))
     return out
 
 
@@ -189,9 +189,9 @@ def is_trained(weight: Tensor) -> bool:
     return weight.is_leaf and weight.requires_grad
 
 
-def _is_other_product(x: Tensor) -> bool:
+def _is_other_product() -> bool:
     # Under autocast a product has another format than its factors.
-    return torch.is_autocast_enabled(x.device.type) or is_transformed()
+    return torch._C._is_any_autocast_enabled() or is_transformed()
 
 
 def is_transformed() -> bool:
@@ -204,19 +204,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool
     return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
 
 
-class _Product(NamedTuple):
-    """Arguments of a product of `_Linear`, packed since torch inspects each argument; see `linear`.
-
-    The weight in here is not an input of the node. The weight that the node saves may be another object in backward.
-    """
-
-    weight: Parameter
-    is_transposed: bool
-    store: WeightGradients | None
-    later: LaterProduct | None
-    again: Regather | None
-
-
 class _Linear(Function):
     """See `linear`. Gradients of gradients are autograd's own, except where the input is gathered again."""
 
@@ -227,13 +214,14 @@ class _Linear(Function):
         through: Tensor,
         bias: Tensor | None,
         part: Tensor | None,
-        how: _Product,
+        how: tuple[Parameter, bool, WeightGradients | None, LaterProduct | None, Regather | None],
     ) -> Tensor:
         ctx.save_for_backward(x if part is None else part, through)
         ctx.how = how
-        if how.again is not None:
-            how.again.use()
-        out = _product(x, through, bias, how.is_transposed)
+        _, is_transposed, _, _, again = how
+        if again is not None:
+            again.use()
+        out = _product(x, through, bias, is_transposed)
         # Otherwise the caller could not write to it in place.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 

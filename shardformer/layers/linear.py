@@ -54,15 +54,10 @@ class ProductLayer(ParallelModule):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         given = {} if torch.compiler.is_compiling() else vars(self)
         later, kept = given.pop("later", None), given.pop("kept", None)
-        return linear(
-            x,
-            self.weight,
-            bias,
-            is_transposed=self.output_dim == 1,
-            store=self.weight_gradients,
-            later=later,
-            kept=kept if kept is not None and kept[1].is_of(x) else None,
-        )
+        if kept is not None and not kept[1].is_of(x):
+            kept = None
+        is_transposed = self.output_dim == 1
+        return linear(x, self.weight, bias, is_transposed, self.weight_gradients, later, kept)
 
 
 def enter(
@@ -90,10 +85,16 @@ def enter(
         crossings[0] = sequence.crossing(xs[0])
     if torch.compiler.is_compiling():  # the compiler orders products and sums itself
         return [paired(x, each.forward, partial(_back, each)) for x, each in zip(xs, crossings, strict=True)]
+    trained: list[ProductLayer] = []
+    weights: list[Tensor] = []
     # Without a gradient of an input there is nothing to wait for.
-    has_sum = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    trained = {layer: layer.weight for layer in layers if is_trained(layer.weight)} if has_sum else {}
-    entered, products = beside(xs, crossings, [*trained.values()])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        for layer in layers:
+            weight = layer._parameters.get("weight")  # which a computed one is not in
+            if weight is not None and is_trained(weight):
+                trained.append(layer)
+                weights.append(weight)
+    entered, products = beside(xs, crossings, weights)
     for layer, later in zip(trained, products, strict=True):
         vars(layer)["later"] = later
     if sequence is not None and sequence.regathers:

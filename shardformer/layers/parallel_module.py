@@ -45,8 +45,9 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
-        inputs = {name: given[name] for name in names if name in given} | given
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        if not args or not isinstance(args[0], Tensor):
+            inputs = {name: inputs[name] for name in names if name in inputs} | inputs
         change(module, inputs)
         positional = [inputs.pop(name) for name in names[: len(args)]]
         return (*positional, *args[len(names) :]), inputs
@@ -56,7 +57,10 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
 
 def first_tensor(inputs: Mapping[str, Any], *, besides: str | None = None) -> str:
     """Return the name of the first tensor among inputs, except for the name `besides`."""
-    return next(name for name, value in inputs.items() if isinstance(value, Tensor) and name != besides)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and name != besides:
+            return name
+    raise ValueError(f"none of the inputs {list(inputs)} is a tensor")
 
 
 def shard_of(
