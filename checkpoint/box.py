@@ -1,9 +1,9 @@
-"""Boxes of a whole tensor, where a rank's shards lie in it, and tensors on disk that are read by boxes.
+"""Boxes (hyperrectangles) of global tensors: the position of a rank's shards, and reads from stored tensors.
 
-[Note: boxes] A rank holds a flat stretch, in row-major order, of its shard of a tensor: all of the shard, or the
-piece that ZeRO leaves of it. The shard is cut out of the whole along one dimension, perhaps in several stretches, for
-fused projections, and perhaps longer than it, by padding. So it takes a few boxes: a flat stretch of a tensor of n
-dimensions is at most 2n − 1 of them, and each is cut where the stretches of the shard end.
+[Note: boxes] A rank has a flat interval, in row-major order, of its shard of a tensor: the full shard, or the piece
+that ZeRO assigns to the rank. The shard is cut from the global tensor along one dimension. Fused projections are cut
+in several intervals, and padding makes a shard longer than its part of the global tensor. A flat interval of a tensor
+of n dimensions is at most 2n − 1 boxes. Each box is split further at the ends of the shard's intervals.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,14 +17,14 @@ from ..cluster.placement import Placement, Shard
 
 
 class Box(NamedTuple):
-    """A rectangle of a whole tensor: where it begins, and its lengths, along each dimension."""
+    """A hyperrectangle of a global tensor: its offset and its size along each dimension."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @staticmethod
     def whole(shape: Sequence[int]) -> "Box":
-        """All of a tensor."""
+        """Return the box that covers a full tensor."""
         return Box(offset=(0,) * len(shape), size=tuple(shape))
 
     @property
@@ -33,7 +33,7 @@ class Box(NamedTuple):
         return prod(self.size)
 
     def common(self, other: "Box") -> "Box | None":
-        """The intersection with another box; None where it is empty."""
+        """Return the intersection with another box; None if it is empty."""
         starts = tuple(map(max, self.offset, other.offset))
         ends = tuple(map(min, self.ends(), other.ends()))
         if any(start >= end for start, end in zip(starts, ends, strict=True)):
@@ -41,18 +41,18 @@ class Box(NamedTuple):
         return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """The slices that cut this box out of a tensor that covers `outer`."""
+        """Return the slices that select this box from a tensor that covers `outer`."""
         return tuple(
             slice(start - first, start - first + length)
             for start, first, length in zip(self.offset, outer.offset, self.size, strict=True)
         )
 
     def ends(self) -> tuple[int, ...]:
-        """The end along each dimension."""
+        """Return the (exclusive) end along each dimension."""
         return tuple(start + length for start, length in zip(self.offset, self.size, strict=True))
 
     def along(self, dim: int, start: int, length: int) -> "Box":
-        """The same box with another stretch along a dimension."""
+        """Return this box with another interval along one dimension."""
         offset, size = list(self.offset), list(self.size)
         offset[dim], size[dim] = start, length
         return Box(tuple(offset), tuple(size))
@@ -62,31 +62,31 @@ class Box(NamedTuple):
 
 
 class Stored(Protocol):
-    """Tensors on disk, by name. Reading takes no more memory than is asked for, and communicates nothing."""
+    """Tensors on disk, by name. A read needs no more memory than its result, and communicates nothing."""
 
     @property
     def names(self) -> Collection[str]:
-        """All tensors."""
+        """The names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole tensor."""
+        """Return the global shape of a tensor."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The stored format."""
+        """Return the stored dtype."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, on the CPU, in the stored format. Read and drop it: it may be pages of the file."""
+        """Return a box of a tensor, on the CPU, in the stored dtype. It may be mapped from the file: do not keep it."""
 
 
 class Cut(NamedTuple):
-    """A box of the whole tensor, and the same entries as a box of a rank's shard."""
+    """The same entries as a box of the global tensor and as a box of a rank's shard."""
 
     whole: Box
     shard: Box
 
 
 def whole_shape(shard_shape: Sequence[int], placement: Placement | None) -> tuple[int, ...]:
-    """The shape of a whole tensor without padding, from that of a rank's shard."""
+    """Return the global shape of a tensor, without padding, from the shape of a rank's shard."""
     shape = list(shard_shape)
     if isinstance(placement, Shard):
         shape[placement.dim] = sum(placement.blocks)
@@ -94,12 +94,12 @@ def whole_shape(shard_shape: Sequence[int], placement: Placement | None) -> tupl
 
 
 def cuts_of(box: Box, placement: Placement | None, rank: int) -> Iterator[Cut]:
-    """Yield the parts of a box of a rank's shard that are no padding, with their place in the whole tensor.
+    """Yield the parts of a box that are not padding, with their position in the global tensor.
 
     Args:
-        box: in the shard.
-        placement: how the whole is cut.
-        rank: of the axis that it is cut over.
+        box: a box of a rank's shard.
+        placement: the sharding of the tensor; None if it is replicated.
+        rank: the rank on the mesh axis over which the tensor is sharded.
     """
     if not isinstance(placement, Shard):
         if box.numel:
@@ -115,9 +115,9 @@ def cuts_of(box: Box, placement: Placement | None, rank: int) -> Iterator[Cut]:
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield the boxes that entries `start` to `stop` of a tensor make up, in row-major order.
+    """Yield the boxes that together are the entries `start` to `stop` of a tensor, in row-major order.
 
-    Each lies end to end in memory, where the tensor does.
+    Each box is contiguous in memory if the tensor is.
     """
     if not shape:
         if start < stop:
@@ -138,7 +138,7 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 def coverage_errors(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Errors of boxes that do not cover every entry of a tensor of this shape exactly once."""
+    """Return errors if the boxes do not cover every entry of a tensor of this shape exactly once."""
     whole = Box.whole(shape)
     errors = [f"{box} reaches out of it" for box in boxes if box.numel and box.common(whole) != box]
     errors += [f"{a} and {b} overlap" for a, b in _overlaps(boxes)]
@@ -149,7 +149,7 @@ def coverage_errors(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
 
 
 def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs that intersect; each box meets only those that end behind its begin along the first dimension."""
+    """Yield the pairs that intersect. A box is compared only with boxes that end after its start in dimension 0."""
     open_boxes: list[Box] = []
     for box in sorted(box for box in boxes if box.numel):
         begin = box.offset[:1]

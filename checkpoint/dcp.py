@@ -1,7 +1,7 @@
-"""Optimizer states in files, through torch.distributed.checkpoint (DCP): every rank's boxes of whole tensors.
+"""Files of optimizer states, through torch.distributed.checkpoint (DCP): every rank's boxes of global tensors.
 
-DCP plans who writes which box; the files are safetensors and the index is JSON, so nothing that is read
-was pickled. A name is `STATE/PARAMETER`, a key in a file `NAME@OFFSET`.
+DCP plans the rank that writes each box. The files are safetensors and the index is JSON, so loading unpickles
+nothing. A name is `STATE/PARAMETER`, a key in a file `NAME@OFFSET`.
 """
 
 import json
@@ -39,24 +39,24 @@ INDEX = "index.json"
 
 
 def save_states(states: Mapping[str, LocalTensor], folder: Path, *, group: dist.ProcessGroup) -> Records:
-    """Write this rank's boxes; one that several ranks have is written once. Collective over the group.
+    """Write this rank's boxes; a box that several ranks have is written once. Collective over the group.
 
     Returns:
-        This rank's files.
+        The records of this rank's files.
 
     Raises:
-        OSError, ValueError, AgreedError: it failed on some rank; on all of them.
+        OSError, ValueError, AgreedError: a rank failed; on every rank.
     """
     writer = _Writer(folder, group)
     try:
         dcp.save({}, storage_writer=writer, planner=_Planner(states), process_group=group)
-    except dcp.CheckpointException as error:  # what torch gathered from all ranks
+    except dcp.CheckpointException as error:  # errors that torch gathered from all ranks
         raise joined_errors({rank: each for rank, (each, _) in error.failures.items()}) from error
     return writer.records
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor, and its place: a key of a file."""
+    """A box of a tensor, and its place: a file and a key in it."""
 
     box: Box
     file: str
@@ -64,7 +64,7 @@ class StoredBox(NamedTuple):
 
 
 class StateFiles:
-    """The states in a folder, by name; `Stored`. Files are opened when they are read first.
+    """The optimizer states in a folder, by name; implements `Stored`. Files are opened at their first read.
 
     Raises:
         ValueError: the index cannot be read; names it.
@@ -92,28 +92,28 @@ class StateFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """All tensors."""
+        """The names of all tensors."""
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a whole tensor."""
+        """Return the global shape of a tensor."""
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The stored format."""
+        """Return the stored dtype."""
         return self._tensors[name].dtype
 
     def file(self, name: str) -> Mapping[str, Tensor]:
-        """The tensors of a file of the folder, which is opened once."""
+        """Return the tensors of a file of the folder; each file is opened once."""
         if name not in self._files:
             self._files[name] = open_tensors(self.folder / name)
         return self._files[name]
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor: of a stored one, or put together from several.
+        """Return a box of a tensor: a view of one stored box, or assembled from several.
 
         Raises:
-            ValueError: they do not cover it.
+            ValueError: the stored boxes do not cover it.
         """
         for stored in self.boxes[name]:
             if stored.box.common(box) == box:
@@ -130,7 +130,7 @@ class StateFiles:
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner, for tensors of which this rank has boxes."""
+    """A DCP planner for the boxes that this rank has."""
 
     def __init__(self, states: Mapping[str, LocalTensor]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -151,17 +151,17 @@ class _Planner(DefaultSavePlanner):
         self._items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's boxes."""
+        """Return the plan of this rank's boxes."""
         self.plan = SavePlan(self._items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The memory of a box."""
+        """Return the memory of a box."""
         return self._parts[write_item.index]
 
 
 class _Writer(FileSystemWriter):
-    """One file per rank, and the index on the first."""
+    """A DCP writer: one file per rank, and the index, written by the first rank."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
         super().__init__(folder)
@@ -179,7 +179,7 @@ class _Writer(FileSystemWriter):
         entries = [
             Entry(key, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
             for key, item in items.items()
-            if item.tensor_data is not None  # which all have
+            if item.tensor_data is not None  # always; for mypy
         ]
         if entries:
             writer = TensorFileWriter(self._folder / self._file_name, entries)
@@ -201,7 +201,7 @@ class _Writer(FileSystemWriter):
         """Write the index.
 
         Raises:
-            ValueError: torch was left without a process group, and knows of this rank alone.
+            ValueError: the process group was destroyed before, so torch gathered the results of this rank only.
         """
         if len(results) != self._num_ranks:
             raise ValueError(

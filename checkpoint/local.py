@@ -1,4 +1,4 @@
-"""A rank's part of a model: its tensors as boxes of whole ones, and the names of the whole model's tensors."""
+"""A rank's part of a model: its tensors as boxes of global tensors, and the names of the full model's tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from ..cluster.placement import Placement
 from .background import Keep
 from .box import Box, cuts_of, flat_boxes, whole_shape
 
-# Parts of names that peft adds to the tensors of a wrapped model, beside adapters.
+# Name components that peft inserts into the names of a wrapped model's own tensors.
 _WRAPPED = (".base_layer.", ".original_module.")
 
 
 class Part(NamedTuple):
-    """A box of a whole tensor, and this rank's memory of it, as a view of the box's size."""
+    """A box of a global tensor, and this rank's memory of it: a view of the box's size."""
 
     box: Box
     local: Tensor
@@ -27,15 +27,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:
-    """A rank's part of a tensor, without padding.
+    """The local part of a tensor, without padding.
 
     Args:
-        name: of the tensor, the same on every rank.
-        shape: of the whole.
-        dtype: of the memory.
-        parts: disjoint boxes; none where the rank has nothing but padding.
-        may_save: whether this rank may be the one that saves them. Several ranks with the same boxes may, but none
-            whose boxes overlap with another's otherwise.
+        name: the tensor's name, the same on every rank.
+        shape: the global shape.
+        dtype: the dtype of the memory.
+        parts: disjoint boxes; empty if the rank has only padding.
+        may_save: True if this rank may save the boxes. Several ranks with equal boxes may; boxes that overlap
+            otherwise must not both be saved.
     """
 
     name: str
@@ -46,23 +46,25 @@ class LocalTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Size of the global tensor in bytes."""
         return Box.whole(self.shape).numel * self.dtype.itemsize
 
     def kept(self, keep: Keep) -> "LocalTensor":
-        """The same in the memory that a save writes from."""
+        """Return this tensor with its memory replaced by that of `keep`."""
         return replace(self, parts=tuple(Part(part.box, keep(part.local)) for part in self.parts))
 
 
 def local_shard(
     name: str, shard: Tensor, placement: Placement | None, rank: int, *, may_save: bool = True
 ) -> LocalTensor:
-    """A tensor of which this rank has a shard, all of it in one tensor.
+    """Return the local part of a tensor of which this rank has a full shard.
 
     Args:
-        shard: in the shape that the placement gives it, padding included.
-        placement: how the whole is cut, None where it is not.
-        rank: of the axis that it is cut over.
+        name: the tensor's name.
+        shard: the shard, padding included.
+        placement: the sharding of the tensor; None if it is replicated.
+        rank: the rank on the mesh axis over which the tensor is sharded.
+        may_save: see `LocalTensor`.
     """
     return _local(name, shard, [Box.whole(shard.shape)], tuple(shard.shape), placement, rank, may_save)
 
@@ -77,13 +79,14 @@ def local_piece(
     *,
     may_save: bool = True,
 ) -> LocalTensor:
-    """A tensor of whose shard this rank has a piece, as ZeRO divides it.
+    """Return the local part of a tensor of whose shard this rank has a flat piece, as ZeRO divides it.
 
     Args:
+        name: the tensor's name.
         flat: 1-D, the piece.
-        start: where it begins in the flattened shard.
-        shard_shape: of the whole shard, padding included.
-        placement, rank: as of `local_shard`.
+        start: offset of the piece in the flattened shard.
+        shard_shape: shape of the full shard, padding included.
+        placement, rank, may_save: see `local_shard`.
     """
     shape = tuple(shard_shape)
     boxes = list(flat_boxes(start, start + flat.numel(), shape))
@@ -91,7 +94,7 @@ def local_piece(
 
 
 def local_dtensor(name: str, tensor: DTensor) -> LocalTensor:
-    """A tensor that torch shards in rows. Every rank with a row may save it."""
+    """Return the local part of a tensor that torch shards by rows. Every rank with rows may save them."""
     local = tensor.to_local()
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     box = Box(tuple(offset), tuple(size))
@@ -110,7 +113,7 @@ def _local(
     rank: int,
     may_save: bool,
 ) -> LocalTensor:
-    """From boxes of a shard that lie end to end in memory."""
+    """Return a `LocalTensor` from boxes of a shard that are consecutive in memory."""
     memory, parts, start = memory.detach(), [], 0
     flat = None if len(boxes) == 1 and tuple(memory.shape) == boxes[0].size else memory.view(-1)
     for box in boxes:
@@ -127,12 +130,12 @@ def _local(
 
 
 class TensorNames(NamedTuple):
-    """The names of a whole model's parameters and persistent buffers.
+    """The names of a full model's parameters and persistent buffers.
 
     Args:
-        needed: one for each tensor, in the model's order.
-        first: for every name the one of these under which its tensor is known. A tied tensor has several names, and so
-            has one that peft wrapped: the model's own.
+        needed: one name for each tensor (its first name), in the model's order.
+        first: the first name of the tensor, by every name. A tied tensor has several names. A tensor that peft wrapped
+            has its original name too.
     """
 
     needed: tuple[str, ...]
@@ -140,20 +143,20 @@ class TensorNames(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module) -> "TensorNames":
-        """The names of a whole model, before it is cut."""
+        """Return the names of a full model, before it is cut into stages."""
         known: dict[int, str] = {}
         first = {name: known.setdefault(id(tensor), name) for name, tensor in local_tensors(model).items()}
         own = {_unwrapped(name): each for name, each in first.items()}
         return TensorNames(needed=tuple(known.values()), first={**own, **first})
 
     def of_model(self) -> dict[str, str]:
-        """For each needed name the one of the model that peft wrapped; the same where peft did not."""
+        """Return for each needed name the original one, without the components that peft inserts."""
         own = {name: _unwrapped(name) for name in self.needed}
         return {name: each if self.first[each] == name else name for name, each in own.items()}
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a model, or of a rank's part of it, by name.
+    """Return the parameters and persistent buffers of a model, or of a rank's part of it, by name.
 
     Raises:
         ValueError: modules have an extra state, which would not be restored.
@@ -172,7 +175,7 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Local parameters and persistent buffers of a model by name: `state_dict`, also of a part of a model."""
+    """Return local parameters and persistent buffers by name, as `state_dict` does; also for a part of a model."""
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = (
@@ -191,11 +194,11 @@ def _unwrapped(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """One LoRA adapter of a model, as peft saves it.
+    """A LoRA adapter of a model, in the form that peft saves.
 
     Args:
-        folder: where it is saved, seen from the folder that is given; "" is that one.
-        names: of its tensors in the model, by those in the file.
+        folder: its folder, relative to the one that the user gives; "" is that folder itself.
+        names: the names of its tensors in the model, by their names in the file.
         write_config: writes its configuration into a folder.
     """
 
@@ -204,20 +207,20 @@ class Adapter:
     write_config: Callable[[Path], None]
 
     def local(self, tensors: Mapping[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """This rank's tensors of it, by the names in the file."""
+        """Return this rank's tensors of the adapter, by their names in the file."""
         return {key: replace(tensors[name], name=key) for key, name in self.names.items() if name in tensors}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
-    """A rank's part of a boosted model, whichever plugin boosted it.
+    """A rank's part of a boosted model, for every plugin.
 
     Args:
         module: the transformers model, whose config is saved with it.
-        names: of the whole model.
-        tensors: by their first names.
-        loaded: called once they were written to.
-        adapters: the LoRA adapters among them.
+        names: the names of the full model's tensors.
+        tensors: the local tensors, by their first names.
+        loaded: called after the tensors were filled from files.
+        adapters: the LoRA adapters of the model.
     """
 
     module: nn.Module

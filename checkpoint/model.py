@@ -1,4 +1,4 @@
-"""A model in files that Hugging Face reads, written by all ranks: each its own files of whole tensors."""
+"""Write a model as Hugging Face files. Each rank writes some of the files, which contain unsharded tensors."""
 
 import json
 import os
@@ -33,25 +33,25 @@ from .exchange import FilePlan, assemble, entries_of, needed_parts, offers_of, p
 from .local import LocalTensor
 from .tensor_file import Entry, Records, TensorFileWriter, TorchFileWriter, Write, write_small
 
-# The least that a file of weights is worth: below, a rank writes more than its share.
+# Minimum size of a weights file. Smaller shares are not split further, so some ranks write more than others.
 _LEAST_BYTES = 2**25
 
 Describe = Callable[[torch.dtype, Path], None]
 
 
 class FileNames(NamedTuple):
-    """The names of a model's files: one, several, and their index."""
+    """File names of a model: a single file, one of several files, and the index of several files."""
 
     one: str
     several: str
     listing: str
 
     def with_prefix(self, prefix: str | None) -> "FileNames":
-        """The same behind a prefix and a point, where there is one."""
+        """Return these names after a prefix and a dot; unchanged without a prefix."""
         return self if prefix is None else FileNames(*(f"{prefix}.{name}" for name in self))
 
     def of(self, count: int) -> list[str]:
-        """The names of so many files."""
+        """Return the names of `count` files."""
         if count == 1:
             return [self.one]
         return [self.several.format(number=number, count=count) for number in range(1, count + 1)]
@@ -82,22 +82,22 @@ def prepare_model(
     is_torch: bool = False,
     by_all: bool = False,
 ) -> Write:
-    """Decide who writes what of a model. One all-gather of objects over the group.
+    """Plan the files of a model and the rank that writes each. One all-gather of objects over the group.
 
     Args:
         local: this rank's tensors.
-        order: of all tensors; others come behind them.
-        names: of the files.
-        max_bytes: of a file; at least one.
-        describe: writes what belongs to the tensors into a folder, given the format that most of them are in.
-        keep: gives the memory that is written, for what this rank sends or writes.
-        group: all ranks, over the CPU.
-        is_torch: write files of torch's own format, not safetensors.
-        by_all: let files be small enough for every rank to write some.
+        order: names of tensors, in the order of the files; other tensors follow.
+        names: file names.
+        max_bytes: maximum size of a file; a larger tensor has a file of its own.
+        describe: writes configs into a folder, given the dtype of most of the weights.
+        keep: returns the memory to save for a tensor that this rank sends or writes (a copy for asynchronous saves).
+        group: all ranks, on the CPU backend.
+        is_torch: write files of torch's own format instead of safetensors.
+        by_all: limit the file size further, so that every rank writes some of the files.
 
     Returns:
-        Writes all of it into a folder that is there, and returns this rank's files; collective over the group. It
-        raises OSError on every rank where some rank could not write.
+        A function that writes the model into an existing folder and returns the records of this rank's files.
+        Collective over the group; raises OSError on every rank if any rank could not write.
     """
     offers = on_all_ranks(lambda: offers_of(local), group)
     entries = entries_of(offers, order)
@@ -131,7 +131,7 @@ def prepare_model(
 def _write_files(
     folder: Path, assembled: Iterator[tuple[FilePlan, Entry, Tensor]], *, is_torch: bool
 ) -> tuple[Records, Exception | None]:
-    """Write this rank's files, one after the other. A failure is returned: others still need this rank's boxes."""
+    """Write this rank's files in order. Errors are returned, not raised: other ranks still need this rank's boxes."""
     records: Records = {}
     writer: TensorFileWriter | TorchFileWriter | None = None
     failure: Exception | None = None
@@ -157,7 +157,7 @@ def write_model_file(write: Write, path: Path, group: dist.ProcessGroup) -> None
     """Write a model as one file, which appears under its name once complete. Collective over the group.
 
     Raises:
-        OSError: it could not be written; on every rank. What was there stands.
+        OSError: the write failed; on every rank. An existing file is unchanged.
     """
 
     def begin() -> Path:
@@ -179,7 +179,7 @@ def write_model_file(write: Write, path: Path, group: dist.ProcessGroup) -> None
 
 
 def replaced_weights(prefix: str | None) -> Replaced:
-    """The files that a model takes the place of in a folder: weights of any kind with the same prefix, or none."""
+    """Return the files that a saved model replaces in a folder: weights in any format with the same prefix."""
     kinds = [names.with_prefix(prefix) for names in (SAFETENSORS, TORCH)]
     return Replaced(
         entries=tuple(entry for names in kinds for entry in (names.one, names.listing)),
@@ -188,19 +188,19 @@ def replaced_weights(prefix: str | None) -> Replaced:
 
 
 def describing(model: nn.Module) -> Describe | None:
-    """A writer of the configs of a transformers model; None for any other."""
+    """Return a function that writes the configs of a transformers model; None for other models."""
     return partial(_write_configs, model) if isinstance(model, PreTrainedModel) else None
 
 
 def config_errors(model: nn.Module) -> list[str]:
-    """Errors of configs of a transformers model that cannot be written."""
+    """Return errors for configs of a transformers model that cannot be written as JSON."""
     if not isinstance(model, PreTrainedModel):
         return []
     errors = []
     for name, as_json in (("config", _config_json), ("generation_config", _generation_json)):
         try:
             as_json(model)
-        except Exception as error:  # of whatever somebody put into it
+        except Exception as error:  # a config may contain any object
             errors.append(
                 f"the model's {name} cannot be written as JSON ({error}): take out of it what is no plain value"
             )
@@ -208,20 +208,20 @@ def config_errors(model: nn.Module) -> list[str]:
 
 
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
-    if model.config._auto_class is not None:  # it is defined by a file of the user's
+    if model.config._auto_class is not None:  # its class is defined in a file of the user's
         custom_object_save(model.config, folder, config=model.config)
     (folder / CONFIG_NAME).write_text(_config_json(model, dtype))
     if (generation := _generation_json(model)) is not None:
         (folder / GENERATION_CONFIG_NAME).write_text(generation)
 
 
-# Neither by save_pretrained, which refuses settings that contradict each other, nor from a config that is built anew,
-# which does so too: no run is to end for them.
+# Not through save_pretrained, and not from a newly built config: both refuse contradictory settings, and a run must not
+# fail because of them.
 def _config_json(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> str:
     config = deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    vars(config).pop("transformers_weights", None)  # of where it was loaded from
+    vars(config).pop("transformers_weights", None)  # refers to the files from which it was loaded
     text: str = config.to_json_string()
     return text
 
@@ -234,7 +234,7 @@ def _generation_json(model: PreTrainedModel) -> str | None:
 
 
 def _largest_format(entries: Sequence[Entry]) -> torch.dtype:
-    """The floating-point format that most of the bytes are in."""
+    """Return the floating-point dtype with the most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         if entry.dtype.is_floating_point:
@@ -243,9 +243,9 @@ def _largest_format(entries: Sequence[Entry]) -> torch.dtype:
 
 
 def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
-    """Write configs into a folder in which other ranks may be writing still.
+    """Write configs into a folder in which other ranks may still be writing.
 
-    First in a folder within that one, and not in the system's for temporary files, which may be full or read-only.
+    They are first written to a temporary folder inside it. The system's temporary folder may be full or read-only.
     """
     with TemporaryDirectory(dir=folder) as apart:
         describe(Path(apart))
@@ -254,7 +254,7 @@ def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
 
 
 def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:
-    """The index of several files of a model, from what is in each."""
+    """Return the JSON index of a model in several files."""
     places = {entry.name: file for file, entries in files.items() for entry in entries}
     size = sum(entry.nbytes for entries in files.values() for entry in entries)
     listing = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}

@@ -1,4 +1,4 @@
-"""The state of an optimizer: its tensors by parameter, groups, numbers and float32 masters, saved and loaded."""
+"""Save and load the state of an optimizer: tensors by parameter, groups, scalars and float32 master weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -25,17 +25,17 @@ from .tensor_file import Records, Write, read_values, write_values
 GROUPS = "groups.pt"
 MASTER = "master"
 STATES = Replaced(entries=(INDEX,), others=(GROUPS, "rank-*.safetensors"))
-# Options of how a step is computed, which this run decides and not the one that saved.
+# Options that select the implementation of a step: the current run's values are kept, not the saved ones.
 _OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 class TrainedPiece(NamedTuple):
-    """A rank's part of a parameter, as its optimizer steps it.
+    """The local part of a parameter that this rank's optimizer steps.
 
     Args:
-        name: of the parameter.
-        key: the tensor that the optimizer steps in its place.
-        local: this rank's part of a tensor of `key`'s shape, under a name.
+        name: the parameter's name.
+        key: the tensor that the optimizer steps, its key in the optimizer's state.
+        local: makes the `LocalTensor` of a given name from a tensor of `key`'s shape.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Trained:
     Args:
         inner: the torch optimizer.
         groups: this rank's pieces by parameter group, in its order.
-        has_masters: whether the float32 weights that are stepped are others than the model's own.
+        has_masters: True if the optimizer steps float32 master weights instead of the model's own parameters.
         extra: loss scale and counts, plain values; equal on all ranks.
-        install: takes torch's state dict of `inner` and such values, once masters were filled.
-        is_whole: whether every rank steps all parameters whole, so that states may have any shape.
+        install: loads torch's state dict of `inner` and the extra values, after the masters were filled.
+        is_whole: True if every rank steps all parameters unsharded, so that states may have any shape.
     """
 
     inner: Optimizer
@@ -65,47 +65,48 @@ class Trained:
 
     @property
     def pieces(self) -> list[TrainedPiece]:
-        """All of this rank."""
+        """All pieces of this rank."""
         return [piece for group in self.groups for piece in group]
 
     @cached_property
     def masters(self) -> dict[str, LocalTensor]:
-        """This rank's part of the float32 weights that are stepped, by parameter."""
+        """This rank's part of the stepped weights (float32 masters, if any), by parameter."""
         return {piece.name: piece.local(piece.name, piece.key) for piece in self.pieces}
 
 
 class Number(NamedTuple):
-    """A 0-D tensor as ranks exchange it: to pickle a tensor takes many times as long."""
+    """A 0-D tensor in the form that ranks exchange: pickling a tensor takes many times as long."""
 
     value: bool | int | float | complex
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """The same, on the CPU."""
+        """Return the number as a tensor on the CPU."""
         return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
 
 class _Report(NamedTuple):
-    """A rank's report of an optimizer's state: numbers by parameter, and its parameters of each group."""
+    """A rank's report of an optimizer's state: scalars by parameter, and the names of its parameters by group."""
 
     scalars: dict[str, dict[str, Any]]
     groups: list[list[str]]
 
 
 def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Write:
-    """Gather an optimizer's state as it is now. One all-gather of objects over the group.
+    """Collect the current state of an optimizer. One all-gather of objects over the group.
 
     Args:
         trained: the optimizer.
-        keep: gives the memory that is written.
-        group: all ranks, over the CPU.
+        keep: returns the memory to save for a tensor (a copy for asynchronous saves).
+        group: all ranks, on the CPU backend.
 
     Returns:
-        Writes it into a folder that is there, and returns this rank's files; collective over the group.
+        A function that writes the state into an existing folder and returns the records of this rank's files;
+        collective over the group.
 
     Raises:
-        ValueError: some state is neither a number nor of the shape of its parameter, of which ranks step pieces; names
-            it, on every rank.
+        ValueError: parameters are sharded, and a state is neither a scalar nor of its parameter's shape; names the
+            state, on every rank.
     """
     tensors: dict[str, LocalTensor] = {}
     every = on_all_ranks(lambda: _collect(trained, tensors), group)
@@ -133,7 +134,7 @@ def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Wr
 
 
 def _collect(trained: Trained, tensors: dict[str, LocalTensor]) -> _Report:
-    """Put this rank's tensors of an optimizer's state under their names in files, and return the rest."""
+    """Add this rank's state tensors to `tensors`, by their names in files, and return the rest of the state."""
     if trained.has_masters:
         tensors |= {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
     scalars: dict[str, dict[str, Any]] = {}
@@ -147,12 +148,12 @@ def _collect(trained: Trained, tensors: dict[str, LocalTensor]) -> _Report:
 
 
 class FittingStates(NamedTuple):
-    """A stored optimizer that fits one of all ranks.
+    """A stored optimizer state that fits the optimizer of this run.
 
     Args:
-        has_masters: whether there are float32 weights in it.
-        load: lets the optimizer go on from it, its state made anew; collective over all ranks. It raises OSError or
-            ValueError on every rank where a file cannot be read.
+        has_masters: True if it contains float32 master weights.
+        load: replaces the optimizer's state by the stored one; collective over all ranks. It raises OSError or
+            ValueError on every rank if a file cannot be read.
     """
 
     has_masters: bool
@@ -160,11 +161,12 @@ class FittingStates(NamedTuple):
 
 
 def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> FittingStates:
-    """Compare the state in a folder with an optimizer of all ranks. Collective over the group.
+    """Check that the state in a folder fits the optimizer, on all ranks. Collective over the group.
 
     Raises:
-        ValueError: it belongs to another optimizer, other parameter groups or another model; all of it, on every rank.
-        FileNotFoundError: there is none.
+        ValueError: the state is of another optimizer, other parameter groups or another model; lists all errors, on
+            every rank.
+        FileNotFoundError: the folder has no optimizer state.
     """
     described = on_first_rank(lambda: _described(folder), group)
     stored = run_or_raise_together(lambda: StateFiles(folder), group)
@@ -200,7 +202,7 @@ def _described(folder: Path) -> Mapping[str, Any]:
 def _torch_state(
     trained: Trained, described: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The argument of `Optimizer.load_state_dict`."""
+    """Return the argument of `Optimizer.load_state_dict`."""
     groups: list[dict[str, Any]] = []
     by_number: dict[int, dict[str, Any]] = {}
     count = 0
@@ -267,7 +269,7 @@ def _states_by_parameter(stored: StateFiles) -> dict[str, list[str]]:
 
 
 def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """The parameters of each group of the whole model, from those of each rank."""
+    """Return the names of the full model's parameters by group, from the names that each rank has."""
     return [
         list(dict.fromkeys(name for names in of_ranks for name in names))
         for of_ranks in zip(*every, strict=True)
@@ -275,12 +277,12 @@ def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
 
 def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group as they are now: a scheduler changes a learning rate that is a tensor in its place."""
+    """Return a copy of a group's options. Copied since schedulers change a tensor learning rate in place."""
     return {name: deepcopy(value) for name, value in group.items() if name not in _OWN_OPTIONS}
 
 
 def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
-    """True for a state with an entry for every entry of the parameter; of a scalar parameter "step" is none."""
+    """Return True for a state of the parameter's shape; "step" of a scalar parameter does not count."""
     if not isinstance(value, Tensor) or value.shape != piece.key.shape:
         return False
     return value.dim() > 0 or key != "step"

@@ -1,7 +1,7 @@
-"""The files of a checkpoint, written with their hashes: tensors in safetensors or torch's format, and plain values.
+"""Write the files of a checkpoint with their hashes: tensors as safetensors or in torch's format, and plain values.
 
-safetensors is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end. They are
-read by lazy/files.py.
+The format of safetensors (https://huggingface.co/docs/safetensors): a length, a JSON header, and the tensors without
+gaps. lazy/files.py reads them.
 """
 
 import io
@@ -18,9 +18,9 @@ from torch import Tensor
 
 ALGORITHM = "xxh3_128"
 _CHUNK = 2**24
-_METADATA = "__metadata__"  # of a header, beside tensors
+_METADATA = "__metadata__"  # key of a header that is no tensor
 
-# The formats of safetensors.
+# Names of dtypes in safetensors.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -42,7 +42,7 @@ _NAMES = {
 
 
 class Entry(NamedTuple):
-    """A tensor of a file."""
+    """Name, shape and dtype of a tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -58,10 +58,10 @@ class FileRecord(NamedTuple):
     """The entry of a file in a manifest.
 
     Args:
-        bytes: its length.
-        hash: of all of it; None for a file of tensors.
-        header: hash of the bytes in front of the tensors, of a file of tensors.
-        tensors: hash of each tensor's bytes, likewise.
+        bytes: size of the file.
+        hash: hash of the file; None for a safetensors file.
+        header: hash of the bytes before the tensors; safetensors files only.
+        tensors: hash of each tensor's bytes, by name; safetensors files only.
     """
 
     bytes: int
@@ -70,16 +70,16 @@ class FileRecord(NamedTuple):
     tensors: Mapping[str, str] | None = None
 
 
-Records = dict[str, FileRecord]  # by the name of the file
-Write = Callable[[Path], Records]  # all ranks' files into a folder; this rank's are returned
+Records = dict[str, FileRecord]  # by file name
+Write = Callable[[Path], Records]  # all ranks write into a folder; returns the records of this rank's files
 
 
 class TensorFileWriter:
-    """Writes a file tensor by tensor; nothing but the one at hand is in memory.
+    """Write a safetensors file tensor by tensor, with one tensor in memory at a time.
 
     Args:
-        path: the file, which is made anew.
-        entries: what will be written.
+        path: the file; an existing one is overwritten.
+        entries: the tensors that will be written.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
@@ -94,10 +94,10 @@ class TensorFileWriter:
         self._file.write(header)
 
     def write(self, tensor: Tensor) -> None:
-        """Write the next one of `order`.
+        """Write the next tensor of `order`.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the write failed.
         """
         entry = self._left.pop()
         if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
@@ -107,7 +107,7 @@ class TensorFileWriter:
         self._file.write(content)
 
     def finish(self) -> FileRecord:
-        """Have all on the disk."""
+        """Flush the file to disk, close it and return its record."""
         if self._left:
             raise AssertionError(f"{self.path} lacks {[entry.name for entry in self._left]}")
         self._file.flush()
@@ -116,19 +116,19 @@ class TensorFileWriter:
         return FileRecord(bytes=self._size, header=self._header_hash, tensors=self._hashes)
 
     def abandon(self) -> None:
-        """Close it as it is."""
+        """Close the incomplete file."""
         try:
             self._file.close()
-        except OSError:  # what was left to write cannot be, either
+        except OSError:  # the buffered rest cannot be written, either
             self._file.raw.close() if not self._file.raw.closed else None
 
 
 class TorchFileWriter:
-    """As `TensorFileWriter`, in torch's own format: all tensors of the file are in memory until it is written.
+    """`TensorFileWriter` for torch's own format: all tensors of the file stay in memory until it is written.
 
     Args:
-        path: the file, which is made anew.
-        entries: what will be written, in the order of `write`.
+        path: the file; an existing one is overwritten.
+        entries: the tensors that will be written, in this order.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
@@ -137,14 +137,14 @@ class TorchFileWriter:
         self._tensors: dict[str, Tensor] = {}
 
     def write(self, tensor: Tensor) -> None:
-        """Take the next one."""
+        """Copy the next tensor."""
         self._tensors[self._names.pop()] = tensor.detach().cpu().clone()
 
     def finish(self) -> FileRecord:
-        """Have all on the disk.
+        """Write the file, flush it to disk and return its record.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the write failed.
         """
         with open(self.path, "wb") as file:
             torch.save(self._tensors, file)
@@ -158,10 +158,10 @@ class TorchFileWriter:
 
 
 def damage_of_tensors(path: Path, record: FileRecord) -> list[str]:
-    """The tensors of a file, or "the header", that are not as a manifest lists them. Reads a stretch at a time.
+    """Return the tensors of a file (or "the header") whose hash is not that of the manifest. Reads in chunks.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         header = file.read(8)
@@ -180,12 +180,12 @@ def damage_of_tensors(path: Path, record: FileRecord) -> list[str]:
 
 
 def order_in_file(entries: Sequence[Entry]) -> list[Entry]:
-    """Wide formats first: so each begins at a multiple of its own width."""
+    """Sort tensors by item size, largest first, so that each is aligned to its item size."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; without a copy where it is on the CPU and lies end to end."""
+    """Return a tensor's bytes; without a copy if it is contiguous and on the CPU."""
     return _buffer(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
 
 
@@ -194,7 +194,7 @@ def _buffer(flat: Tensor) -> memoryview:
 
 
 def write_small(path: Path, content: bytes) -> FileRecord:
-    """Write a file that is no file of tensors, and have it on the disk."""
+    """Write a small file at once, flush it to disk and return its record."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -203,15 +203,15 @@ def write_small(path: Path, content: bytes) -> FileRecord:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A format by torch's name: "float32"."""
+    """Return torch's name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The format of torch's name.
+    """Return the dtype of a name of torch's.
 
     Raises:
-        ValueError: there is none of that name in files.
+        ValueError: no dtype of that name exists in safetensors files.
     """
     found = {dtype_name(dtype): dtype for dtype in _NAMES}.get(name)
     if found is None:
@@ -220,7 +220,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def dtype_errors(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Errors for the tensors of formats that safetensors files do not have."""
+    """Return an error for each tensor whose dtype safetensors does not support."""
     return [
         f"{name} is {dtype}, which safetensors files cannot hold: use another format"
         for name, dtype in dtypes.items()
@@ -245,25 +245,25 @@ def _header(order: Sequence[Entry]) -> bytes:
 
 
 def _new_hash(content: bytes | memoryview = b"") -> Any:
-    """The hash of some bytes, to which more may be given. Models train also where xxhash is not installed."""
+    """Return an incremental hash. Imported here because training itself does not need xxhash."""
     import xxhash
 
     return xxhash.xxh3_128(content)
 
 
 def hash_of_bytes(content: bytes | memoryview) -> str:
-    """The hash of some bytes."""
+    """Return the hash of bytes."""
     return str(_new_hash(content).hexdigest())
 
 
 def hash_of(path: Path) -> str:
-    """The hash of a file."""
+    """Return the hash of a file."""
     with open(path, "rb") as file:
         return _hash_from(file, 0, path.stat().st_size)
 
 
 def _hash_from(file: BinaryIO, start: int, length: int) -> str:
-    """Of some bytes of a file, which are read one after the other and not mapped."""
+    """Return the hash of a range of a file, read in chunks and not memory-mapped."""
     digest = _new_hash()
     file.seek(start)
     while length and (content := file.read(min(length, _CHUNK))):
@@ -273,10 +273,10 @@ def _hash_from(file: BinaryIO, start: int, length: int) -> str:
 
 
 def saved_bytes(values: Any) -> bytes:
-    """Plain values and tensors in torch's own format.
+    """Serialize plain values and tensors in torch's own format.
 
     Raises:
-        ValueError: they hold something else, which could only be read by running code of the file.
+        ValueError: they contain another type, which could only be loaded by executing code from the file.
     """
     try:
         content = torch_bytes(values)
@@ -290,7 +290,7 @@ def saved_bytes(values: Any) -> bytes:
 
 
 def value_errors(values: Any, what: str) -> list[str]:
-    """The error of values that cannot be saved, if there is one. See `saved_bytes`."""
+    """Return the error of `saved_bytes` as a list; empty if the values can be saved."""
     try:
         saved_bytes(values)
     except ValueError as error:
@@ -299,29 +299,29 @@ def value_errors(values: Any, what: str) -> list[str]:
 
 
 def _unsafe(error: Exception) -> str:
-    """The class that is not to be read, or another reason, where torch names it amid advice; else all that it says."""
+    """Return the rejected class or the reason, extracted from torch's longer message if possible."""
     text = str(error)
     found = re.search(r"GLOBAL (\S+)", text) or re.search(r"WeightsUnpickler error:\s*([^\n]+)", text)
     return found[1] if found else f"{type(error).__name__}: {text}"
 
 
 def torch_bytes(values: Any) -> bytes:
-    """Values that are known to be plain, in torch's own format."""
+    """Serialize values that are known to be plain, in torch's own format."""
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
 
 
 def write_values(path: Path, values: Any) -> FileRecord:
-    """Write plain values to a file, see `saved_bytes`."""
+    """Write plain values to a file; see `saved_bytes`."""
     return write_small(path, saved_bytes(values))
 
 
 def read_values(path: Path) -> Any:
-    """Plain values from a file.
+    """Read plain values from a file.
 
     Raises:
-        OSError: there is no such file, or it may not be read.
+        OSError: the file does not exist, or this process may not read it.
         ValueError: the file is damaged; names it.
     """
     content = path.read_bytes()
