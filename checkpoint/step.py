@@ -1,4 +1,4 @@
-"""All of a run at one step: gathered and written, a sound one chosen, and gone on from. Folders are steps.py's."""
+"""Save and load the full state of a run at one step. steps.py handles the folders."""
 
 import logging
 import random
@@ -61,19 +61,20 @@ def prepare_step(
     keep: Keep,
     mesh: ParallelMesh,
 ) -> Callable[[Path, int | None], None]:
-    """Gather the content of a step, as it is now. All-gathers of objects over the world.
+    """Collect the current state of a run. All-gathers of objects over the world.
 
     Args:
-        step: its number.
+        step: number of the step.
         model, trained: this rank's parts.
-        training: plain values by name, those of the first rank; its "user" is None or the same on the others.
-        max_bytes: of a file of weights.
-        keep: gives the memory that is written.
+        training: plain values by name. Those of the first rank are saved; "user" must be equal, or None, on the others.
+        max_bytes: maximum size of a weights file.
+        keep: returns the memory to save for a tensor (a copy for asynchronous saves).
         mesh: all ranks.
 
     Returns:
-        Writes it below a folder, and then removes all but so many of the newest; collective over the world. It raises
-        OSError on every rank where some rank could not write; the steps that are there stand.
+        A function of a directory and a count. It writes the step below the directory, then removes all but that many
+        of the newest steps (None keeps all). Collective over the world; raises OSError on every rank if any rank could
+        not write. Existing steps stay valid.
 
     Raises:
         ValueError: there are values that cannot be saved, or "user" differs between ranks; on every rank.
@@ -110,7 +111,7 @@ def _write_step(
     directory: Path,
     keep_last: int | None,
 ) -> None:
-    """Write the parts of a step, each into a folder of its own, and small files; see `prepare_step`."""
+    """Write the parts of a step, each into its own folder, and the small files; see `prepare_step`."""
     with written_beside(lambda: begin_step(directory, step, inside=(*parts, RANDOM)), group) as folder:
         own: Records = {}
         for inner, write in parts.items():
@@ -125,10 +126,10 @@ def _write_step(
 
 
 def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> bytes:
-    """The content of `training.pt`. Collective over the group.
+    """Return the content of `training.pt`. Collective over the group.
 
     Raises:
-        ValueError: there are values that cannot be saved, or "user" differs, which would be lost; on every rank.
+        ValueError: there are values that cannot be saved, or "user" differs between ranks; on every rank.
     """
 
     def checked() -> tuple[bytes, int | None]:
@@ -150,12 +151,12 @@ def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> byte
 
 
 class Resumed(NamedTuple):
-    """The step that a run goes on from.
+    """The step from which a run continues.
 
     Attributes:
-        step: the number that was saved.
-        path: the folder.
-        user: the values that were given to be saved with it.
+        step: the saved step number.
+        path: the folder of the step.
+        user: the `user` argument of the save.
     """
 
     step: int
@@ -164,22 +165,22 @@ class Resumed(NamedTuple):
 
 
 def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Path | None:
-    """The folder to go on from, every file of which is as it was written. Collective over the group.
+    """Choose the step to continue from and verify the hash of every file in it. Collective over the group.
 
-    Each rank reads its share of the files. The first rank logs the damage where an older checkpoint is taken instead,
-    and later steps that stay behind.
+    Each rank reads its share of the files. The first rank logs the damage of steps that are skipped, and later steps
+    that are left behind.
 
     Args:
-        directory: of the steps; the step itself where `resume` is None.
-        resume: the number of a step, or "auto" or "must" for the newest that is sound.
+        directory: the folder of all steps; with `resume=None` the folder of one step.
+        resume: the number of a step, or "auto" or "must" for the newest undamaged one.
 
     Returns:
-        None where "auto" found no checkpoint at all, which the first rank reports.
+        The folder of the step. None if "auto" found no checkpoint at all; the first rank logs that.
 
     Raises:
-        ValueError: what was asked for is damaged, or all there are; which file, and which tensor of it.
-        FileNotFoundError: there is no such step, or with "must" none at all.
-        OSError: some rank does not see it, or may not read it.
+        ValueError: the requested step, or every step, is damaged; names the files and tensors.
+        FileNotFoundError: the requested step does not exist, or with "must" no step at all.
+        OSError: some rank does not see the folder, or may not read it.
     """
     candidates = on_first_rank(lambda: _candidates(directory, resume), group)
     if not candidates:
@@ -207,10 +208,10 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
 
 
 def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
-    """All that is not as it was written, each rank having read a share. Collective over the group.
+    """Return the damage of a step: files whose hashes do not match. Collective; each rank reads a share of the files.
 
     Raises:
-        OSError: some rank does not see it, or may not read it, so that it may be sound; on every rank.
+        OSError: some rank does not see the folder, or may not read it, so it may be undamaged; on every rank.
     """
 
     def share() -> list[str]:
@@ -229,7 +230,7 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
                 f"{error}: whoever runs this may not read {path}, which may be sound. Let them read it, or give the "
                 "number of another step as `resume`"
             ) from error
-        except (ValueError, OSError) as error:  # what a disk cannot read any more is damage, too
+        except (ValueError, OSError) as error:  # read errors of the disk are damage, too
             return [str(error)]
 
     every = on_all_ranks(share, group)
@@ -246,10 +247,10 @@ def load_step(
     strict: bool,
     mesh: ParallelMesh,
 ) -> Resumed:
-    """Let all that is given go on from a folder. Collective over the world.
+    """Load the state of a step into the given objects. Collective over the world.
 
     Raises:
-        ValueError: it does not fit; on every rank, before weights or states changed.
+        ValueError: the step does not fit; on every rank, before weights or states changed.
     """
     group = mesh.side_group()
     training = on_first_rank(lambda: read_values(path / TRAINING), group)
@@ -268,7 +269,7 @@ def load_step(
     load_weights()
     model.loaded()
     if trained is not None and states is not None:
-        if not states.has_masters:  # saved in float32: then the weights are what was stepped
+        if not states.has_masters:  # saved by a float32 run: the weights themselves were stepped
             fitting(trained.masters, strict=False)()
         states.load()
     if lr_scheduler is not None:
@@ -280,7 +281,7 @@ def load_step(
 def _absent(
     path: Path, training: Mapping[str, Any], trained: Trained | None, lr_scheduler: Any, dataloader: Any
 ) -> list[str]:
-    """Errors of parts that are to go on and were not saved."""
+    """Return an error for each given object whose state was not saved."""
     wanted = (
         ("an optimizer", trained is not None, (path / OPTIMIZER).is_dir()),
         ("a scheduler", lr_scheduler is not None, training["scheduler"] is not None),
@@ -330,18 +331,18 @@ def _restore_random(path: Path, training: dict[str, Any], mesh: ParallelMesh) ->
 
 
 def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:
-    """The error of a scheduler that cannot go on from a state, if there is one; torch's would take any.
+    """Return the error of a stored state that is not of this scheduler's kind; torch's own would load any state.
 
     Args:
-        lr_scheduler: with `state_dict`.
-        state: the stored one.
-        what: its name in the error.
+        lr_scheduler: any object with `state_dict`.
+        state: the stored state.
+        what: name of the state in the error.
     """
     own = lr_scheduler.state_dict()
-    if not isinstance(own, Mapping):  # of one's own: it knows best
+    if not isinstance(own, Mapping):  # a custom scheduler: it checks its state itself
         return []
     there = set(state) if isinstance(state, Mapping) else set()
-    # Names with an underscore are torch's inner ones, which come and go with its releases.
+    # Names with a leading underscore are private to torch and differ between its releases.
     missing = [str(name) for name in own if name not in there and not str(name).startswith("_")]
     if isinstance(state, Mapping) and not missing:
         return []
@@ -350,7 +351,7 @@ def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:
 
 
 def random_state(mesh: ParallelMesh) -> bytes:
-    """This rank's generators, as they are now, in torch's own format."""
+    """Return the current states of this rank's random generators, in torch's own format."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     cpu, on_device = torch_state(mesh.device)
     state = {
@@ -364,7 +365,7 @@ def random_state(mesh: ParallelMesh) -> bytes:
 
 
 def restore_random_state(state: Mapping[str, Any], mesh: ParallelMesh) -> None:
-    """Let this rank's generators go on from a state."""
+    """Restore this rank's random generators."""
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, gauss))
@@ -372,17 +373,19 @@ def restore_random_state(state: Mapping[str, Any], mesh: ParallelMesh) -> None:
 
 
 def random_file(rank: int) -> str:
-    """The name of a rank's file of random states."""
+    """Return the name of a rank's file of random states."""
     return f"rank-{rank:05}.pt"
 
 
 def nearest_rank(mesh: ParallelMesh, saved: Mapping[str, int]) -> int:
-    """The rank of the saved mesh whose generators this one goes on from: that of its coordinates, or of the last ones.
+    """Return the rank of the saved mesh whose random states this rank loads.
 
-    Ranks that stood at one place of the saved mesh draw alike from then on, as all do from the launch.
+    It is the rank with the same coordinates, each limited to the size of the saved axis. Ranks that load the same
+    states draw the same numbers afterwards, as all ranks do after the launch.
 
     Args:
-        saved: sizes of the mesh by axis.
+        mesh: the current mesh.
+        saved: sizes of the saved mesh by axis.
     """
     rank = 0
     for axis in AXES:

@@ -1,12 +1,12 @@
-"""The folders of steps: named and removed at once, with a manifest of all files and their hashes.
+"""The folders of steps: created and removed atomically, with a manifest of all files and their hashes.
 
-[Note: complete or not there] A checkpoint is written in a folder of another name, every file of it brought to the disk.
-Its manifest, which lists all files with their hashes, is last. Then the folder gets its name, by one rename, and the
-folder above is brought to the disk. One that is to go gets another name first. So whatever has the name of a step was
-complete once, and what was interrupted is found by its name, and removed by the next save.
+[Note: complete or not there] A checkpoint is written in a folder with a temporary name, and every file is flushed to
+disk. The manifest, which lists all files with their hashes, is written last. One rename then gives the folder its final
+name, and the parent folder is flushed. A folder is renamed before it is removed. So every folder with the name of a
+step was complete when it got that name. Interrupted ones have temporary names, and the next save removes them.
 
-[Note: left behind] A run may go on from an earlier step than the newest. Its next manifest lists the seals of the later
-ones, which stay, and are not the newest any more.
+[Note: left behind] A run may continue from a step that is not the newest. The later steps stay. The run's next manifest
+lists their seals, and they no longer count as the newest.
 """
 
 import json
@@ -38,20 +38,20 @@ _UNFINISHED = re.compile(r"\.(step-\d{8,})\.(?:writing|replaced|removed)(?:-.*)?
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """The folder of a step."""
+    """Return the folder of a step."""
     return directory / f"step-{step:08}"
 
 
 def begin_step(directory: Path, step: int, *, inside: Iterable[str] = ()) -> Path:
-    """Make the folder in which this process writes a step, and remove what earlier ones left unfinished.
+    """Make the temporary folder of a step, and remove unfinished ones of dead processes.
 
     Args:
-        directory: of all steps.
-        step: its number.
-        inside: the folders in it.
+        directory: the folder of all steps.
+        step: number of the step.
+        inside: names of its subfolders.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     make_folder(directory, exist_ok=True)
     sync_folder(directory.parent)
@@ -69,10 +69,10 @@ def begin_step(directory: Path, step: int, *, inside: Iterable[str] = ()) -> Pat
 
 
 def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, FileRecord]) -> Path:
-    """Write the manifest, and give the folder its name. A step that is there already is replaced.
+    """Write the manifest and rename the folder to its final name. An existing step of that number is replaced.
 
     Raises:
-        OSError: it cannot be done; the folder is as it was.
+        OSError: a file operation failed; an existing step is unchanged.
     """
     manifest = {
         "format": FORMAT,
@@ -88,12 +88,12 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
     final = step_path(directory, step)
     with locked(directory):
         replaced = _name_step(folder, final)
-    shutil.rmtree(replaced, ignore_errors=True)  # the next save removes what is left of it
+    shutil.rmtree(replaced, ignore_errors=True)  # the next save removes the rest, if any
     return final
 
 
 def _name_step(folder: Path, final: Path) -> Path:
-    """Give a step its name, and return the place of the one that had it."""
+    """Rename a folder to its final name, and return the new path of the step that had this name before."""
     replaced = unfinished(final, _REPLACED)
     if final.exists():
         if replaced.exists():
@@ -103,7 +103,7 @@ def _name_step(folder: Path, final: Path) -> Path:
         os.rename(folder, final)
         sync_folder(final.parent)
     except OSError:
-        with suppress(OSError):  # what a disk refuses here too is put right by the next load or save
+        with suppress(OSError):  # if this fails too, the next load or save recovers
             if not folder.exists():
                 os.rename(final, folder)
             _recover(final.parent)
@@ -112,7 +112,7 @@ def _name_step(folder: Path, final: Path) -> Path:
 
 
 def recover(directory: Path) -> None:
-    """Give a step that was about to be replaced its name back, where what replaces it never got there."""
+    """Undo interrupted replacements: rename a replaced step back if its successor was never placed."""
     if _nameless(directory):
         with locked(directory):
             _recover(directory)
@@ -124,7 +124,7 @@ def _recover(directory: Path) -> None:
 
 
 def _nameless(directory: Path) -> dict[Path, list[Path]]:
-    """The steps that are without their name while they are replaced, and where they are then."""
+    """Return the steps whose replacement was interrupted, with the folders of their complete predecessors."""
     found = [match for path in _entries(directory) if (match := _UNFINISHED.fullmatch(path.name))]
     nameless = {}
     for final in {directory / match[1] for match in found}:
@@ -135,12 +135,13 @@ def _nameless(directory: Path) -> dict[Path, list[Path]]:
 
 
 def keep_newest(directory: Path, count: int, step: int) -> None:
-    """Of a step and those before it remove all but the newest; see `newest_first`.
+    """Remove all but the newest `count` steps up to `step`; see `newest_first`.
 
-    Later ones are of before a run went on from an earlier step, perhaps since they are damaged: they do not count.
+    Later steps exist if the run continued from an earlier one, perhaps since they are damaged. They do not count and
+    are not removed.
 
     Raises:
-        OSError: it cannot be done.
+        OSError: a folder cannot be removed.
     """
     later = later_steps(directory, step)
     steps = [path for path in newest_first(directory) if path not in later]
@@ -154,23 +155,26 @@ def keep_newest(directory: Path, count: int, step: int) -> None:
 
 
 def steps_in(directory: Path) -> list[Path]:
-    """The folders of steps, the highest number first."""
+    """Return the folders of steps, the highest number first."""
     found = [path for path in _entries(directory) if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_number, reverse=True)
 
 
 def later_steps(directory: Path, step: int) -> list[Path]:
-    """The folders of steps with a higher number, the highest first."""
+    """Return the folders of steps with a higher number, the highest first."""
     return [path for path in steps_in(directory) if _number(path) > step]
 
 
 def later_than(path: Path) -> list[Path]:
-    """The folders beside that of a step, of steps with a higher number; none beside a folder of another name."""
+    """Return the folders of later steps beside that of a step; empty if the folder is not named as a step."""
     return later_steps(path.parent, _number(path)) if _NAME.fullmatch(path.name) else []
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """The folders of steps, the highest number first, but last those that were left behind; see [Note: left behind]."""
+    """Return the folders of steps, the highest number first, steps that were left behind last.
+
+    See [Note: left behind].
+    """
     steps = steps_in(directory)
     lineages = {path: _lineage(path) for path in steps}
     left = {seal for _, behind in lineages.values() for seal in behind}
@@ -178,7 +182,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def _lineage(path: Path) -> tuple[str | None, Sequence[str]]:
-    """A step's own seal, None where its manifest cannot be read, and those of the later steps that it left behind."""
+    """Return the seal of a step (None if its manifest cannot be read) and the seals of steps that it left behind."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         return str(manifest["seal"]), manifest.get("left_behind", ())
@@ -195,10 +199,10 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """The manifest of a step; "files" by name as `FileRecord`.
+    """Read the manifest of a step; its "files" are a dict from name to `FileRecord`.
 
     Raises:
-        ValueError: it cannot be read; names it.
+        ValueError: the manifest is missing, damaged or of another format; names it.
     """
     path = folder / MANIFEST
     try:
@@ -224,7 +228,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def damage_of(folder: Path, name: str, record: FileRecord) -> list[str]:
-    """Errors of a file that is not as it was written, each with the file and, where there are any, the tensor."""
+    """Return errors of a file that differs from its record, each with the path and, if known, the tensor."""
     path = folder / name
     if not path.is_file():
         return [f"{path} is missing"]
@@ -236,18 +240,18 @@ def damage_of(folder: Path, name: str, record: FileRecord) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Take a step's name away first: what was half removed must not look like one."""
+    """Remove a step. It is renamed first, so that a partly removed folder does not look like a step."""
     gone = unfinished(path, "removed")
     if gone.exists():
         shutil.rmtree(gone)
     os.rename(path, gone)
-    if gone.is_symlink():  # to where a user has moved it
+    if gone.is_symlink():  # the user has moved the step and left a link
         gone.unlink()
-    shutil.rmtree(gone, ignore_errors=True)  # the next save removes what is left of it
+    shutil.rmtree(gone, ignore_errors=True)  # the next save removes the rest, if any
 
 
 def _sealed(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as it is written: with its own hash, so that no byte of it can change unnoticed."""
+    """Serialize a manifest with its own hash (the seal), so that every changed byte is detected."""
     return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode()
 
 
