@@ -1,4 +1,4 @@
-"""Shardformer: tensor-parallel policies, layers and the tables of models. Knows nothing of optimizers."""
+"""Shardformer: tensor-parallel policies, layers and tables of models. It does not depend on optimizers."""
 
 from .gradients import clip_grad_norm_
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription

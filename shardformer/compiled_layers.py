@@ -1,12 +1,12 @@
-"""Layers compiled by torch.compile, each as a graph of its own (compile_layers).
+"""Layers compiled by torch.compile, one graph per layer (compile_layers).
 
 [Note: compiled layers] The forward of a layer is one graph, collectives included (cluster/collectives.py), and its
-backward another. Parameters are inputs of the graphs, so layers that are alike share them. What surrounds a layer stays
-as it is: hooks of the layer itself, recomputation, the pipeline. Its gradients arrive together at the end of its
-backward, and are reduced while the layer before computes its own. Random numbers are drawn as without compiling.
+backward another. Parameters are inputs of the graphs, so layers with equal code share them. Code around a layer is not
+compiled: hooks of the layer itself, recomputation, the pipeline. The gradients of a layer arrive together at the end of
+its backward, and are reduced during the backward of the previous layer. Random numbers are drawn as without compiling.
 
-[Note: hooks of modules in a layer] torch.compile sees hooks when it traces, and does not ask again whether a module
-still has none. So layers whose modules have hooks in other places never share a graph.
+[Note: hooks of modules in a layer] torch.compile reads hooks when it traces, and does not check later whether a module
+still has none. So layers whose modules have hooks in different places never share a graph.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ from .policy import Policy
 from .tables.table import Table
 from .weight_sharding import model_layers
 
-# The same entries are dropped as without compiling. Collectives begin as early and are waited for as late as may be, by
-# passes that look at the graph alone: the order is the same on all ranks.
+# Dropout drops the same entries as without compiling. Collectives begin as early and are waited for as late as
+# possible. The passes that move them use the graph alone, so the order is the same on all ranks.
 _OPTIONS: dict[str, Any] = {
     "fallback_random": True,
     "reorder_for_compute_comm_overlap": True,
@@ -37,12 +37,12 @@ _OPTIONS: dict[str, Any] = {
 def layers_to_compile(
     model: nn.Module, errors: list[str], *, policy: Policy | Table | None = None
 ) -> list[nn.Module]:
-    """The layers of a whole model that are compiled: of layers within layers the inner ones.
+    """Return the layers of an uncut model that are compiled; of nested layers the inner ones.
 
     Args:
         model: the model.
-        errors: found so far; where nothing says which its layers are, that is added.
-        policy: knows them where transformers does not; None is that of the model's type.
+        errors: an error is appended if the layers of the model are not known.
+        policy: names the layers if transformers does not mark them; None takes the policy of the model type.
     """
     layers = model_layers(model, policy)
     if not layers:
@@ -56,20 +56,20 @@ def layers_to_compile(
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Compile the forwards of layers, in place; see [Note: compiled layers]. Communicates nothing.
+    """Compile the forwards of layers, in place; see [Note: compiled layers]. No communication.
 
-    Names, parameters and hooks stay. The compiler itself runs when a layer runs first, and once more where it is given
-    tensors of other shapes; from then on for all lengths.
+    Names, parameters and hooks stay. The compiler runs at the first call of a layer, and once more at the first call
+    with other shapes; that graph then serves all lengths.
 
     Args:
-        layers: of the whole model, already split; those that this rank does not hold are left alone.
+        layers: layers of the full model, already sharded; layers of other stages are skipped.
     """
     compiled: dict[tuple[Any, ...], type[nn.Module]] = {}
     for layer in layers:
-        if any(parameter.is_meta for parameter in layer.parameters()):  # of another stage, and released
+        if any(parameter.is_meta for parameter in layer.parameters()):  # of another stage: released
             continue
         for module in layer.modules():
-            if isinstance(module, ShardedLinear):  # prefetches by what was used before: the compiler calls it
+            if isinstance(module, ShardedLinear):  # prefetches in a recorded order, so it is not traced
                 vars(module)["forward"] = torch.compiler.disable(module.forward)
         alike = (type(layer), *_places_of_hooks(layer))
         if alike not in compiled:
@@ -78,7 +78,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
 
 
 def _places_of_hooks(layer: nn.Module) -> tuple[tuple[str, str], ...]:
-    """See [Note: hooks of modules in a layer]."""
+    """Return the path and kind of every hook inside a layer; see [Note: hooks of modules in a layer]."""
     return tuple(
         (path, kind)
         for path, module in layer.named_modules()
@@ -88,10 +88,10 @@ def _places_of_hooks(layer: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class whose forward is the compiled one of another; it shares no graphs with other classes made here."""
+    """Return a subclass with a compiled forward; it shares no graphs with other classes made here."""
 
     def compute(self: nn.Module, length: int, *args: Any, **kwargs: Any) -> Any:
-        # As an argument it may change from call to call; numbers that modules hold are constants of a graph.
+        # The length is an argument because it changes between calls; attributes of modules are constants of a graph.
         if (axis := axis_of(self)) is not None:
             axis.length = length
         return kind.forward(self, *args, **kwargs)
@@ -110,7 +110,7 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 @contextmanager
 def _gradients_aside(layer: nn.Module) -> Iterator[None]:
-    """Take away gradients of another format than their parameters, which torch.compile refuses to trace."""
+    """Detach gradients with another dtype than their parameters: torch.compile refuses to trace these."""
     held = [(each, each.grad) for each in layer.parameters() if each.grad is not None]
     held = [(each, gradient) for each, gradient in held if gradient.dtype != each.dtype]
     for parameter, _ in held:

@@ -1,8 +1,8 @@
-"""The table of a model that has none here, from the plans that its transformers config carries.
+"""Derive the table of a model type without one from the parallel plans of its transformers config.
 
-`base_model_tp_plan` says by name how modules are split, `base_model_pp_plan` in which order the parts of the base
-model run. Where gradients are summed those plans leave to their reader. Here a region is the module that holds
-column-split layers and the row-split one that ends it; what is not plainly so is an error.
+`base_model_tp_plan` gives for each module name how it is sharded, `base_model_pp_plan` the order in which the modules
+of the base model run. The plans do not say where gradients are summed. Here a region is the module that contains
+column-parallel layers and one final row-parallel layer; any other structure is an error.
 """
 
 import re
@@ -20,12 +20,12 @@ from .layers.embedding import embedding_errors
 from .layers.forward_code import exit_error, own_names, returns_tuple, takes_named_inputs, tensor_inputs
 from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present
 
-# Packed: two projections of equal length side by side.
+# Packed: two projections of equal size in one weight.
 _PACKED = 2
-# Nothing is done here: whole modules need no style, parameters are found by their own entries, and activations
-# outside of regions are never split, whatever the plan proposes for norms.
+# Styles without an effect: replicated modules need none, parameters have entries of their own, and activations
+# outside regions are never sharded, whatever the plan proposes for norms.
 _IGNORED = ("replicate", "local_params", "sequence_parallel")
-# By style the field of a table, for modules.
+# For modules: the field of a table, by style.
 _OF_MODULES = {
     "colwise": "column",
     "packed_colwise": "column",
@@ -39,14 +39,14 @@ _OF_MODULES = {
     "moe_tp_experts": "exits",
     "all_reduce": "exits",
 }
-# By style the dimension that is cut, for parameters, and how many dimensions they must have.
+# For parameters: the sharded dimension and the least number of dimensions, by style.
 _OF_PARAMETERS = {
     "colwise": (-2, 1),
     "packed_colwise": (-2, 2),
     "rowwise": (-1, 2),
     "packed_rowwise": (-1, 2),
 }
-# Attributes with counts of heads. Code that computes with one would count the heads of other ranks.
+# Attributes with numbers of heads. Code that computes with one would include the heads of other ranks.
 _HEAD_COUNTS = {"num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "embed_dim"}
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE = ("k_proj", "v_proj")
@@ -55,15 +55,15 @@ _ADVICE = "write a table for this model type"
 
 
 def derived_table(model: nn.Module) -> Table:
-    """A table from the plans of a transformers model's config.
+    """Return a table made from the plans of a transformers model's config.
 
-    Reasons against the tensor axis and against stages stand in the table apart, so that the other can still be done.
+    Errors of tensor parallelism and of pipeline stages are separate fields of the table: a model may support only one.
 
     Args:
-        model: whole; may be without memory.
+        model: the full model; may be on the meta device.
 
     Raises:
-        ValueError: its config has no such plans, or they are not about one list of layers.
+        ValueError: its config has no such plans, or they do not describe exactly one list of layers.
     """
     base: Any = getattr(model, "base_model", model)
     config = getattr(base, "config", None)
@@ -129,10 +129,10 @@ def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mappi
 
 
 def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module], config: Any) -> Table:
-    """The table with all that is split within its layers.
+    """Return the table with the sharding of its layers added.
 
     Raises:
-        ValueError: the plan does not say how; all reasons at once.
+        ValueError: the plan does not determine it; all reasons at once.
     """
     if not splits:
         raise ValueError("transformers has no base_model_tp_plan for this model: use tp_size=1")
@@ -181,9 +181,9 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
 
 
 def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]) -> tuple[Table, list[str]]:
-    """The table with the plan's entries for what these layers hold, and what of the plan is not known here.
+    """Return the table with the plan's entries for these layers, and the errors of entries that are not supported.
 
-    An entry for what no layer holds is passed over, and so is the vocabulary's embedding, which is always split.
+    Entries that match nothing in a layer are skipped, and so is the token embedding, which is always sharded.
     """
     assert isinstance(plain.stage, StagePlan)
     stack, errors = f"{plain.stage.layers}.*.", list[str]()
@@ -223,7 +223,7 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
 
 
 def _layer_errors(layer: nn.Module, table: Table) -> list[str]:
-    """Why regions do not start and end where the modules that hold split layers do."""
+    """List errors of a layer whose regions do not coincide with the modules that contain sharded layers."""
     active = active_regions(layer, table)
     nested = [
         f"{inner} works on split activations within {outer}, which does too: {_ADVICE}"
@@ -265,7 +265,7 @@ def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
 
 
 def _whole(layer: nn.Module, path: str, table: Table) -> list[str]:
-    """The modules below a region, without itself, that hold parameters which the plan does not split."""
+    """Return the modules inside a region, without the region itself, that have replicated parameters."""
     linear = (*table.column, *table.row, *table.gathered, *table.scattered)
     known = (*linear, *table.exits, *table.partial, *table.split)
     names = (name for name, _ in layer.get_submodule(path).named_parameters() if "." in name)
@@ -274,7 +274,7 @@ def _whole(layer: nn.Module, path: str, table: Table) -> list[str]:
 
 
 def _padded(layers: Sequence[nn.Module], table: Table, attention: str, config: Any) -> dict[str, str]:
-    """The attention with the layer that ends it, where heads can be added: all that is split there is cut by heads."""
+    """Return the attention and its output layer if heads can be padded: all its sharded weights divide by heads."""
     rows = [name for name in table.row if is_within(name, attention)]
     columns = [name for name in table.column if is_within(name, attention)]
     is_by_head = all(
@@ -289,7 +289,7 @@ def _padded(layers: Sequence[nn.Module], table: Table, attention: str, config: A
 
 
 def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDropout]:
-    """Dropout on attention's weights, which are split by heads, or by a module on other split activations."""
+    """Return the dropout of each region: on attention weights, sharded by heads, or on other sharded activations."""
     found: dict[str, RegionDropout] = {}
     for row in table.row:
         region = row.rpartition(".")[0]
@@ -304,7 +304,7 @@ def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDrop
 
 
 def _called(model: Any, method: str) -> nn.Module | None:
-    """Result of a method of transformers' models; None where a model has nothing for it."""
+    """Return the result of a method of transformers' models; None if the model does not implement it."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):

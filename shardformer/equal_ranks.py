@@ -1,4 +1,4 @@
-"""Comparison of models before they are split, and of inputs at each call, over the ranks that must have them alike."""
+"""Checks that ranks have equal models before sharding, and equal inputs at each call."""
 
 from typing import Any
 
@@ -17,22 +17,22 @@ SAMPLE = 64  # values of each tensor that are compared
 
 
 def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
-    """All ranks must give one and the same model: names, shapes and a sample of the values. All-gather over each group.
+    """Require equal models on all ranks: names, shapes and a sample of the values. One all-gather over each group.
 
-    Of a lazily built tensor it is compared what was recorded: all that its values follow from.
+    For a lazy tensor the recorded initialization is compared, which determines its values.
 
     Args:
-        model: whole, not yet split.
-        groups: axes of a grid, whose ranks are compared along one after the other; none is the world.
+        model: the full model, not yet sharded.
+        groups: axes of a grid, compared one after the other; without any, the world.
 
     Raises:
-        ValueError: some rank's differs; on every rank of the grid.
+        ValueError: the model of a rank differs; raised on every rank of the grid.
     """
     sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
     own, differing = batch_hash([shapes, sample]), list[int]()
     for group in groups or (None,):
-        # With what an earlier axis found, or this rank would raise and those of the next axis wait for it.
+        # Includes the result of the previous axis: otherwise this rank would raise while the next axis waits for it.
         found = gather_integers((own, int(bool(differing))), group)
         differing = differing or [
             rank for rank, (code, is_apart) in enumerate(found) if is_apart or code != found[0][0]
@@ -45,7 +45,7 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
 
 
 _SEED = "launch_from_torch(seed=...) seeds all ranks equally"
-# What a call compares, and what to do where it differs.
+# The values that a call compares, each with the advice if they differ.
 _OF_A_CALL = (
     (
         "the inputs",
@@ -57,11 +57,11 @@ _OF_A_CALL = (
 
 
 def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
-    """Let every call of a split model compare its inputs over the tensor axis, by a hook. All-gather of a number each.
+    """Add a hook that compares the inputs of every call over the tensor axis. All-gather of three integers per call.
 
-    Ranks with different batches, or that drew different tokens, would each add their own part to sums of the others'.
-    In training the random states are compared too, where the model drops at random. A call then raises ValueError, on
-    every rank; so it does within a DistributedDataParallel over the axis.
+    With different batches or sampled tokens, all-reduces would mix results of different inputs. In training the
+    random states are compared too, if the model has dropout. A call with differences raises ValueError on every rank;
+    so does a call inside a DistributedDataParallel over the axis.
     """
     drops = _drops(model)
 
@@ -84,17 +84,17 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
 def require_equal_inputs(
     args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str, *, drawn: int, differs: bool
 ) -> tuple[int, bool]:
-    """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of numbers.
+    """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of integers.
 
     Args:
-        args, kwargs: of the call.
-        group: ranks that compute one model.
-        axis: what they are, in the words of the mesh.
-        drawn: by this rank, for the random numbers of the call.
-        differs: whether other ranks of this one's model are known to have drawn another number.
+        args, kwargs: arguments of the call.
+        group: ranks that compute one model together.
+        axis: name of their axis in the mesh.
+        drawn: the number that this rank drew as the seed of the call.
+        differs: True if a rank of the same model, on another axis, is known to have drawn another number.
 
     Returns:
-        The number that the first rank of the group drew, and whether any rank drew another one.
+        The number that the first rank of the group drew, and True if any rank drew another one.
     """
     own = batch_hash(tensors_of_call(args, kwargs)), drawn, int(differs)
     found = gather_integers(own, group)
@@ -107,7 +107,7 @@ def require_equal_inputs(
 
 
 def _refuse_average(group: ProcessGroup) -> None:
-    """Refuse a call through torch's DistributedDataParallel over ranks of the tensor axis, whose shards differ."""
+    """Raise ValueError for a call through torch's DistributedDataParallel over tensor ranks, whose shards differ."""
     around = DistributedDataParallel._get_active_ddp_module()
     if around is None:
         return
@@ -122,9 +122,9 @@ def _refuse_average(group: ProcessGroup) -> None:
 
 
 def tensors_of_call(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that a model is called with, by name where they have one.
+    """Return the tensor arguments of a call, keyword arguments with their names.
 
-    Tensors alone: a cache or an encoder's output differs in its last bits, and is made of inputs.
+    Other objects are left out: a cache or an encoder's output is computed, and may differ in its last bits.
     """
     own: list[Any] = [[each for each in args if isinstance(each, Tensor)]]
     return own + [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)]
@@ -137,7 +137,7 @@ def _sample(tensor: Tensor) -> Tensor | int:
 
 
 def _drops(model: nn.Module) -> bool:
-    """Return True where a model may drop at random in training, by a module or by a number of one or of its config."""
+    """Return True if a model has dropout: a module, or a positive number with "drop" in its name."""
     owners: list[Any] = [model.config, *model.modules()] if hasattr(model, "config") else [*model.modules()]
     return any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in owners) or any(
         "drop" in name and isinstance(value, float) and value > 0

@@ -1,4 +1,4 @@
-"""The fused kernels that a model is to use, and whether it can."""
+"""Choice of fused kernels for a model, and the errors of a choice that is not possible."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -28,14 +28,14 @@ _LOG = logging.getLogger("echelon")
 
 @dataclass(frozen=True, kw_only=True)
 class FusedKernels:
-    """Kernels that were asked for.
+    """Requested kernels.
 
     Args:
-        flash_attention: attention by a kernel of `attention.KERNELS`, by name; True is `flash_kernel`.
+        flash_attention: attention by a kernel of `attention.KERNELS`, by name; True takes `flash_kernel`.
         xformers: attention by xFormers.
         normalization: norms by apex, Liger or torch; see fused_norm.py.
         jit: activation formulas and dropout + addition compiled by torch; see fused_code.py.
-        loss: the causal loss from what enters the head; see layers/chunked_loss.py.
+        loss: the causal loss from the input of the head, in chunks; see layers/chunked_loss.py.
         is_ring: attention is ring attention, which has kernels of its own.
     """
 
@@ -47,11 +47,11 @@ class FusedKernels:
     is_ring: bool = False
 
     def errors(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
-        """List what this machine lacks or what contradicts itself, each with what would work. No communication.
+        """List missing packages or hardware and contradictory options, each with advice. No communication.
 
         Args:
             device: where the model will compute.
-            dtype: in which format; None is not known.
+            dtype: format of the computation; None if not known.
         """
         flash = f"enable_flash_attention={self.flash_attention!r}"
         rows = (
@@ -89,32 +89,32 @@ class FusedKernels:
             yield "enable_xformers", XFORMERS
 
     def model_errors(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Why a whole model cannot use the attention or the loss that was asked for. No communication."""
+        """List reasons why an uncut model cannot use the requested attention or loss. No communication."""
         found = [
             error for option, name in self._kernels(device) for error in attention_errors(model, name, option)
         ]
         return found + [f"enable_fused_loss: {each}" for each in chunked_loss_errors(model) if self.loss]
 
     def choose_attention(self, model: nn.Module, device: torch.device) -> None:
-        """Set the attention, of a whole model that has no errors."""
+        """Set the attention of an uncut model that has no errors."""
         for _, name in self._kernels(device):
             set_attention(model, name)
 
     def takes_loss(self, model: nn.Module) -> bool:
-        """Return True where the loss is to be computed by chunks, and this rank has the head."""
+        """Return True if the loss is requested in chunks, and this rank has a head that supports it."""
         return self.loss and not chunked_loss_errors(model)
 
     def route_loss(self, model: nn.Module, *, parallel_output: bool) -> None:
-        """Let a model that is split compute its loss by chunks, if it is asked for and does not yet; see `fuse`."""
+        """Compute the loss of a sharded model in chunks, if requested and not yet done; see `fuse`."""
         if self.takes_loss(model):
             route_chunked_loss(model, parallel_output=parallel_output)
 
     def fuse(self, model: nn.Module, dtype: torch.dtype, *, parallel_output: bool = True) -> None:
-        """Fuse norms, elementwise code and the loss, of a model that is split already. Logs what finds nothing to fuse.
+        """Fuse norms, elementwise code and the loss of a model that is already sharded. Logs options without effect.
 
         Args:
-            model: this rank's.
-            dtype: in which it computes.
+            model: the local model.
+            dtype: format of its computation.
             parallel_output: leave logits uncomputed after training calls with labels, if the loss needs none.
         """
         kind = type(model).__name__
@@ -143,12 +143,12 @@ class FusedKernels:
 
 
 def flash_kernel(device: torch.device) -> str:
-    """The kernel of flash attention on a device where none is named."""
+    """Return the default kernel of flash attention on a device."""
     return FLASH_ATTENTION_2 if is_cuda(device) else SDPA
 
 
 def switch_errors(given: Mapping[str, Any]) -> list[str]:
-    """Errors of settings that are neither True nor False, nor a name where one is allowed."""
+    """List errors of settings that are neither True nor False, nor an allowed name."""
     names = {"enable_flash_attention": tuple(KERNELS)}
     return [
         f"{name}={value!r} must be {', '.join(map(repr, (True, *names.get(name, ()))))} or False"
