@@ -1,9 +1,9 @@
-"""Elementwise code between a model's layers with weights, compiled: activation formulas, and dropout + addition.
+"""Compile the elementwise code between layers with weights: activation formulas, and dropout + addition.
 
-[Note: compiled code] What is compiled is the forward of transformers' own class, as it is. It runs on a shadow of the
-module, in which everything that has weights or hooks is opaque to the compiler: it is called as ever, with its hooks,
-collectives and split backwards. Biases stay in the matrix products, whose kernels add them for nothing. Random numbers
-are drawn as without compiling, so dropout drops the same entries.
+[Note: compiled code] The compiled code is the unchanged forward of transformers' class. It runs on a shadow of the
+module, in which every child with weights or hooks is opaque to the compiler: such a child is called without
+compilation, with its hooks, collectives and split backwards. Biases stay in the matrix products, whose kernels add them
+at no cost. Random numbers are drawn as without compiling, so dropout drops the same entries.
 """
 
 import ast
@@ -28,22 +28,22 @@ from .layers.parallel_module import AROUND_FORWARD, ParallelModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FORMULAS = "transformers.activations"
-_ONE_KERNEL = ("GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLUActivation")  # of torch's own
-_OF_ONE = ("_modules", "_shadow")  # attributes of a module or its shadow alone
-# Graphs are small: a pool of processes to compile them would take longer to start.
+_ONE_KERNEL = ("GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLUActivation")  # one kernel of torch
+_OF_ONE = ("_modules", "_shadow")  # attributes that a module and its shadow do not share
+# Graphs are small: starting a pool of compiler processes would take longer than compiling them.
 _OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
 
 
 def compile_elementwise(model: nn.Module) -> Counter[str]:
-    """Compile a model's activation formulas, and modules that add something to a dropout's result, in place.
+    """Compile a model's activation formulas, and modules that add something to the result of a dropout, in place.
 
-    Names, parameters and hooks stay. The compiler itself runs when such code runs first.
+    Names, parameters and hooks stay. The compiler runs at the first call of such code.
 
     Args:
-        model: split already; weight gradients are deferred already where a schedule asks for that.
+        model: already sharded, with weight gradients already deferred if the schedule needs that.
 
     Returns:
-        How many modules are compiled, by the names of their classes; empty where the model has no such code.
+        The number of compiled modules, by class name; empty if the model has no such code.
     """
     found: Counter[str] = Counter()
     for module in list(model.modules()):
@@ -58,7 +58,7 @@ def compile_elementwise(model: nn.Module) -> Counter[str]:
 
 
 def _has_dropout_and_sum(module: nn.Module) -> bool:
-    """Return True where a module's own code does both, and only children that can be opaque have weights."""
+    """Return True if a module's own code contains both, and only children that can be opaque have weights."""
     children = list(module.children())
     return (
         bool(children)
@@ -71,7 +71,7 @@ def _has_dropout_and_sum(module: nn.Module) -> bool:
 
 
 class _Opaque(nn.Module):
-    """A child that the compiler does not look into; it is found anew in each call, under its name."""
+    """A child that the compiler does not trace; each call looks it up by its name."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Opaque(nn.Module):
 
 
 def _is_open(child: nn.Module | None) -> bool:
-    """Return True where the compiler may look into a child: it has no weights, and nobody watches it."""
+    """Return True if the compiler may trace a child: it has neither weights nor hooks."""
     if child is None:
         return True
     has_state = any(True for _ in (*child.parameters(), *child.buffers()))
@@ -98,14 +98,14 @@ def _is_open(child: nn.Module | None) -> bool:
 
 @functools.cache
 def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class whose forward is the compiled one of another, run on its shadow."""
+    """Return a subclass whose forward is compiled and runs on the module's shadow."""
     backend = functools.partial(inductor, options=_OPTIONS)
     compiled: Callable[..., Any] = torch.compile(kind.forward, dynamic=True, backend=backend)
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shadow = vars(self)["_shadow"]
-        # As the module is now, with later changes.
+        # Copy the current attributes of the module, which may have changed.
         vars(shadow).update({name: value for name, value in vars(self).items() if name not in _OF_ONE})
         opaque = vars(shadow)["_opaque"]
         vars(shadow)["_modules"] = {
@@ -119,7 +119,7 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 def inductor(
     graph: torch.fx.GraphModule, inputs: list[Any], *, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """torch's own compiler; imported when the first graph comes, which takes seconds."""
+    """Compile a graph by torch's inductor, imported at the first graph because the import takes seconds."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(graph, inputs, config_patches=options)
@@ -127,10 +127,10 @@ def inductor(
 
 
 def compiler_errors(option: str, device: torch.device) -> list[str]:
-    """Return what torch.compile lacks on this machine, with what would work. No communication.
+    """List the tools that torch.compile lacks on this machine, with advice. No communication.
 
     Args:
-        option: what asks for it, as the user wrote it.
+        option: the option that requests it, as the user wrote it.
         device: where the model will compute.
     """
     if is_cuda(device) and find_spec("triton") is None:
@@ -147,9 +147,10 @@ def compiler_errors(option: str, device: torch.device) -> list[str]:
 
 
 def adds_dropout(kind: type[nn.Module]) -> bool:
-    """Return True where a class's forward adds something to what a dropout returned, and calls no methods of its own.
+    """Return True if a forward adds something to the result of a dropout, and calls no methods of its class.
 
-    Its code is read, not run. Methods of its own rearrange (Swin's windows), which takes a compiler minutes.
+    The code is parsed, not run. Methods of the class rearrange tensors (Swin's windows), which takes minutes to
+    compile.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
@@ -175,13 +176,13 @@ def adds_dropout(kind: type[nn.Module]) -> bool:
 
 
 def _calls_method(call: ast.Call, kind: type) -> bool:
-    """Return True for `self.method(...)` of a method that the class has; its children are no attributes of it."""
+    """Return True for `self.method(...)`, a method of the class; children are attributes of instances only."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return isinstance(owner, ast.Name) and owner.id == "self" and hasattr(kind, _called(call))
 
 
 def _called(node: Any) -> str:
-    """The last part of the name of what is called; "" for anything else."""
+    """Return the last part of a called function's name; "" if the node is not a call."""
     function = node.func if isinstance(node, ast.Call) else None
     return str(getattr(function, "attr", getattr(function, "id", "")))
 

@@ -1,6 +1,6 @@
-"""Norms by fused kernels: of apex or Liger where installed on CUDA, else of torch.
+"""Norms by fused kernels: of apex or Liger if installed on CUDA, otherwise of torch.
 
-Which modules are norms, and of what kind, is found by trying them.
+Norms and their formulas are recognized by running the modules on a trial input.
 """
 
 # H features
@@ -22,20 +22,20 @@ from ..pipeline.stand_ins import StandIn
 from .layers.norm import epsilon_of
 from .layers.parallel_module import ParallelModule
 
-# From x (..., H), weight (H) or None, bias (H) or None and epsilon, by these names, to the normed x in the format of x.
+# Arguments by name: x (..., H), weight (H) or None, bias (H) or None, epsilon. Returns the normed x in the dtype of x.
 Kernel = Callable[..., Tensor]
 
 
 def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Counter[str]]:
-    """Let a model's norms compute with fused kernels, in place: names, parameters and hooks stay.
+    """Replace the forwards of a model's norms by fused kernels, in place: names, parameters and hooks stay.
 
     Args:
-        model: split already; norms whose features are split have a class of their own and stay.
-        dtype: the format that it will compute in.
+        model: already sharded; norms with sharded features have a class of their own and are not fused.
+        dtype: the format of the computation.
 
     Returns:
-        How many norms use a kernel, and how many compute otherwise than any formula here and stay as they are; by
-        the names of their classes.
+        The number of norms that use a kernel, and of norms that match no formula here and stay unchanged; both by
+        class name.
     """
     fused, unknown = Counter[str](), Counter[str]()
     first = next(model.parameters(), None)
@@ -55,9 +55,9 @@ def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Coun
 
 
 def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
-    """The library that computes norms on a device, and its kernels: by the root of the mean square, and by mean too.
+    """Return the library that computes norms on a device, and its kernels for RMSNorm and for LayerNorm.
 
-    On CUDA apex where it was built with its kernels, else Liger where it is installed; torch's own in all other cases.
+    On CUDA apex if it was built with its kernels, otherwise Liger if it is installed; torch in all other cases.
     """
 
     def of_weight(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -83,8 +83,8 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
         liger = import_module("liger_kernel.transformers.functional")
         return (
             "liger_kernel",
-            # "gemma": all in float32, rounded once. In place it would overwrite the gradient that comes in, which a
-            # residual connection hands to others too.
+            # "gemma": all in float32, rounded once. In place, the kernel would overwrite the incoming gradient, which
+            # a residual connection uses a second time.
             lambda x, weight, bias, epsilon: liger.liger_rms_norm(
                 x, of_weight(x, weight), epsilon, 0.0, "gemma", False
             ),
@@ -101,7 +101,7 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
 
 
 def _forms(kernel: Kernel) -> list[Kernel]:
-    """The orders in which classes of transformers multiply with a weight, and cast."""
+    """Return the formulas of transformers' norms: they differ in the order of casts and of the product with weight."""
 
     def in_the_format_of_x(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
         normed: Tensor = weight * kernel(x, None, None, epsilon)
@@ -118,7 +118,7 @@ def _forms(kernel: Kernel) -> list[Kernel]:
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that look like norms: an epsilon, one weight of features, at most a bias, one input."""
+    """Yield the modules that may be norms: an epsilon, a 1-d weight, at most a bias of its shape, and no buffers."""
     for module in model.modules():
         parameters = dict(module.named_parameters())
         weight = parameters.get("weight")
@@ -136,7 +136,7 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _form_of(norm: nn.Module, forms: list[Kernel], dtype: torch.dtype) -> Kernel | None:
-    """The form that gives what a norm gives, but for rounding; the nearest of them, or None where all depart."""
+    """Return the formula with the results of a norm up to rounding; the nearest one, or None if all differ."""
     weight = norm.get_parameter("weight")
     device = torch.device("cpu") if weight.is_meta else weight.device
     random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -146,20 +146,21 @@ def _form_of(norm: nn.Module, forms: list[Kernel], dtype: torch.dtype) -> Kernel
         name: None if each is None else Parameter(random(features).to(device, dtype))
         for name, each in norm._parameters.items()
     }
-    # Rows of all sizes, off zero: small ones show the epsilon, the shifts what is subtracted, and how exactly.
+    # Rows of several magnitudes, shifted from zero: small ones show the epsilon, the shifts a subtracted mean and its
+    # precision.
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 30.0]).view(4, 1, 1, 1)
     shifts = torch.tensor([0.5, 0.5, 16.0, 0.5]).view(4, 1, 1, 1)
     x = ((random(4, 3, 2, features) + shifts) * sizes).to(device, dtype)
     given = dict(weight=trial.weight, bias=trial._parameters.get("bias"), epsilon=epsilon_of(trial))
     parameters = list(trial.parameters())
     try:
-        # Without the hooks of the user, who watches no trials.
+        # `forward` skips the user's hooks, which must not see trials.
         expected, of_three = _tried(trial.forward, x, parameters), trial.forward(x[0])
         if expected[0].shape != x.shape or not torch.equal(expected[0][0], of_three.double()):
             return None
         found = [_tried(partial(form, **given), x, parameters) for form in forms]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-        return None  # it takes something else than what a norm of the last dimension takes
+        return None  # its inputs are not those of a norm over the last dimension
     off = [_distance(each, expected, x.dtype) for each in found]
     best = min(range(len(off)), key=off.__getitem__)
     return forms[best] if off[best] <= 1 else None
@@ -167,7 +168,7 @@ def _form_of(norm: nn.Module, forms: list[Kernel], dtype: torch.dtype) -> Kernel
 
 @torch.enable_grad()
 def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Result of a norm for x and, for one gradient of it, the gradients of x and of the parameters, in float64."""
+    """Return a norm's result for x, and the gradients of x and of the parameters for a fixed one; in float64."""
     x = x.detach().requires_grad_()
     out = norm(x)
     gradient = torch.arange(out.shape[-1], device=out.device).cos().to(out.dtype).expand_as(out)
@@ -176,7 +177,7 @@ def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]
 
 
 def _distance(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
-    """Distance of results from the expected ones, in shares of the effect of rounding and of sums in another order."""
+    """Return the largest error relative to the expected results, in units of the allowed rounding error."""
     is_wide = dtype is torch.float32
     shares = []
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -187,12 +188,12 @@ def _distance(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -
 
 
 class FusedNorm(nn.Module):
-    """A norm that computes with a kernel; its class is also the one that it was built with."""
+    """A norm that computes with a fused kernel; its subclasses also inherit from the original class."""
 
     _compute: Kernel
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """(..., H) in and out, in the format of the input, whatever that is called."""
+        """Norm x (..., H) over H, in its own dtype; the argument may have any name."""
         (x,) = (*args, *kwargs.values())
         weight: Any = self.weight
         bias: Any = getattr(self, "bias", None)

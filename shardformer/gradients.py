@@ -1,4 +1,4 @@
-"""Gradients of a split model without a booster: made whole by hooks once a backward has ended, and clipped."""
+"""Gradients of a sharded model without a booster: summed and averaged by hooks during backward, and clipped."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ from ..cluster.placement import is_primary, num_parts, placement_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
-_BUCKET = 2**22  # elements that are averaged together
+_BUCKET = 2**22  # elements per all-reduce
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Over which ranks a model's gradients are whole without a booster; None is an axis of one rank.
+    """The axes over which hooks reduce a model's gradients without a booster; None is an axis of one rank.
 
     Args:
-        tensor: the ranks that hold different shards.
-        data: the ranks that hold equal shards and train on different batches.
-        average: what averages over `data`.
+        tensor: the ranks with different shards.
+        data: the ranks with equal shards and different batches.
+        average: the hooks that average over `data`.
     """
 
     tensor: ProcessGroup | None
@@ -35,26 +35,26 @@ class Axes:
 
 
 def axes_of(model: nn.Module) -> Axes | None:
-    """The axes of a model that `make_gradients_whole` was called for, else None."""
+    """Return the axes of a model on which `make_gradients_whole` was called, otherwise None."""
     axes: Axes | None = vars(model).get(_AXES)
     return axes
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return True where a plugin or ShardFormer had the model: it has shards, or hooks for its gradients."""
+    """Return True if a plugin or ShardFormer processed the model: it has shards, or hooks for its gradients."""
     return axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
 
 
 def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
-    """Let every backward leave gradients as one process has them: this rank's shard of each. By hooks.
+    """Add hooks after which every backward leaves the local shard of the gradients that one process would compute.
 
-    Over the tensor axis, gradients that are a part on each rank (norms inside a region, replicas of key-value heads)
-    are summed when autograd has the whole one of a backward, so accumulating over several counts none twice. Over the
-    data axis, all are averaged at the end of a backward. A backward then is collective over both axes: every rank calls
-    it, with a graph that is the same on all ranks of the tensor axis. Also for parameters that are frozen today.
+    Over the tensor axis, partial gradients (norms inside a region, replicas of key-value heads) are all-reduced once
+    per backward, before they are accumulated: gradient accumulation counts none twice. Over the data axis, all
+    gradients are averaged at the end of a backward. Each backward is then collective over both axes: every rank calls
+    it, and the graph is the same on all ranks of the tensor axis. Frozen parameters get hooks too, for a later use.
 
     Args:
-        model: already split.
+        model: already sharded.
         tensor: the tensor axis; None is one rank.
         data: the data axis; None is one rank.
     """
@@ -71,39 +71,39 @@ def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data:
 
 
 class DataAverage:
-    """Averages gradients over the data axis at the end of each backward.
+    """Average gradients over the data axis at the end of each backward.
 
-    Averaging twice changes nothing, so what was averaged before may be accumulated to. A parameter that only some
-    ranks have a gradient for counts as zero on the others.
+    Averaging equal gradients changes nothing, so later backwards may accumulate into averaged gradients. If only some
+    ranks have a gradient of a parameter, it counts as zero on the others.
 
     Args:
-        parameters: all of the model, in one order on all ranks.
+        parameters: all parameters of the model, in the same order on all ranks.
         group: the data axis.
     """
 
     def __init__(self, parameters: Iterable[Parameter], group: ProcessGroup) -> None:
         self._parameters = list(parameters)
         self._group = group
-        self._backward = -1  # the one that ends with an average
+        self._backward = -1  # the number of the last backward that queued the average
         for parameter in self._parameters:
             with _requiring_gradient(parameter):
-                # Weakly: the garbage collector does not see through the hooks of a tensor.
+                # A weak reference: the garbage collector does not follow the hooks of a tensor.
                 parameter.register_post_accumulate_grad_hook(_noting(WeakMethod(self._note)))
 
     def _note(self) -> None:
-        """A backward has brought a gradient; the first of each one queues the average."""
+        """Queue the average at the end of this backward, once per backward."""
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # by its number, since one that breaks off ends without the average
+        if backward != self._backward:  # a number, not a flag: a failed backward ends without it
             self._backward = backward
             Variable._execution_engine.queue_callback(self._average)
 
     @torch.no_grad()
     def _average(self) -> None:
-        """All-reduce of the gradients, each with a flag that is above 0 where any rank has it."""
+        """All-reduce the gradients, each with a flag that is positive if any rank has it."""
         for bucket in _buckets(each for each in self._parameters if each.requires_grad):
             gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
             flags = torch.tensor([float(each.grad is not None) for each in bucket])
-            # In float32 also for 16 bits, whose sum over many ranks would lose digits.
+            # In float32, because a sum over many ranks in 16 bits would lose digits.
             flat = torch.cat([*(each.float().flatten() for each in gradients), flags.to(bucket[0].device)])
             mean = all_reduce(flat, self._group) / self._group.size()
             *means, flags = mean.split([*(each.numel() for each in bucket), len(bucket)])
@@ -114,12 +114,12 @@ class DataAverage:
 
 
 def _summing(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
-    """A hook that sums a gradient over so many neighbours of a group."""
+    """Return a hook that sums a gradient over blocks of `parts` neighbouring ranks of a group."""
 
     def summed(gradient: Tensor) -> Tensor:
         if parts == group.size():
             return all_reduce(gradient, group)
-        # Among all, for want of a group of these alone: making one would be collective over the world.
+        # Over the full group, since there is no group of the block: making one would be collective over the world.
         first = group.rank() // parts * parts
         return all_gather(gradient[None], group, 0)[first : first + parts].sum(0)
 
@@ -136,7 +136,7 @@ def _noting(note: WeakMethod) -> Callable[[Tensor], None]:
 
 @contextmanager
 def _requiring_gradient(parameter: Parameter) -> Iterator[None]:
-    """Hooks need a parameter that requires a gradient, and stay when it is frozen again."""
+    """Make a parameter require a gradient while a hook is added; the hook stays when it is frozen again."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
@@ -146,7 +146,7 @@ def _requiring_gradient(parameter: Parameter) -> Iterator[None]:
 
 
 def _buckets(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
-    """The parameters in turn, as many together as a bucket takes."""
+    """Yield the parameters in order, grouped into buckets."""
     bucket, filled = list[Parameter](), 0
     for parameter in parameters:
         if bucket and filled + parameter.numel() > _BUCKET:
@@ -162,22 +162,22 @@ def _buckets(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip the gradients of a model that `ShardFormer` split to a norm: that of the whole model's.
+    """Clip the gradients of a model that `ShardFormer` sharded by their global norm, in place.
 
-    torch.nn.utils.clip_grad_norm_ would take each rank's shards for the whole: every rank would clip by another norm.
-    An all-gather of one number over the tensor axis, whose ranks all call.
+    torch.nn.utils.clip_grad_norm_ would use the norm of the local shards, so every rank would clip differently.
+    One all-gather of a number over the tensor axis, so all its ranks must call.
 
     Args:
-        model: what `shard_model` or `ShardFormer.optimize` returned, or one that was not split.
-        max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
+        model: the result of `shard_model` or `ShardFormer.optimize`, or a model that was not sharded.
+        max_norm: gradients with a larger norm are scaled down to it; `inf` only measures.
         norm_type: the p of the norm, `inf` for the largest magnitude.
-        error_if_nonfinite: raise where the norm is infinite or NaN.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
 
     Returns:
         The norm before clipping, 0-d float32, equal on all ranks.
 
     Raises:
-        ValueError: a plugin split the model, or a number is out of its range.
+        ValueError: a plugin sharded the model, or a number is out of range.
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     if not (max_norm >= 0 and norm_type > 0):
@@ -212,7 +212,7 @@ def clip_grad_norm_(
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Of all together, 0-d float64: long sums of float32 squares lose digits."""
+    """Return the norm of all gradients, 0-d float64: long sums of float32 squares lose digits."""
     norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float64).to(device) for each in gradients]
     none = torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack([none, *norms]), norm_type)

@@ -1,3 +1,3 @@
-"""ColossalAI's name of the public layers, which are in `layers`."""
+"""ColossalAI's import path of the public layers, which are in `layers`."""
 
 from .layers import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The split of one layer by a table, and what a layer has of what a table names. The whole model is table_policy.py."""
+"""Sharding of one layer by a table. table_policy.py shards the full model."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -52,17 +52,17 @@ from .tables.table import (
 
 
 class LayerSplit:
-    """Split of one layer.
+    """Sharding of one layer.
 
     Args:
-        table: what is split how.
-        layer: the native one.
-        config: of the model, where it has one.
+        table: names the modules and parameters, and how each is sharded.
+        layer: the native layer.
+        config: config of the model, or None.
         group: the tensor axis.
-        sequence: the sharding of sequences over that between regions; None leaves them whole.
-        common_input: of the regions of all layers, for the second input of some; None for a layer on its own.
-        path: of the layer in the model, from which all paths are seen.
-        errors: of the model, to which those of this layer are added; None raises each where it is found.
+        sequence: sharding of sequences over this axis between regions; None leaves them unsharded.
+        common_input: shared by the regions of all layers, for their second input; None for a single layer.
+        path: path of the layer in the model; the replacements have paths from the model.
+        errors: collects the errors of this layer; with None each is raised at once.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class LayerSplit:
         self._path, self._errors = path, errors
 
     def replacements(self) -> list[SubModuleReplacementDescription]:
-        """Replacements and changes of the layer and its sub-modules, in this order.
+        """Return the replacements and changes of the layer and its sub-modules, in order.
 
         Raises:
-            ValueError: the layer lacks what the table names, or holds what it should name and does not.
+            ValueError: the table names a module that the layer lacks, or lacks a name that the layer needs.
         """
         raise_errors(self._adapter_errors() or [*self._missing(), *self._unnamed(), *self._part_errors()])
         randoms = self._split_randoms()
         return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
 
     def split_parameters(self) -> list[SubModuleReplacementDescription]:
-        """The parameters that are split as they are."""
+        """Return the changes of parameters that are sharded without replacing their module."""
         found = []
         for path, dim in (*self._table.split.items(), *self._table.biases.items()):
             if has_parameter(self.layer, path):
@@ -104,7 +104,7 @@ class LayerSplit:
         return found
 
     def attributes(self) -> dict[str, Any]:
-        """New values of its attributes by path; a module's config is one, changed for this module alone."""
+        """Return new values of attributes by path. A module's config is an attribute too, changed for it alone."""
         table, layer = self._table, self.layer
         values: dict[str, Any] = {}
         for path in table.divide:
@@ -130,18 +130,18 @@ class LayerSplit:
         return {join(self._path, path): value for path, value in values.items()}
 
     def _local_count(self, path: str, whole: int) -> int:
-        """Local count of so many, with the padded heads where they are counts of heads."""
+        """Return this rank's share of a count; counts in attention regions include padded heads."""
         if self._table.region_of(path) in self._table.attention:
             whole = whole * self.heads.padded_query // self.heads.query
         require_divisible(path, whole, self._group.size())
         return whole // self._group.size()
 
     def _at(self, name: str = "") -> AbstractContextManager[None]:
-        """Collect errors of a module of the layer, where errors are collected."""
+        """Collect the errors of a module of the layer, or raise them if nothing collects errors."""
         return nullcontext() if self._errors is None else self._errors.at(join(self._path, name))
 
     def _missing(self) -> list[str]:
-        """Names of the table that match nothing, and that nothing optional explains."""
+        """List errors of names in the table that match nothing and are not optional."""
         table, layer = self._table, self.layer
 
         def lacks(path: str) -> bool:
@@ -160,7 +160,7 @@ class LayerSplit:
         ]
 
     def _unnamed(self) -> list[str]:
-        """Whole parameters among split activations, whose gradients nobody would sum over the ranks."""
+        """List errors of unnamed replicated parameters in regions, whose gradients would not be summed over ranks."""
         table, regions = self._table, active_regions(self.layer, self._table)
         known = (*table.column, *table.row, *table.split, *table.partial, *table.whole, *table.norms)
         return [
@@ -171,7 +171,7 @@ class LayerSplit:
         ]
 
     def _adapter_errors(self) -> list[str]:
-        """Modules of peft around what is split otherwise than by linear layers."""
+        """List errors of peft modules around sharded modules that are not linear layers."""
         table = self._table
         regions = active_regions(self.layer, table)
         linear = (*table.column, *table.row, *table.gathered, *table.scattered)
@@ -185,7 +185,7 @@ class LayerSplit:
         ]
 
     def _part_errors(self) -> list[str]:
-        """Why the layer cannot compute on parts of sequences between its regions."""
+        """List reasons why the layer cannot compute on sequence shards between its regions."""
         table, wholes = self._table, whole_paths(self._table, self.layer)
         if self._sequence is None:
             return []
@@ -205,7 +205,7 @@ class LayerSplit:
         return found
 
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
-        """Linear layers, and the adapters of LoRA around them behind all of them."""
+        """Return the replacements of linear layers, followed by those of the LoRA adapters around them."""
         table, layer = self._table, self.layer
         at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
 
@@ -246,11 +246,11 @@ class LayerSplit:
         return [*linear, *adapters]
 
     def _shares_key_values(self, name: str) -> bool:
-        """Return True for a projection of query, key and value by heads, whose keys several ranks have."""
+        """Return True for a fused query-key-value projection whose key-value heads are replicated over ranks."""
         return isinstance(self._table.fused.get(name), HeadOrder) and self.heads.replicas > 1
 
     def _marks(self) -> list[SubModuleReplacementDescription]:
-        """Marks on exits, partial gradients, and norms over all heads."""
+        """Return the marks of exits and of partial gradients, and the norms over sharded heads."""
         table = self._table
 
         def norm(name: str) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class LayerSplit:
         ]
 
     def _regions(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
-        """Entries, after the layers themselves: a region may be a single layer, or begin at several."""
+        """Return the region entries, applied after the layers: a region may be a single layer, or have several."""
         table = self._table
         joined = [
             self._replacement(name, Region, {"split_random": switch})
@@ -298,7 +298,7 @@ class LayerSplit:
         return [*joined, *self._put(single, Region, entry)]
 
     def _parts(self) -> list[SubModuleReplacementDescription]:
-        """Changes of modules that compute on parts of sequences, and of those among them that do not."""
+        """Return the changes for sequence sharding: modules that compute on shards, and modules that gather."""
         if self._sequence is None:
             return []
         wholes = whole_paths(self._table, self.layer)
@@ -311,11 +311,11 @@ class LayerSplit:
         return [*partial, *around, *common, self._replacement("", PartRandom, {})]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
-        """Sequence sharding around a module of the layer; None where its sequences are whole."""
+        """Return the sequence sharding around a module of the layer; None if its sequences are unsharded."""
         return None if is_any_within(name, whole_paths(self._table, self.layer)) else self._sequence
 
     def _require_input(self, region: str, name: str) -> None:
-        """Raise ValueError where a region's forward does not take this input, whose gradient nobody would sum."""
+        """Raise ValueError if a region's forward lacks this input: its gradient would not be summed."""
         inputs = inspect.signature(self.layer.get_submodule(region).forward).parameters
         if name not in inputs:
             raise ValueError(
@@ -325,7 +325,7 @@ class LayerSplit:
     def _put(
         self, names: Iterable[str], target: Any, kwargs: Callable[[str], dict[str, Any]] = lambda name: {}
     ) -> list[SubModuleReplacementDescription]:
-        """Replacements of those sub-modules that the layer has, with arguments by name."""
+        """Return replacements of the sub-modules that the layer has; `kwargs` returns the arguments for a name."""
         found = []
         for name in present(self.layer, names):
             with self._at(name):
@@ -338,13 +338,13 @@ class LayerSplit:
         )
 
     def _native(self, name: str) -> dict[str, Any]:
-        """The layer's class, inside of LoRA, where the table says that it computes as a plain linear layer does."""
+        """Return the class of a linear layer (inside LoRA) that the table lists as computing like nn.Linear."""
         kind = type(plain(self.layer.get_submodule(name)))
         is_native = kind.__name__ in self._table.native and issubclass(kind, nn.Linear)
         return {"native_class": kind if is_native else None}
 
     def _cut(self, name: str, length: int) -> dict[str, Any]:
-        """Arguments of what cuts so many entries of a module or parameter; none cuts them evenly."""
+        """Return the cut arguments of a module or parameter for a dimension of this length; none is an even cut."""
         table, fused = self._table, self._table.fused.get(name, 1)
         is_by_head = table.region_of(name) in table.attention or name in table.attention.values()
         if name in table.key_value:
@@ -357,7 +357,7 @@ class LayerSplit:
 
     @property
     def heads(self) -> Heads:
-        """Heads of its attention."""
+        """The attention heads of the layer."""
         heads, table = heads_of(self._config, self.layer, self._table, self._group.size()), self._table
         if not table.attention and heads.key_value % heads.ranks and heads.ranks % heads.key_value:
             name = (table.key_value_heads or "num_key_value_heads").rpartition(".")[2]
@@ -370,7 +370,7 @@ class LayerSplit:
         return heads
 
     def _split_randoms(self) -> dict[str, SplitRandom]:
-        """A random state per region that drops at random, none for a probability of 0."""
+        """Return a random state for each region with dropout; none for a probability of 0."""
         return {
             region: SplitRandom(self._group.rank())
             for region, dropout in self._table.dropout.items()
@@ -380,13 +380,13 @@ class LayerSplit:
 
 
 def cut_arguments(cut: Cut) -> dict[str, Any]:
-    """The arguments of a layer or parameter that is cut so."""
+    """Return the layer arguments that describe a cut."""
     sizes = {"split_sizes": cut.blocks, "padded_sizes": cut.padded, "stretches": cut.stretches}
     return sizes if cut.replicas == 1 else {**sizes, "replicas": cut.replicas}
 
 
 def widths(projection: Any) -> tuple[int, int]:
-    """Input and output features of an nn.Linear or of transformers' Conv1D, perhaps inside of LoRA."""
+    """Return the input and output features of an nn.Linear or transformers' Conv1D, perhaps inside LoRA."""
     projection = plain(projection)
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
@@ -398,7 +398,7 @@ def widths(projection: Any) -> tuple[int, int]:
 
 
 def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
-    """The heads of a layer's attention; of one that is not yet split."""
+    """Return the attention heads of a layer that is not yet sharded."""
 
     def number(path: str | None, name: str, entry: str) -> int:
         if path is not None:
@@ -413,7 +413,7 @@ def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
 
 
 def setting(config: Any, name: str, advice: str) -> Any:
-    """A setting of a model's config that a table needs."""
+    """Return a setting of a model's config that a table needs; raise ValueError if it is missing."""
     found = getattr(config, name, None)
     if found is None:
         lack = "the model has none" if config is None else f"a {type(config).__name__} has no such setting"
