@@ -1,13 +1,13 @@
-"""Inputs of recomputed layers that wait for backward in host memory.
+"""Offload of the inputs of recomputed layers to host memory, until their backward.
 
-[Note: activation offload] On CUDA copies run on a stream of their own, beside the computation: an input leaves while
-its layer computes, and comes back while the layer behind it is in backward. So a rank keeps few inputs on the device,
-however many layers and microbatches are in flight. What a copy reads or writes is held until the stream of the
-computation has waited for it. With `Tensor.record_stream` memory would be free once the host sees that a copy ended,
-and the peak would depend on how far the host is ahead.
+[Note: activation offload] On CUDA copies run on a separate stream, overlapped with computation: an input is copied to
+the host while its layer computes, and back during the backward of the following layer. So a rank keeps few inputs on
+the device, for any number of layers and microbatches in flight. The source and destination of a copy are kept alive
+until the compute stream has waited for the copy. With `Tensor.record_stream` memory would be freed only after the host
+has seen the end of a copy, and the peak would depend on how far the host runs ahead.
 
-Host memory is lent again as soon as nothing waits in it: the copy that writes it next is behind those that read it, in
-the same stream.
+A host buffer is reused as soon as no saved tensor needs it: the next copy into it follows the copies out of it in the
+same stream.
 """
 
 from bisect import bisect_left, insort
@@ -25,22 +25,22 @@ from ..cluster.device import CopyStream, host_memory
 from .recompute import RECOMPUTE
 from .sequence.before_layers import PartTensor
 
-_MOST_LEAVING = 2  # one is read by its layer, while the one before it is copied
+_MOST_LEAVING = 2  # a layer reads its input while the previous input is copied
 
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    """A tensor in host memory, and the one that was saved before it, while that waits."""
+    """A saved tensor in host memory, with a reference to the previous one, which is prefetched next."""
 
     on_host: Tensor
     before: Callable[[], "_Waiting | None"]
 
 
 class _HostBuffers:
-    """Host memory that is lent and taken back: at most as many buffers as were lent at once, each as long as one lent.
+    """Pool of host buffers: at most as many as were in use at once, each of a size that was requested.
 
     Args:
-        device: from and to which it is copied.
+        device: the device of the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class _HostBuffers:
         self._free: list[Tensor] = []  # by size
 
     def take(self, nbytes: int) -> Tensor:
-        """Lend the smallest buffer that is large enough; where none is, a new one takes the place of the largest."""
+        """Return the smallest free buffer that is large enough; if none is, a new one replaces the largest."""
         place = bisect_left(self._free, nbytes, key=_size)
         if place < len(self._free):
             return self._free.pop(place)
@@ -57,7 +57,7 @@ class _HostBuffers:
         return host_memory(nbytes, self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take back what was lent."""
+        """Return a buffer to the pool."""
         insort(self._free, buffer, key=_size)
 
 
@@ -66,16 +66,16 @@ def _size(buffer: Tensor) -> int:
 
 
 def _view_like(buffer: Tensor, saved: Tensor) -> Tensor:
-    """The first bytes as a tensor with the shape, dtype and order of entries of another."""
+    """Return the start of a buffer as a tensor with the shape, dtype and strides of another."""
     layout = torch.empty_like(saved, device="meta")
     return buffer[: layout.nbytes].view(saved.dtype).as_strided(layout.shape, layout.stride())
 
 
 class ActivationOffload:
-    """Keeps the inputs of recomputed layers in host memory; see [Note: activation offload].
+    """Keep the inputs of recomputed layers in host memory; see [Note: activation offload].
 
     Args:
-        device: where the layers compute. Of a CPU the copies are made too, at once.
+        device: where the layers compute. On a CPU the copies are made too, synchronously.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,13 +83,13 @@ class ActivationOffload:
         self._stream = CopyStream(device)
         self._buffers = _HostBuffers(device)
         self._last: Callable[[], _Waiting | None] = lambda: None
-        self._leaving: deque[tuple[Tensor, Any]] = deque()  # with what says that the copy is done
+        self._leaving: deque[tuple[Tensor, Any]] = deque()  # with the event of the copy
         self._arriving: tuple[_Waiting, Tensor, Any] | None = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function whose first tensor, and all like it, wait on the host until it is computed again."""
+        """Call a function with recomputation; its first floating tensor, and all saved ones like it, are offloaded."""
         hidden = next((each for each in args if isinstance(each, Tensor) and each.is_floating_point()), None)
-        if hidden is None or isinstance(hidden, PartTensor):  # which has no memory to be copied
+        if hidden is None or isinstance(hidden, PartTensor):  # a PartTensor has no memory of its own
             return RECOMPUTE(function, *args)
         kind = hidden.shape, hidden.dtype
 
@@ -118,7 +118,7 @@ class ActivationOffload:
         while self._leaving:
             self._let_go()
         arriving, self._arriving = self._arriving, None
-        if arriving is not None:  # also where another came than was expected, before its memory is free
+        if arriving is not None:  # also after a wrong prefetch, before its memory is freed
             self._stream.wait(arriving[2])
         if arriving is None or arriving[0] is not saved:
             arriving = self._begin(saved)
@@ -130,7 +130,7 @@ class ActivationOffload:
     def _let_go(self) -> None:
         tensor, event = self._leaving.popleft()
         self._stream.wait(event)
-        del tensor  # only now
+        del tensor  # not before the wait
 
     def _begin(self, waiting: _Waiting) -> tuple[_Waiting, Tensor, Any]:
         tensor = torch.empty_like(waiting.on_host, device=self._device)

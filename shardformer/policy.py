@@ -1,4 +1,4 @@
-"""Policies: descriptions of a model's split. sharder.py carries one out, table_policy.py makes one from a table."""
+"""Policies: descriptions of how a model is sharded. sharder.py applies them, table_policy.py makes them from tables."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -17,14 +17,14 @@ from .shard_config import ShardConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SubModuleReplacementDescription:
-    """A sub-module and what takes its place.
+    """Replacement of one sub-module.
 
     Args:
-        suffix: its path from the module that the description is for.
-        target_module: has `from_native_module(module, process_group, **kwargs)`, which returns the module
-            that takes its place (or the native one, changed).
-        kwargs: further arguments for it.
-        ignore_if_not_exist: pass over a path that does not exist. Otherwise it is an error.
+        suffix: path of the sub-module, relative to the described module.
+        target_module: has `from_native_module(module, process_group, **kwargs)`, which returns the replacement, or
+            the native module after changing it.
+        kwargs: further arguments of `from_native_module`.
+        ignore_if_not_exist: skip a path that does not exist. Otherwise it is an error.
     """
 
     suffix: str
@@ -38,10 +38,10 @@ class ModulePolicyDescription:
     """Changes of every module of one class.
 
     Args:
-        attribute_replacement: path of an attribute from the module, and its new value.
+        attribute_replacement: new values of attributes, by path relative to the module.
         param_replacement: functions that change the module's own parameters in place.
-        sub_module_replacement: sub-modules that are replaced.
-        method_replacement: names of methods, and the functions (taking self) that replace them.
+        sub_module_replacement: replacements of sub-modules.
+        method_replacement: functions (taking self) that replace methods, by name.
     """
 
     attribute_replacement: Mapping[str, Any] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class ModulePolicyDescription:
 
 
 class Errors:
-    """Errors of a split by the paths of the modules that raised them, to be raised as one.
+    """Errors of sharding, by the path of the module, to be raised as one error.
 
-    A message that several modules have in common is reported once.
+    A message common to several modules is reported once.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Errors:
 
     @contextmanager
     def at(self, path: str = "") -> Iterator[None]:
-        """Collect what the block refuses as an error of the module at this path."""
+        """Collect ValueError and TypeError from the block as errors of the module at this path."""
         try:
             yield
         except (ValueError, TypeError) as error:
@@ -69,13 +69,13 @@ class Errors:
                 self.add(path, message)
 
     def add(self, path: str, message: str) -> None:
-        """Report a message of the module at this path; "" is the model."""
+        """Add an error of the module at this path; "" is the model."""
         found = self._paths.setdefault(message, [])
         if path not in found:
             found.append(path)
 
     def messages(self) -> list[str]:
-        """All messages, each with the first path that it is about and the number of others."""
+        """Return all messages, each with its first path and the number of further paths."""
         return [
             f"{paths[0]}{f' (and {len(paths) - 1} more like it)' if len(paths) > 1 else ''}"
             f"{': ' if paths[0] else ''}{message}"
@@ -84,20 +84,20 @@ class Errors:
 
 
 def join(*paths: str) -> str:
-    """A path made of paths, of which some may be empty."""
+    """Join module paths, skipping empty ones."""
     return ".".join(filter(None, paths))
 
 
 class Policy(ABC):
-    """Split of one kind of model. A table (tables/table.py) is the shorter way; this is the general one.
+    """Sharding of one kind of model. A table (tables/table.py) is shorter; a policy is the general form.
 
     `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `config_errors` and `preprocess`, cuts the
-    model by `stage_plan`, applies `module_policy` to local modules, and calls `postprocess`. All of it is called
-    before for a copy of the model on the meta device, whose errors are raised together; see sharder.py.
+    model by `stage_plan`, applies `module_policy` to local modules, and calls `postprocess`. A dry run first makes the
+    same calls for a copy of the model on the meta device, and raises all errors together; see sharder.py.
 
     Attributes:
-        errors: collects what speaks against the split; a `ValueError` that a method raises is collected too.
-        gathers_sequences: whether `module_policy` gathers sequences within layers, for the modes of the tensor axis.
+        errors: collects reasons why the model cannot be sharded; a `ValueError` from a method is collected too.
+        gathers_sequences: True if `module_policy` gathers sequences within layers, for the modes of the tensor axis.
     """
 
     gathers_sequences = False
@@ -106,18 +106,18 @@ class Policy(ABC):
     errors: Errors
 
     def set_model(self, model: nn.Module) -> None:
-        """Give the policy the model that it is for."""
+        """Set the model of the policy, and clear its errors."""
         self.model = model
         self.errors = Errors()
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Give the policy what is asked for."""
+        """Set the requested axes and options."""
         self.shard_config = shard_config
 
     def config_errors(self) -> list[str]:
-        """All reasons against `shard_config` that no layer finds by itself, each with what would work.
+        """List errors of `shard_config` that no single layer detects, each with advice.
 
-        No communication. Works on a model without memory (on the meta device).
+        No communication. The model may be on the meta device.
         """
         if self.shard_config.num_stages == 1:
             return []
@@ -135,31 +135,31 @@ class Policy(ABC):
         return found
 
     def preprocess(self) -> nn.Module:
-        """Change the whole model before it is cut and split."""
+        """Change the full model before it is cut and sharded."""
         return self.model
 
     @abstractmethod
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
-        """Changes of modules, by class or by the name of the class."""
+        """Return the changes of modules, by class or class name."""
 
     def postprocess(self) -> nn.Module:
-        """Change the model after it is cut and split."""
+        """Change the model after it is cut and sharded."""
         return self.model
 
     def new_model_class(self) -> type[nn.Module] | None:
-        """The class that the model is to have, or None to leave it."""
+        """Return the new class of the model, or None to keep its class."""
         return None
 
     def stage_plan(self) -> StagePlan | None:
-        """The paths of the model's layers, or None if it cannot be cut into stages."""
+        """Return the plan with the paths of the model's layers, or None if it cannot be cut into stages."""
         return None
 
     def head_path(self) -> str | None:
-        """The path of the language-model head, or None if none is known."""
+        """Return the path of the language-model head, or None if none is known."""
         return None
 
     def stage_bounds(self) -> list[int]:
-        """The first layer of each stage and the end of the last, in the whole model, also after it is cut."""
+        """Return the first layer of each stage and the end of the last, by layer of the full model, even if cut."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         assert plan is not None and manager is not None
         if known := next(iter(local_stages(self.model).values())).bounds:
@@ -167,9 +167,9 @@ class Policy(ABC):
         return manager.bounds(plan.num_layers(self.model), plan.stage_size(self.model))
 
     def get_held_layers(self) -> list[nn.Module]:
-        """The modules that this rank's stages hold: their layers, with the entry before a first one.
+        """Return the modules of this rank's stages: their layers, and the modules before the first layer.
 
-        For policies and scripts that come from ColossalAI.
+        For policies and scripts written for ColossalAI.
         """
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         if plan is None or manager is None:
@@ -183,7 +183,7 @@ class Policy(ABC):
         return [self.model.get_submodule(path) for path in dict.fromkeys(paths)]
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
-        """The parameters that several stages hold: for each, its tensor by stage. Called before the cut."""
+        """Return the parameters shared by several stages: for each, its tensor by stage. Called before the cut."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         if plan is None or manager is None or manager.num_stages == 1:
             return []

@@ -1,6 +1,6 @@
-"""Layers, or modules within them, that forget activations in forward and compute them again in backward.
+"""Activation recomputation of layers, or of modules within them.
 
-Of whole layers: arXiv:1604.06174. Of the modules that keep most for what they cost: arXiv:2205.05198, section 5.
+Full layers: arXiv:1604.06174. Selected modules with large activations and cheap forwards: arXiv:2205.05198, section 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +18,20 @@ from .layers.linear import Linear1D_Row
 from .layers.sequence_axis import axis_of
 from .sequence.boundary import RememberingLength
 
-# Calls a function once in forward and again in backward, on tensors given by place.
+# Calls a function in forward and again in backward; tensors are positional arguments.
 Checkpoint = Callable[..., Any]
 RECOMPUTE: Checkpoint = partial(checkpoint, use_reentrant=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineGradientCheckpointConfig:
-    """Number of layers of each pipeline stage that are recomputed: its first ones. Give a ratio or numbers.
+    """Number of recomputed layers of each pipeline stage: its first ones. Give a ratio or numbers.
 
     Args:
-        gradient_checkpointing_ratio: the share of each stage's layers, from 0 to 1, rounded down.
-        num_ckpt_layers_per_stage: how many layers of each stage, counted over the whole pipeline.
-        recompute_modules: of these layers, recompute these modules alone, by their paths in the layer: ("mlp",) for
-            example. None is the whole layer.
+        gradient_checkpointing_ratio: share of each stage's layers, from 0 to 1, rounded down.
+        num_ckpt_layers_per_stage: number of layers of each stage, with one entry for every stage of the pipeline.
+        recompute_modules: recompute only these modules of the layers, by their paths in the layer, for example
+            ("mlp",). None recomputes full layers.
     """
 
     gradient_checkpointing_ratio: float | None = None
@@ -39,7 +39,7 @@ class PipelineGradientCheckpointConfig:
     recompute_modules: Sequence[str] | None = None
 
     def errors(self, num_stages: int | None) -> list[str]:
-        """All that is wrong with it for a pipeline of so many stages (None: any), each with what would work."""
+        """List errors of the config for a pipeline with this many stages (None: any), each with advice."""
         return self._module_errors() + self._number_errors(num_stages)
 
     def _module_errors(self) -> list[str]:
@@ -76,7 +76,7 @@ class PipelineGradientCheckpointConfig:
         ]
 
     def num_layers(self, stage: int, num_layers: int) -> int:
-        """Number of a stage's layers that are recomputed."""
+        """Return the number of recomputed layers of a stage that has `num_layers`."""
         if self.num_ckpt_layers_per_stage is not None:
             return self.num_ckpt_layers_per_stage[stage]
         assert self.gradient_checkpointing_ratio is not None
@@ -84,18 +84,18 @@ class PipelineGradientCheckpointConfig:
 
 
 def recomputable_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers can recompute, in the order of the model."""
+    """Return the layers that transformers can recompute, in the order of the model."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def recompute_errors(
     layers: Mapping[int, Sequence[nn.Module]], config: PipelineGradientCheckpointConfig
 ) -> list[str]:
-    """Why the layers of some stages cannot be recomputed as asked for; empty when they can.
+    """List reasons why the layers cannot be recomputed as requested; empty if they can.
 
     Args:
         layers: the layers of each stage, by its index in the pipeline.
-        config: what is asked for.
+        config: the request.
     """
     found = []
     for stage, local in layers.items():
@@ -128,7 +128,7 @@ def _name_errors(layers: Sequence[nn.Module], config: PipelineGradientCheckpoint
 
 
 def _recomputable(layer: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a layer by path, without containers and without linear layers, which keep their inputs alone."""
+    """Return the modules of a layer by path, without containers and linear layers, which save only their inputs."""
     has_no_forward = nn.Module.forward
     return {
         path: module
@@ -150,14 +150,14 @@ def checkpoint_layers(
     config: PipelineGradientCheckpointConfig,
     checkpoint: Checkpoint = RECOMPUTE,
 ) -> None:
-    """Let the first layers of each stage be recomputed in backward, or modules of them, and no others; in place.
+    """Enable recomputation of the first layers of each stage, or of modules in them, and disable all others; in place.
 
-    Random numbers are the same again. Hooks of modules that are named run again too.
+    Recomputation draws the same random numbers. Hooks of the named modules run again too.
 
     Args:
-        layers: of each stage, by its index in the pipeline; split and fused already.
-        config: what is asked for, without `recompute_errors`.
-        checkpoint: without re-entrance, so that hooks of parameters fire as ever.
+        layers: the layers of each stage, by its index in the pipeline; already sharded and fused.
+        config: a request without `recompute_errors`.
+        checkpoint: a non-reentrant checkpoint function, so that hooks of parameters fire as usual.
     """
     for layer in (layer for local in layers.values() for layer in local):
         layer.gradient_checkpointing = False  # type: ignore[assignment]
@@ -174,7 +174,7 @@ def checkpoint_layers(
 
 
 def _within(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint for modules of a layer, which puts back what the layer had begun when they were called."""
+    """Return a checkpoint for modules of a layer; it restores the layer's sequence length and random states."""
     if (axis := axis_of(layer)) is not None:
         checkpoint = RememberingLength(checkpoint, axis)
     rows = [each for each in layer.modules() if isinstance(each, Linear1D_Row)]
@@ -197,7 +197,7 @@ def _within(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
 
 @cache
 def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class whose calls are recomputed, its hooks with them: those of a region stand around what it splits."""
+    """Return a subclass whose calls are recomputed together with its hooks, since regions communicate in hooks."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         names, count = tuple(kwargs), len(args)

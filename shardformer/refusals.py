@@ -1,4 +1,4 @@
-"""Refusals of what is no whole model, and of state dicts of a model of which a rank has a part."""
+"""Refusal of arguments that are no usable model, and of state dicts of a model that this rank has only in part."""
 
 from itertools import chain
 from typing import Any, NoReturn
@@ -18,20 +18,20 @@ _TAKEN = "_echelon_taken"
 
 
 def mark_taken(model: nn.Module) -> None:
-    """Remember that a plugin had a model; a copy of it is another one."""
+    """Mark a model as processed by a plugin; its copies are not marked."""
     vars(model)[_TAKEN] = id(model)
 
 
 def is_taken(model: nn.Module) -> bool:
-    """Return True where a plugin or ShardFormer had a model, or one inside of it."""
+    """Return True if a plugin or ShardFormer processed the model, or a model inside it."""
     return is_split(model) or any(vars(each).get(_TAKEN) == id(each) for each in model.modules())
 
 
 def given_errors(model: object) -> list[str]:
-    """List reasons why what was given for a model cannot be split or boosted, whatever the options; empty if it can.
+    """List reasons why an object cannot be sharded or boosted as a model, with any options; empty if it can.
 
-    It is none, has no values, or a plugin or ShardFormer had it before, whose hooks sum and average gradients. Other
-    checks would stumble over these.
+    It is no module, has no values, or was processed by a plugin or ShardFormer, whose hooks reduce gradients already.
+    Call this before other checks, which rely on it.
     """
     if not isinstance(model, nn.Module):
         return [f"a model is a torch.nn.Module, and this is a {type(model).__name__}: give the model itself"]
@@ -56,7 +56,7 @@ def given_errors(model: object) -> list[str]:
 
 
 def policy_errors(name: str, policy: object) -> list[str]:
-    """Why what was given by this name for a policy is neither one nor a table; empty where it is, or None."""
+    """List the error of an argument, given by this name, that is neither a policy, a table nor None."""
     if policy is None or isinstance(policy, (Policy, Table)):
         return []
     is_class = isinstance(policy, type) and issubclass(policy, (Policy, Table))
@@ -66,13 +66,13 @@ def policy_errors(name: str, policy: object) -> list[str]:
 
 
 def refuse_partial_state(model: nn.Module) -> None:
-    """Let `state_dict` and `load_state_dict` raise for the model and each part of it that this rank has not whole.
+    """Make `state_dict` and `load_state_dict` raise for the model and each module that this rank has only in part.
 
-    What calls them raises too: `save_pretrained`, peft's, torch.distributed.checkpoint. So does pickling the model.
-    Nothing changes where this rank has all of it.
+    So do their callers: `save_pretrained`, peft, torch.distributed.checkpoint. Pickling the model raises too.
+    Nothing changes if this rank has the full model.
 
     Args:
-        model: already split, cut or sharded.
+        model: already cut into stages or sharded.
     """
     modules = list(model.modules())
     elsewhere = [
@@ -85,14 +85,14 @@ def refuse_partial_state(model: nn.Module) -> None:
     for module in dict.fromkeys([model, *partial]):
         module.register_state_dict_pre_hook(refusal)
         module.register_load_state_dict_pre_hook(refusal.refuse_loading)
-    # Pickle goes through attributes in their order, and would stumble over closures among other hooks first.
+    # Pickle visits attributes in order: this hook must come before others, which may be closures that pickle refuses.
     attributes = dict(vars(model))
     vars(model).clear()
     vars(model).update({name: attributes[name] for name in ("_state_dict_pre_hooks", *attributes)})
 
 
 def is_partial(tensor: Tensor | None) -> bool:
-    """Return True where this rank has only a shard of a tensor, or nothing of it."""
+    """Return True if this rank has only a shard of a tensor, or nothing of it."""
     if isinstance(tensor, DTensor):
         sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         return any(placement.is_shard() and size > 1 for placement, size in sizes)
@@ -103,10 +103,10 @@ def is_partial(tensor: Tensor | None) -> bool:
 
 
 class PartialState:
-    """The hook of `refuse_partial_state`.
+    """Hook of `refuse_partial_state`.
 
     Args:
-        kind: the model's class, to be named.
+        kind: name of the model's class, for the message.
     """
 
     def __init__(self, kind: str) -> None:
@@ -116,7 +116,7 @@ class PartialState:
         raise RuntimeError(self._message)
 
     def refuse_loading(self, module: nn.Module, *_: Any) -> NoReturn:
-        """Refuse whole tensors, and shards of whatever layout."""
+        """Raise RuntimeError for any state dict, of full tensors or of shards."""
         raise RuntimeError(
             f"this rank has only a part of this {self._kind}, into which load_state_dict() puts no whole tensors: call "
             "booster.load_model(model, path) on every rank, or load the plain model before it is split"
@@ -138,7 +138,7 @@ class PartialState:
 
 
 def _is_partial(module: nn.Module) -> bool:
-    """Return True where the module's own tensors are shards, or are on another stage."""
+    """Return True if the module's own tensors are shards, or are on another stage."""
     if isinstance(module, StandIn):
         return next(chain(module.native.parameters(), module.native.buffers()), None) is not None
     return any(is_partial(each) for each in chain(module._parameters.values(), module._buffers.values()))
