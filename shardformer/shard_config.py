@@ -1,4 +1,4 @@
-"""Configuration of ShardFormer. policy.py and sharder.py carry it out."""
+"""Configuration of ShardFormer. policy.py and sharder.py apply it."""
 
 from dataclasses import dataclass, fields
 
@@ -10,7 +10,7 @@ from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels, switch_errors
 from .sequence.config import SequenceParallelism, SequenceSplit
 
-_AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
+_AXES = ("tensor_parallel", "data_parallel")  # each with an argument `_size` and one `_process_group`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ShardOptions:
 
     @property
     def fused(self) -> FusedKernels:
-        """The fused kernels that are asked for; xFormers and the loss only ever by name."""
+        """Requested fused kernels; `enable_all_optimization` does not include xFormers and the loss."""
         return FusedKernels(
             flash_attention=self.enable_flash_attention or self.enable_all_optimization,
             xformers=self.enable_xformers,
@@ -44,7 +44,7 @@ class ShardOptions:
     def sequence_over(
         self, sp_size: int | None, *, inner_ring_size: int | None = None
     ) -> SequenceParallelism:
-        """The sequence parallelism that is asked for, over an axis of this size."""
+        """Return the requested sequence parallelism over an axis of this size."""
         return SequenceParallelism.asked(
             enable=self.enable_sequence_parallelism,
             mode=self.sequence_parallelism_mode,
@@ -57,42 +57,42 @@ class ShardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig(ShardOptions):
-    """Axes and options of a model's split.
+    """Axes and options for sharding a model.
 
-    Sizes and groups that are left out follow from each other: after the constructor every size is a number.
+    A missing size follows from its group: after the constructor every size is a number.
 
     Args:
-        tensor_parallel_process_group: the tensor axis; without it and without a size nothing is split.
-        tensor_parallel_size: its number of ranks; None is what the group says, or 1. Given without a group, it is
-            `ShardFormer.init_distributed` that makes one.
-        data_parallel_process_group: the ranks that hold equal shards and train on different batches.
-        data_parallel_size: their number; None is what the group says, or 1. Without a group as above.
-        pipeline_stage_manager: which stages this rank holds; None, or one stage in all, cuts nothing.
-        parallel_output: leave logits split over the vocabulary after training calls with labels, as
+        tensor_parallel_process_group: the tensor axis; without it and without a size nothing is sharded.
+        tensor_parallel_size: its number of ranks; None is the size of the group, or 1. Without a group,
+            `ShardFormer.init_distributed` makes one.
+        data_parallel_process_group: the ranks with equal shards and different batches.
+        data_parallel_size: its number of ranks; None is the size of the group, or 1. Without a group as above.
+        pipeline_stage_manager: assigns stages to this rank; None, or a single stage, does not cut the model.
+        parallel_output: leave logits sharded over the vocabulary after training calls with labels, as
             `VocabParallelLogits`; False gathers them. The loss is the same. None is True.
-        gather_output: the same in the words of ColossalAI's older drafts, the other way round: True gathers. Without
-            labels, and in evaluation, logits are whole under both. Give one of the two.
-        inference_only: the model is not to be trained: `ShardFormer` puts it into evaluation and turns gradients off.
+        gather_output: the inverse of `parallel_output`, a name of older ColossalAI drafts: True gathers. Without
+            labels, and in evaluation, logits are always gathered. Give only one of the two.
+        inference_only: do not train: `ShardFormer` sets evaluation mode and turns gradients off.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.
         enable_tensor_parallelism: False ignores the group.
         enable_sequence_parallelism: shard the sequences within layers over ranks; see docs/sequence.md.
-        sequence_parallelism_mode: "split_gather" or "ring" on the tensor axis, "all_to_all" or "ring_attn" on one of
-            their own. None is "all_to_all" where there is one, else "split_gather".
-        sequence_parallel_process_group: that axis.
-        enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
-        enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
-        sequence_parallel_rings: of "ring_attn", those of a double ring (`double_ring`); None is one ring.
+        sequence_parallelism_mode: "split_gather" or "ring" on the tensor axis, "all_to_all" or "ring_attn" on
+            a sequence axis. None is "all_to_all" if there is a sequence axis, otherwise "split_gather".
+        sequence_parallel_process_group: the sequence axis.
+        enable_sequence_overlap: for "split_gather" and "ring": overlap the gather in backward with computation.
+        enable_sequence_regather: for "split_gather": save only the local shard and gather it again in backward.
+        sequence_parallel_rings: for "ring_attn": the rings of a double ring (`double_ring`); None is one ring.
         enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels, or by
             name: "flash_attention_3" or "sdpa_cudnn" for example; see docs/fused.md.
         enable_xformers: attention by xFormers.
-        enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
+        enable_fused_normalization: norms by apex or Liger if installed on CUDA, otherwise by torch's fused kernels.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.
-        enable_fused_loss: the causal loss by chunks of tokens, from what enters the head: float32 logits of a whole
-            microbatch never exist, and training calls with labels leave none; see docs/fused.md.
-        enable_all_optimization: all of these but xFormers, which would take flash attention's place, and the loss.
+        enable_fused_loss: the causal loss in chunks of tokens, from the input of the head: the float32 logits of
+            a microbatch are never materialized, and training calls with labels return none; see docs/fused.md.
+        enable_all_optimization: all of these except xFormers, which would replace flash attention, and the loss.
 
     Raises:
-        ValueError: the arguments contradict one another; all contradictions at once.
+        ValueError: arguments contradict each other; all contradictions at once.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -123,12 +123,12 @@ class ShardConfig(ShardOptions):
 
     @property
     def sequence(self) -> SequenceParallelism:
-        """Sequence parallelism that is asked for."""
+        """The requested sequence parallelism."""
         return self.sequence_over(self.sequence_parallel_size)
 
     @property
     def sequence_split(self) -> SequenceSplit | None:
-        """The same with its ranks, None where sequences stay whole."""
+        """The requested sequence parallelism with its group; None if sequences stay unsharded."""
         settings = self.sequence
         group = self.active_group if settings.is_on_tensor_axis else self.sequence_parallel_process_group
         if settings.mode is None or group is None:
@@ -147,36 +147,36 @@ class ShardConfig(ShardOptions):
 
     @property
     def has_groups(self) -> bool:
-        """True where every size above 1 has its group, which `ShardFormer.init_distributed` makes."""
+        """True if every size above 1 has a group; `ShardFormer.init_distributed` makes them."""
         return all(self._size(axis) == 1 or self._group(axis) is not None for axis in _AXES)
 
     @property
     def active_group(self) -> dist.ProcessGroup | None:
-        """The tensor axis, unless it is to be ignored."""
+        """The tensor axis; None if it is ignored."""
         return self._group("tensor_parallel")
 
     @property
     def split_group(self) -> dist.ProcessGroup | None:
-        """The tensor axis, where it has several ranks."""
+        """The tensor axis; None if it has one rank."""
         return self.active_group if self.tensor_parallel_size > 1 else None
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The data axis, where it has several ranks."""
+        """The data axis; None if it has one rank."""
         return self._group("data_parallel") if self.data_parallel_size > 1 else None
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group of an axis, unless it is to be ignored."""
+        """Return the group of an axis; None if it is ignored."""
         is_ignored = axis == "tensor_parallel" and not self.enable_tensor_parallelism
         return None if is_ignored else getattr(self, f"{axis}_process_group")
 
     def _size(self, axis: str) -> int:
-        """Number of ranks of an axis."""
+        """Return the number of ranks of an axis."""
         group = self._group(axis)
         return group.size() if group is not None else getattr(self, f"{axis}_size") or 1
 
     def _type_errors(self) -> list[str]:
-        """Errors of types, over which the other checks would stumble."""
+        """List type errors. The other checks assume correct types."""
         given = vars(self)
         groups = {name: each for name, each in given.items() if name.endswith("_group") and each is not None}
         switches = {each.name: given[each.name] for each in fields(self) if isinstance(each.default, bool)}
@@ -201,7 +201,7 @@ class ShardConfig(ShardOptions):
         ]
 
     def _axis_errors(self) -> list[str]:
-        """Errors of sizes and groups that do not fit each other."""
+        """List errors of sizes and groups that contradict each other."""
         groups = {axis: self._group(axis) for axis in _AXES}
         found = []
         if all(groups.values()):
@@ -232,7 +232,7 @@ class ShardConfig(ShardOptions):
         return 1 if group is None else group.size()
 
     def _switch_errors(self) -> list[str]:
-        """Options that contradict each other."""
+        """List errors of options that contradict each other."""
         gathers, parallel, tensor = self.gather_output, self.parallel_output, self.tensor_parallel_size
         has_data = self.data_parallel_process_group is not None or self.data_parallel_size not in (None, 1)
         rows = (

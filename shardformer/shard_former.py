@@ -1,4 +1,4 @@
-"""ShardFormer: a model in, this rank's part of it out, and its data. With pipelines, ZeRO or 16 bits: booster/."""
+"""ShardFormer: shard a model and its data in a plain loop. For pipelines, ZeRO or 16 bits see booster/."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,12 +32,12 @@ from .tables.table import Table, table_for, table_for_class
 
 
 class ShardFormer:
-    """Splits transformers models as a config asks, and lets them train and answer without a booster.
+    """Shard transformers models by a config, for training and inference without a booster.
 
-    A split model trains in a plain loop: after `loss.backward()` each rank has its shard of the true gradients,
-    averaged over the data axis, for an optimizer that updates every entry on its own (AdamW, SGD, …). Clip with
-    `clip_grad_norm_`, not with torch's. A call compares its inputs over the tensor axis, so that different
-    batches raise an error.
+    A sharded model trains in a plain loop: after `loss.backward()` each rank has its shard of the exact gradients,
+    averaged over the data axis, for elementwise optimizers (AdamW, SGD, …). Clip with `clip_grad_norm_` of this
+    package, not with torch's. Every call compares its inputs over the tensor axis, so that different batches raise an
+    error.
 
     Example:
         shard_former = ShardFormer(ShardConfig(tensor_parallel_size=2, gather_output=True))
@@ -46,7 +46,7 @@ class ShardFormer:
         loader = shard_former.shard_dataset(dataset, batch_size=8)
 
     Attributes:
-        shard_config: with its groups, once `init_distributed` made them.
+        shard_config: the config; it has process groups after `init_distributed`.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
@@ -58,9 +58,9 @@ class ShardFormer:
         self.shard_config = shard_config
 
     def init_distributed(self) -> None:
-        """Start torchrun's process group where nobody has (`launch_from_torch()`), and make the axes' groups.
+        """Initialize torch.distributed if necessary (`launch_from_torch()`), and make the groups of the axes.
 
-        Ranks of one tensor axis are neighbours. Collective over the world. Where the config has groups it does nothing.
+        The ranks of a tensor axis are neighbours. Collective over the world. If the config has groups, it makes none.
 
         Raises:
             ValueError: the sizes do not multiply to the world size.
@@ -83,35 +83,35 @@ class ShardFormer:
         )
 
     def shard_model(self, model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
-        """`optimize`, and bring what is left to this rank's device; returns the model alone."""
+        """Call `optimize` and move the local model to this rank's device; return only the model."""
         raise_errors(given_errors(model))
         return self._optimize(model, policy, default_device())[0]
 
     def optimize(
         self, model: nn.Module, policy: Policy | Table | None = None
     ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-        """Cut the model down to this rank's stage and split it over the tensor axis, in place.
+        """Cut the model to this rank's stage and shard it over the tensor axis, in place.
 
-        Parameter objects and names stay; a split one holds this rank's shard (`cluster.placement`). An all-gather over
-        each axis compares the models. Of a lazily built model only local parameters are materialized. It may be moved
-        to its device before or, which takes less memory there, afterwards.
+        Parameter objects and names stay; a sharded one contains the local shard (`cluster.placement`). One all-gather
+        over each axis compares the models. Of a lazily built model only local parameters are materialized. Move the
+        model to its device before or afterwards; afterwards takes less device memory.
 
         Args:
-            model: a whole model, not yet split, equal on all ranks.
-            policy: how, by a policy or a table; None takes the table of the model's type.
+            model: the full model, not yet sharded, equal on all ranks.
+            policy: a policy or a table; None takes the table of the model type.
 
         Returns:
-            The model, and the parameters that several stages hold: for each, its tensor by stage.
+            The model, and the parameters shared by several stages: for each, its tensor by stage.
 
         Raises:
-            ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
+            ValueError: no policy is known, it does not support the config, or models differ; on every rank.
         """
         return self._optimize(model, policy)
 
     def _optimize(
         self, model: nn.Module, policy: Policy | Table | None, device: torch.device | None = None
     ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-        """`optimize`, and move what is left to a device, unless None is given."""
+        """Run `optimize`, and move the local model to a device unless it is None."""
         config = self.shard_config
         raise_errors(_split_errors(model, config))
         is_moved, (own, dtype) = device is not None, _computing(model)
@@ -131,14 +131,14 @@ class ShardFormer:
             shared = sharder.shard()
             model = sharder.model
         if is_moved:
-            model.to(device)  # only what this rank keeps
+            model.to(device)  # only the local part
         materialize(model)
-        free_cached_memory(device)  # of a model that was there before
+        free_cached_memory(device)  # of the unsharded model, if it was on the device
         refuse_partial_state(model)
         fused.fuse(model, dtype, parallel_output=config.parallel_output)
         if config.inference_only:
             model.requires_grad_(False).eval()
-        # Also for inference only: it might be trained yet.
+        # Also for inference only: the model might be trained later.
         make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
@@ -155,19 +155,19 @@ class ShardFormer:
         collate_fn: Callable | None = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """A dataloader of this rank's share over the data axis, with equal batches on the ranks of one tensor axis.
+        """Return a dataloader that shards a dataset over the data axis, with equal batches on all tensor ranks.
 
         Args:
-            dataset: a map-style dataset; or a DataLoader of one, whose settings hold where none are given here.
-            batch_size: samples per rank of the data axis and step; 1, or the DataLoader's.
-            shuffle: in an order that follows from `seed` and the epoch; False, or as the DataLoader.
-            seed: of the order, and of what the collator draws.
-            drop_last: leave out samples that do not fill a batch on every rank; False, or the DataLoader's. Then the
-                first samples are given again where the ranks do not divide the data set.
+            dataset: a map-style dataset; or a DataLoader of one, whose settings are the defaults.
+            batch_size: samples per step and rank of the data axis; by default 1, or the DataLoader's.
+            shuffle: shuffle by `seed` and the epoch; by default False, or as the DataLoader.
+            seed: seed of the order, and of the collator's random numbers.
+            drop_last: leave out samples that do not fill a batch on every rank; by default False, or the DataLoader's.
+                With False, the first samples are repeated if the ranks do not divide the dataset.
             collate_fn, kwargs: further arguments for the DataLoader.
 
         Raises:
-            ValueError: what is given has no length or an order of its own, or there are no groups yet.
+            ValueError: the dataset has no length or a custom order, or there are no groups yet.
         """
         config = self.shard_config
         if not config.has_groups:
@@ -195,7 +195,7 @@ _NO_GROUPS = (
 
 
 def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
-    """Why a model cannot be split by a config, whatever its policy."""
+    """List reasons why a model cannot be sharded by a config, with any policy."""
     if not config.has_groups:
         return [_NO_GROUPS]
     if config.sequence.is_on_sequence_axis:
@@ -214,7 +214,7 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
 
 
 def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype in which a model computes, taken from its first parameter."""
+    """Return the device and dtype in which a model computes, by its first parameter."""
     first = next(model.parameters(), torch.empty(0))
     return default_device() if first.is_meta else first.device, first.dtype
 
@@ -222,7 +222,7 @@ def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 def sharder_or_errors(
     model: nn.Module, policy: Policy | Table | None, config: ShardConfig, errors: list[str]
 ) -> ModelSharder | None:
-    """Plan the split of a model by a policy, or by that of its type; None where it cannot be, why in `errors`."""
+    """Return a sharder of the model, by a policy or by that of its type; on failure add to `errors`, return None."""
     if found := policy_errors("policy", policy):
         errors += found
         return None
@@ -239,7 +239,7 @@ def sharder_or_errors(
 
 
 def _adapter_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
-    """Adapters that nobody would split."""
+    """List the error of adapters that the policy would not shard."""
     path = next((path for path, _ in adapted(model)), None)
     if path is None or isinstance(policy, TablePolicy) or config.tensor_parallel_size == 1:
         return []
@@ -250,15 +250,16 @@ def _adapter_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
 
 
 def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
-    """The policy of a model's type: by its table, or by one that transformers' own plans give (derived.py).
+    """Return the policy of a model type: by its table, or by one derived from transformers' plans (derived.py).
 
-    Where it has no config that of its class.
+    A model without a config takes the table of its class.
 
     Args:
+        model: the model.
         sequences_alone: the policy is for sequence parallelism without a tensor or a pipeline axis.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is neither a table nor a plan.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     table = table_for_class(type(model)) if model_type is None else table_for(model_type)
@@ -276,17 +277,17 @@ def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
 
 
 def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
-    """Split a model over all processes of torchrun, in place: the world is the tensor axis.
+    """Shard a model over all processes of torchrun, in place: the world is the tensor axis.
 
-    Starts the process group where nobody has, by `launch_from_torch()`, which seeds all ranks equally; a plain `python
-    script.py` is a world of one. The model comes to this rank's device. Collective over the world.
+    Calls `launch_from_torch()` if torch.distributed is not initialized; it seeds all ranks equally, and also works
+    for one process without torchrun. Moves the model to this rank's device. Collective over the world.
 
     Args:
-        model: equal on all ranks, not yet split.
-        policy: how, by a policy or a table; None takes the table of the model's type.
+        model: equal on all ranks, not yet sharded.
+        policy: a policy or a table; None takes the table of the model type.
 
     Raises:
-        ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
+        ValueError: no policy is known, it does not support tensor parallelism, or models differ; on every rank.
     """
     if not dist.is_initialized():
         launch_from_torch()
@@ -296,10 +297,10 @@ def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Mo
 
 
 def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
-    """The arguments of a dataloader that reads the same in the same way.
+    """Return the arguments of a dataloader with the same dataset and settings.
 
     Raises:
-        ValueError: it has an order of its own that cannot be sharded.
+        ValueError: it has a custom order of samples, which cannot be sharded.
     """
     if not isinstance(source, DataLoader):
         plain = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}

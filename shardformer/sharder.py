@@ -1,8 +1,8 @@
-"""Carrying a policy out on a model: dry, on a copy without memory, then in place. The vocabulary is policy.py.
+"""Apply a policy to a model: first as a dry run on a meta copy, then in place. Policies are defined in policy.py.
 
-[Note: dry run] Constraints stand where they are enforced: in the constructors of layers and in the functions that cut.
-So the whole split is first carried out on a copy of the model on the meta device, with stand-ins for groups. The errors
-of all modules are collected by path, and raised as one before the model is changed. No process group is made or used,
+[Note: dry run] Constraints are coded where they are enforced: in the constructors of layers and in the functions that
+cut. So all sharding is first applied to a copy of the model on the meta device, with stand-ins for groups. The errors
+of all modules are collected by path and raised as one error before the model changes. No process group is made or used,
 and nothing communicates.
 """
 
@@ -39,7 +39,7 @@ from .shard_config import ShardConfig
 
 @dataclass(frozen=True)
 class StandInGroup:
-    """Rank and size of a process group for a dry run; it communicates with nobody."""
+    """Rank and size of a process group for a dry run, without communication."""
 
     own_rank: int
     num_ranks: int
@@ -54,21 +54,21 @@ class StandInGroup:
 
 
 def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> nn.Module:
-    """Split a copy of a model on the meta device, as this rank's model is split, and return it. Communicates nothing.
+    """Return a copy of the model on the meta device, sharded as this rank's model will be. No communication.
 
     Args:
-        model: a whole one, perhaps without memory; it stays as it is.
-        policy: what is done to it.
-        config: what is asked for; of groups only rank and size are read.
+        model: the full model, perhaps on the meta device; it is not changed.
+        policy: the policy to apply.
+        config: axes and options; only rank and size of its groups are used.
 
     Raises:
-        ValueError: the model cannot be split so; all reasons at once.
+        ValueError: the model cannot be sharded so; all reasons at once.
     """
     policy.set_model(model)
     policy.set_shard_config(config)
     plan = policy.stage_plan()
     if plan is not None:
-        raise_errors(plan.path_errors(model))  # everything else would stumble over these
+        raise_errors(plan.path_errors(model))  # later checks rely on these paths
     if hasattr(policy, "faults"):
         raise ValueError(
             f"{type(policy).__name__} has a method faults(): call it config_errors(), without arguments"
@@ -91,7 +91,7 @@ def split_errors(
     num_layers_per_stage: Sequence[int] | None = None,
     sequence: SequenceParallelism = WHOLE,
 ) -> list[str]:
-    """All reasons why a model cannot be split over axes of these sizes, which need not be there."""
+    """List reasons why a model cannot be sharded over axes of these sizes. No process groups are needed."""
     groups: Any = [StandInGroup(0, size) if size > 1 else None for size in (tp_size, sp_size)]
     mesh: Any = _StandInMesh(num_stages)
     try:
@@ -111,15 +111,15 @@ def split_errors(
 
 
 class ModelSharder:
-    """Cuts and splits one model, in place, by a policy.
+    """Cut one model into stages and shard it, in place, by a policy.
 
     Args:
-        model: the whole model, equal on all ranks.
-        policy: what is done to it.
-        shard_config: what is asked for.
+        model: the full model, equal on all ranks.
+        policy: the policy to apply.
+        shard_config: axes and options.
 
     Raises:
-        ValueError: the policy cannot do what is asked; all reasons at once, before anything is changed.
+        ValueError: the policy does not support the config; all reasons at once, before anything is changed.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, shard_config: ShardConfig) -> None:
@@ -131,7 +131,7 @@ class ModelSharder:
         self._classes: set[type[nn.Module]] = set()
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:
-        """The layers of every stage, before the cut; all layers stand under 0 where there are no stages."""
+        """Return the layers of every stage, before the cut; without stages, all layers as stage 0."""
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is None or plan is None:
             return {0: recomputable_layers(self.model)}
@@ -140,20 +140,20 @@ class ModelSharder:
         return {stage: layers[start:stop] for stage, (start, stop) in enumerate(itertools.pairwise(bounds))}
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Cut and split the model. Communicates nothing.
+        """Cut and shard the model. No communication.
 
         Returns:
-            The parameters that several stages hold: for each, its tensor by stage.
+            The parameters shared by several stages: for each, its tensor by stage.
         """
         ties = self.cut_stages()
         self.split_layers()
         return ties
 
     def cut_stages(self, device: torch.device | None = None) -> list[dict[int, Tensor]]:
-        """Release all layers that are not of this rank's stages; see `shard`.
+        """Release all layers of other ranks' stages; see `shard`.
 
         Args:
-            device: where the model will compute, if it is to be moved there next; None is where it is.
+            device: where the model will compute, if it is moved there next; None is its current device.
         """
         self.model = self.policy.preprocess()
         ties = self.policy.get_shared_params()
@@ -169,14 +169,14 @@ class ModelSharder:
 
     def split_layers(self) -> None:
         """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`."""
-        _shard_sequences(self.model, self.policy, self.shard_config)  # before layers ask whether theirs are
+        _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers depend on it
         errors = Errors()
         self.policy.errors = errors
         _apply_policy(self.model, self.policy, self.shard_config.active_group, self._classes, errors)
         raise_errors(errors.messages())
         stages = local_stages(self.model)
         self.model = self.policy.postprocess()
-        remember_stages(self.model, stages)  # it may be another
+        remember_stages(self.model, stages)  # postprocess may return another model
         self.shard_config.fused.route_loss(self.model, parallel_output=self.shard_config.parallel_output)
         last = self._last_layer
         if last is not None and (axis := axis_of(self.model.get_submodule(last))) is not None:
@@ -185,7 +185,7 @@ class ModelSharder:
             compute_parts_before_layers(self.model, plan)
 
     def _sharded_layer(self) -> str | None:
-        """The last layer's path, where sequences stay sharded behind it."""
+        """Return the path of the last layer if sequences stay sharded after it, otherwise None."""
         config, plan = self.shard_config, self.policy.stage_plan()
         is_asked = config.sequence.is_on_sequence_axis and config.parallel_output
         if not is_asked or plan is None or not stays_sharded(self.model, plan, self.policy.head_path()):
@@ -194,7 +194,7 @@ class ModelSharder:
 
 
 def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors) -> nn.Module:
-    """A copy of a whole model on the meta device, split but not cut into stages; see [Note: dry run]."""
+    """Return a copy of a full model on the meta device, sharded but not cut into stages; see [Note: dry run]."""
     dry_policy, split = copy.copy(policy), _meta_copy(model)
     with errors.at():
         dry_policy.set_model(split)
@@ -212,9 +212,9 @@ def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Er
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model and its configs, parameters and buffers on the meta device. It shares all else."""
+    """Copy a model and its configs, with parameters and buffers on the meta device. All else is shared."""
     copies: dict[int, Any] = {}
-    configs: dict[int, Any] = {}  # of `deepcopy`
+    configs: dict[int, Any] = {}  # memo of `deepcopy`
 
     def tensor(of: Tensor) -> Tensor:
         if id(of) not in copies:
@@ -248,14 +248,14 @@ def _meta_tensor(tensor: Tensor) -> Tensor:
         return empty
     if type(tensor) in (Parameter, LazyTensor):
         return Parameter(empty, requires_grad=tensor.requires_grad)
-    # Of another kind, which layers refuse by its name.
+    # A subclass keeps its name, by which layers refuse it.
     kind: Any = type(type(tensor).__name__, (Parameter,), {})
     special: Tensor = kind(empty, requires_grad=tensor.requires_grad)
     return special
 
 
 def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
-    """Give the model the class that it is to have; return the classes of all its modules, on all stages."""
+    """Set the class of the model that the policy gives; return the classes of all its modules, on all stages."""
     if (new_class := policy.new_model_class()) is not None:
         model.__class__ = new_class
     return {type(module) for module in model.modules()}
@@ -277,7 +277,7 @@ def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> N
 def _apply_policy(
     model: nn.Module, policy: Policy, group: Any, classes: set[type[nn.Module]], errors: Errors
 ) -> set[nn.Module]:
-    """Change the local modules as the policy describes it; return those that were changed as they are."""
+    """Apply the policy's changes to the local modules; return the modules that were changed and not replaced."""
     descriptions = policy.module_policy()
     known = {key for each in classes for key in (each, each.__name__)}
     if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
@@ -287,7 +287,7 @@ def _apply_policy(
             f"classes are {', '.join(sorted(each.__name__ for each in classes))}",
         )
     marked: set[nn.Module] = set()
-    # Listed first: what a replacement brings in is not searched again.
+    # A list, because replacements add modules that must not be visited.
     for path, module in list(model.named_modules()):
         kind = type(module.native if isinstance(module, StandIn) else module)
         for key in (kind, kind.__name__):
@@ -300,7 +300,7 @@ def _apply(
     module: nn.Module, path: str, description: ModulePolicyDescription, group: Any, errors: Errors
 ) -> set[nn.Module]:
     replacements = list(description.sub_module_replacement)
-    if isinstance(module, StandIn):  # it may hold a part of its native module
+    if isinstance(module, StandIn):  # some sub-modules of its native module may be local
         local = {name for name, each in module.named_modules() if not isinstance(each, StandIn)}
         replacements = [each for each in replacements if each.suffix in local]
     else:
@@ -333,7 +333,7 @@ def _change(module: nn.Module, path: str, description: ModulePolicyDescription, 
 def _replaced(
     module: nn.Module, replacement: SubModuleReplacementDescription, group: Any
 ) -> nn.Module | None:
-    """Replace a sub-module; return it where it was changed as it is and stays."""
+    """Replace a sub-module; return it if it was changed in place and not replaced."""
     try:
         native = module.get_submodule(replacement.suffix)
     except AttributeError:
@@ -359,7 +359,7 @@ def _replaced(
 
 
 def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> None:
-    """Report layers that share a weight with one that is split, and would compute with a part of it."""
+    """Add errors of layers that share the weight of a sharded layer, and would compute with a shard of it."""
     holders: dict[Parameter, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -392,7 +392,7 @@ def _set_attribute(module: nn.Module, path: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class _StandInMesh:
-    """A mesh of pipeline stages alone, for a dry run."""
+    """A mesh with only pipeline stages, for a dry run."""
 
     num_stages: int
 

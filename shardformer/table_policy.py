@@ -1,4 +1,4 @@
-"""The policy that a table makes. Tables are in tables/, one layer is layer_split.py, carrying out is sharder.py."""
+"""The policy of a table. Tables are in tables/; layer_split.py shards one layer, sharder.py applies the policy."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,10 +37,10 @@ from .tables.table import (
 
 
 class TablePolicy(Policy):
-    """Splits a transformers model by a table of names.
+    """Shard a transformers model by a table of names.
 
-    [Note: parts] A model may be made of others (a vision model, a language model), each with a config and layers of
-    its own. Each is split by a policy of its own, and the policy of the whole gathers what they say.
+    [Note: parts] A model may consist of other models (a vision model, a language model), called parts, each with
+    a config and layers of its own. Each part has a policy of its own, and the policy of the model combines them.
     """
 
     gathers_sequences = True
@@ -51,7 +51,7 @@ class TablePolicy(Policy):
         self._common_input = CommonInput()
 
     def set_model(self, model: nn.Module) -> None:
-        """Give the policy the model that it is for, and those of the parts theirs.
+        """Set the model of the policy, and of the policies of its parts.
 
         Raises:
             ValueError: there is no table for a part.
@@ -77,20 +77,20 @@ class TablePolicy(Policy):
         raise_errors(errors)
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Give the policy, and those of the parts, what is asked for."""
+        """Set the requested axes and options, for the parts too."""
         super().set_shard_config(shard_config)
         for part in self._parts.values():
             part.set_shard_config(shard_config)
 
     def config_errors(self) -> list[str]:
-        """The table's own reasons, and those of all policies."""
+        """List errors of `shard_config`: those that the table states, and those of every policy."""
         found = list(self.table.pipeline_errors) if self.shard_config.num_stages > 1 else []
         if self.shard_config.tensor_parallel_size > 1:
             found = [*self._tensor_errors(), *found]
         return [*found, *super().config_errors()]
 
     def stage_plan(self) -> StagePlan:
-        """The table's plan, seen from the whole model."""
+        """Return the table's stage plan, with paths from the full model."""
         if isinstance(self.table.stage, StagePlan):
             return self.table.stage.under(self._base_prefix()).fitted(self.model)
         stages = self._stages_part()
@@ -111,11 +111,11 @@ class TablePolicy(Policy):
         )
 
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
-        """Changes of layers, embedding and head."""
+        """Return the changes of layers, embedding and head."""
         if self.shard_config.tensor_parallel_size == 1:
             return {}
         attributes, replacements = self._changes("")
-        # By path and not by class: an encoder's and a decoder's layers may be of one class and differ.
+        # By path and not by class: layers of an encoder and a decoder may have the same class and different changes.
         return {
             type(self.model): ModulePolicyDescription(
                 attribute_replacement=attributes, sub_module_replacement=tuple(replacements)
@@ -123,10 +123,10 @@ class TablePolicy(Policy):
         }
 
     def _changes(self, prefix: str) -> tuple[dict[str, Any], list[SubModuleReplacementDescription]]:
-        """New attributes and replacements in the model and its local parts, seen from the whole model.
+        """Return new attributes and replacements of the model and its local parts, with paths from the full model.
 
         Args:
-            prefix: path of this model in the whole one.
+            prefix: path of this model in the full one.
         """
         self._require_settings(prefix)
         attributes, replacements = dict[str, Any](), self._ends(prefix)
@@ -149,7 +149,7 @@ class TablePolicy(Policy):
         return attributes, replacements
 
     def _ends(self, prefix: str) -> list[SubModuleReplacementDescription]:
-        """Embeddings and head, and what takes their places."""
+        """Return the replacements of embeddings and head."""
         further = present(self.model, map(self._from_model, self.table.further_embeddings))
         first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
         head = self.head_path()
@@ -171,7 +171,7 @@ class TablePolicy(Policy):
         return found
 
     def _shared_biases(self, prefix: str, first: LayerSplit) -> list[SubModuleReplacementDescription]:
-        """The split of biases that all layers are given, by the heads of the first one."""
+        """Return the sharding of biases that are inputs of all layers, by the heads of the first layer."""
         found = []
         for path, dim in self.table.shared_biases.items():
             owner, _, name = self._from_model(path).rpartition(".")
@@ -188,7 +188,7 @@ class TablePolicy(Policy):
         return found
 
     def _layers(self, prefix: str) -> dict[str, LayerSplit]:
-        """The split of the model's own layers by path. Those of one list are of one class, as the table is for one."""
+        """Return the sharding of the model's own layers by path. All layers of a list must have the same class."""
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
         found: dict[str, LayerSplit] = {}
@@ -215,7 +215,7 @@ class TablePolicy(Policy):
         return found
 
     def _require_settings(self, prefix: str) -> None:
-        """Report settings of the config with which the table does not split the model."""
+        """Add errors of config settings that the table does not support."""
         config, ranks = getattr(self.model, "config", None), self.shard_config.tensor_parallel_size
         for name, needed in self.table.needed.items():
             if getattr(config, name, needed) != needed:
@@ -230,10 +230,10 @@ class TablePolicy(Policy):
                 require_divisible(name, setting(config, name, "leave it out of divisible"), ranks)
 
     def postprocess(self) -> nn.Module:
-        """Route the loss of a split head, and refuse calls whose results would be a rank's part of them.
+        """Route the loss to a sharded head, and refuse calls whose results would be sharded over ranks.
 
         Raises:
-            ValueError: the model's config asks for such results, or its forward reads the weight of the head.
+            ValueError: the model's config requests such results, or its forward reads the weight of the head.
         """
         if self.shard_config.tensor_parallel_size > 1 and hasattr(self.model, "config"):
             _refuse_attentions(self.model, (), {}, source="the model's config")
@@ -242,7 +242,7 @@ class TablePolicy(Policy):
         return self.model
 
     def route_losses(self) -> None:
-        """Let the model and its parts compute their losses from split logits, where they can."""
+        """Compute the losses of the model and its parts from sharded logits, where possible."""
         for path, part in self._parts.items():
             if _is_local(self.model, path):
                 part.route_losses()
@@ -259,7 +259,7 @@ class TablePolicy(Policy):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
 
     def _stages_part(self) -> PartStages:
-        """The part whose layers a pipeline cuts: the first of the table's that this class of model has."""
+        """Return the part that a pipeline cuts: the first in the table that this class of model has."""
         assert not isinstance(self.table.stage, StagePlan)
         found = next((each for each in self.table.stage if self._from_model(each.part) in self._parts), None)
         if found is None:
@@ -270,12 +270,12 @@ class TablePolicy(Policy):
         return found
 
     def _tensor_errors(self) -> list[str]:
-        """The table's own reasons, and those of the parts."""
+        """List the errors that the table and the tables of the parts state for tensor parallelism."""
         parts = [f"{path}: {error}" for path, part in self._parts.items() for error in part._tensor_errors()]
         return [*self.table.tensor_errors, *parts]
 
     def _sequence_around(self, layer: nn.Module) -> RegionSequence | None:
-        """Gathering of sequence-sharded inputs by the regions of a layer; None where sequences are whole."""
+        """Return the sequence sharding around the regions of a layer; None if sequences are unsharded."""
         axis, settings = axis_of(layer), self.shard_config.sequence
         if axis is None or not settings.is_on_tensor_axis:
             return None
@@ -286,24 +286,24 @@ class TablePolicy(Policy):
         return "" if base is self.model else str(self.model.base_model_prefix)
 
     def _stacks(self) -> list[str]:
-        """The paths of the model's own lists of layers, without those of its parts."""
+        """Return the paths of the model's own lists of layers, without those of its parts."""
         if not isinstance(self.table.stage, StagePlan):
             return []
         stacks = self.stage_plan().stacks(self.model)
         return [path for stack in stacks for path in stack.plan.lists(self.model)]
 
     def _from_model(self, path: str) -> str:
-        """A path of the base model, seen from the whole model."""
+        """Return the path from the full model of a path in the base model."""
         return join(self._base_prefix(), path)
 
     def head_path(self) -> str | None:
-        """The language-model head's path, where this class of model has one."""
+        """Return the path of the language-model head, or None if this class of model has none."""
         names = [name for name in self.table.heads if has_submodule(self.model, name)]
         return names[0] if names else None
 
 
 def _is_local(model: nn.Module, path: str) -> bool:
-    """Return True where the module at a path is on a stage of this rank, and no stand-in nor inside of one."""
+    """Return True if the module at a path is on a stage of this rank: neither a stand-in nor inside one."""
     module = model
     for name in path.split("."):
         module = module.get_submodule(name)
@@ -322,12 +322,12 @@ def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any], *, sourc
 
 
 def table_as_installed(table: Table, model: nn.Module, from_model: Callable[[str], str]) -> Table:
-    """The table as the installed transformers needs it: older releases have other names, and layers that return tuples.
+    """Adapt a table to the installed transformers: older releases have other names, and layers that return tuples.
 
     Args:
-        table: for the newest release.
-        model: whole; may be without memory.
-        from_model: turns a path seen from the base model into one seen from the model.
+        table: the table for the newest release.
+        model: the full model; may be on the meta device.
+        from_model: converts a path from the base model into one from the model.
     """
     found = next(
         (older for path, older in table.older.items() if has_submodule(model, from_model(path))), table
@@ -338,7 +338,7 @@ def table_as_installed(table: Table, model: nn.Module, from_model: Callable[[str
 
 
 def _with_arity(plan: StagePlan, model: nn.Module, from_model: Callable[[str], str]) -> StagePlan:
-    """The plan for layers that return a tuple where it says a tensor; callers read its first entry."""
+    """Adapt a plan to layers that return a tuple instead of a tensor; callers read its first entry."""
     encoder = None if plan.encoder is None else _with_arity(plan.encoder, model, from_model)
     path = from_model(plan.layers)
     layers = layers_of(model, [path]) if has_submodule(model, path) else {}
@@ -347,16 +347,16 @@ def _with_arity(plan: StagePlan, model: nn.Module, from_model: Callable[[str], s
     return replace(plan, arity=1 if is_tuple else plan.arity, encoder=encoder)
 
 
-_ROW = 16  # bytes, of which rows are multiples in torch's grouped product
+_ROW = 16  # bytes: row sizes in torch's grouped product are multiples of it
 
 
 def expert_width_errors(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -> list[str]:
-    """Why torch's grouped product cannot compute with a rank's part of experts; empty when it can.
+    """List reasons why torch's grouped product cannot compute with shards of experts; empty if it can.
 
     Args:
-        model: a whole one, whose experts are split by their inner width.
-        tp_size: over so many ranks.
-        dtype: in which they are computed.
+        model: the full model, whose experts are sharded by their inner width.
+        tp_size: number of ranks.
+        dtype: format of the computation.
     """
     found: dict[int, str] = {}  # by width
     for path, module in model.named_modules():

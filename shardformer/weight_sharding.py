@@ -1,9 +1,9 @@
 """Choice of the layers whose weights are sharded over the weight axis (wp_size).
 
-[Note: replicated layers] The weights of plain linear layers are sharded, inside the model's layers alone: heads and
-embeddings stay replicated, biases and norms too. A subclass of nn.Linear may compute something else and stays
-replicated, unless a table says that it does not (`native`). So does a weight that something outside of such layers uses
-too, one that is tied to an embedding for example.
+[Note: replicated layers] Only the weights of plain linear layers inside the model's layers are sharded. Heads,
+embeddings, biases and norms stay replicated. A subclass of nn.Linear stays replicated, because it may compute something
+else, unless a table lists it as `native`. A weight that is also used elsewhere stays replicated too, for example one
+that is tied to an embedding.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from .tables.table import Table, table_for
 
 
 def weight_errors(*, wp_size: int, tp_size: int) -> list[str]:
-    """Return the error of weights that would be sharded over two axes.
+    """List the error of weights that would be sharded over two axes.
 
     Args:
-        wp_size: ranks over which the weights of linear layers are sharded.
-        tp_size: ranks of the tensor axis.
+        wp_size: number of ranks over which the weights of linear layers are sharded.
+        tp_size: number of ranks of the tensor axis.
     """
     if wp_size == 1 or tp_size == 1:
         return []
@@ -42,12 +42,12 @@ def weight_errors(*, wp_size: int, tp_size: int) -> list[str]:
 def plan_weight_sharding(
     model: nn.Module, errors: list[str], *, policy: Policy | Table | None = None
 ) -> list[nn.Module] | None:
-    """The layers whose weights are to be sharded; None where they cannot be, and why, to `errors`.
+    """Return the layers whose weights are sharded; None if they cannot be, with the reasons added to `errors`.
 
     Args:
-        model: a whole one.
-        errors: found so far.
-        policy: knows its layers where transformers does not; None is that of the model's type.
+        model: the full model.
+        errors: reasons are appended.
+        policy: names the layers if transformers does not mark them; None takes the policy of the model type.
     """
     layers = model_layers(model, policy)
     if layers is None:
@@ -63,7 +63,7 @@ def plan_weight_sharding(
 
 
 def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
-    """All that speaks against sharding the weights of a model's linear layers; empty where nothing does.
+    """List reasons why the weights of a model's linear layers cannot be sharded; empty if they can.
 
     Args:
         model: the model.
@@ -100,14 +100,14 @@ def apply_weight_sharding(
     overlap: bool = True,
     gradient_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Put a `ShardedLinear` in the place of each linear layer inside these layers. Communicates nothing.
+    """Replace each linear layer inside these layers by a `ShardedLinear`. No communication.
 
-    Called once the model is cut into stages, before an optimizer is wrapped; parameters stay the same objects. See
+    Called after the model is cut into stages, before an optimizer is wrapped; parameters stay the same objects. See
     [Note: replicated layers].
 
     Args:
-        model: of this rank.
-        layers: of the whole model; those that this rank does not hold are left alone.
+        model: the local model.
+        layers: layers of the full model; layers of other stages are skipped.
         group: the weight axis, `mesh.group("wp")`.
         overlap, gradient_dtype: see `WeightPool`.
     """
@@ -125,7 +125,7 @@ def apply_weight_sharding(
 
 
 def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
-    """The layers of a whole model: what transformers recomputes, or else those of the stages; None if nobody knows."""
+    """Return the layers of a full model: those that transformers recomputes, or those of its plan; None if unknown."""
     if found := recomputable_layers(model):
         return found
     try:
@@ -139,7 +139,7 @@ def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Mod
 
 
 def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The linear layers whose weights are sharded, by path, in the order of the model."""
+    """Return the linear layers whose weights are sharded, by path, in the order of the model."""
     table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
     native = () if table is None else table.native
     inside = {
