@@ -1,1 +1,1 @@
-"""Sequence parallelism: layers that hold a part of the sequence on each rank, and attention over all of it."""
+"""Sequence parallelism: layers compute on a shard of the sequence, attention on the full sequence."""

@@ -1,6 +1,6 @@
-"""Attention of sequences that are sharded over ranks, under names of transformers' interface.
+"""Attention over sharded sequences, registered in transformers' attention interface.
 
-How it is computed is ulysses.py and ring_attention.py. A model whose attention would not mean the same is refused.
+ulysses.py and ring_attention.py compute it. Models whose attention would give other results are refused.
 """
 
 import inspect
@@ -31,7 +31,7 @@ ALL_TO_ALL, RING = "all_to_all", "ring_attn"
 
 _UNSHARDED = "under 'ring_attn' only layers whose sequences are sharded may: use sequence_parallelism_mode='all_to_all'"
 
-# Arguments of attention, and those that models hand to it besides: said by the mask too, or not about attention.
+# Arguments of attention, and others that models pass to it: these repeat the mask, or do not concern attention.
 _SETTINGS = frozenset(("scaling", "dropout", "is_causal", "softcap"))
 _BY_HEADS = _SETTINGS | frozenset(
     (
@@ -46,13 +46,13 @@ _BY_HEADS = _SETTINGS | frozenset(
     )
 )
 _BESIDES = BESIDES | {"deterministic"}
-# By mode, the arguments that do not change what is computed, or that attention knows what to do with.
+# The arguments that each mode supports, or that do not change its results.
 KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _SETTINGS | _BESIDES}
-_MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # what is at one position comes from others too
+_MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # outputs at one position depend on other positions
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
 _CALL = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
-# transformers before 5.1 looked attention up by itself.
+# transformers before 5.1 indexed the table of attention functions directly.
 _INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 _DEFAULT = re.compile(r"(?:get_interface\([^,]*,\s*|attention_interface: Callable = )(\w*eager\w*)")
 _READS_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
@@ -60,20 +60,20 @@ _ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
 
 def set_sequence_attention(model: nn.Module, mode: str) -> None:
-    """Let the layers of a model that hold parts of sequences attend over all of them.
+    """Set the attention of layers with sharded sequences to a mode that attends over full sequences.
 
     Args:
-        model: `SequenceAxis.note` has marked its layers; `sequence_attention_errors` found nothing against it.
+        model: its layers are marked by `SequenceAxis.note`, and have no `sequence_attention_errors`.
         mode: a key of KNOWN.
     """
     _register()
     for part in models_around(model, _is_sharded):
-        # `set_attn_implementation` takes a name with "flash" in it for that of a package, and would look for it.
+        # `set_attn_implementation` would try to import a package for a name that contains "flash".
         part.config._attn_implementation = {"": _attention_name(mode, part.config._attn_implementation)}
 
 
 def attention_kernels(model: nn.Module) -> set[str]:
-    """The kernels by which layers with sharded sequences compute attention."""
+    """Return the attention kernels of layers with sharded sequences."""
     return {part.config._attn_implementation for part in models_around(model, _is_sharded)}
 
 
@@ -86,21 +86,23 @@ def all_to_all_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention as transformers calls it, by `attend_by_heads`; as ever where the module's sequences are whole.
+    """Compute attention by `attend_by_heads`, with the signature of transformers' attention functions.
+
+    Modules with unsharded sequences call the kernel directly.
 
     Args:
-        kernel: with which it is computed.
-        module: the attention.
+        kernel: name of the attention kernel.
+        module: the attention module.
         query: (B, N, S/P, D).
         key, value: (B, M, S/P, D).
-        attention_mask: the kernel's, for whole sequences.
-        **kwargs: the kernel's.
+        attention_mask: the kernel's mask, for full sequences.
+        **kwargs: further arguments of the kernel.
 
     Returns:
-        (B, S/P, N, D), and None for the weights where they are split.
+        (B, S/P, N, D), and None for the attention weights if sequences are sharded.
 
     Raises:
-        ValueError: something is given that would not mean the same.
+        ValueError: an argument is not supported for sharded sequences.
     """
     attend, axis = kernel_of(module, kernel), axis_of(module)
     if axis is None or axis.group.size() == 1:
@@ -108,7 +110,7 @@ def all_to_all_attention(
     _check_known(module, kwargs, ALL_TO_ALL)
     known = {name: value for name, value in kwargs.items() if name in _BY_HEADS}
     if kernel in FLASH_PACKAGES and (positions := kwargs.get("position_ids")) is not None:
-        known["position_ids"] = _whole_positions(positions, axis)  # they say where packed sequences begin
+        known["position_ids"] = _whole_positions(positions, axis)  # they mark the starts of packed sequences
     return attend_by_heads(attend, module, query, key, value, attention_mask, axis, **known), None
 
 
@@ -127,25 +129,27 @@ def ring_attention_of(
     is_eager: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention as transformers calls it, by `ring_attention`; by torch's own where the module's sequences are whole.
+    """Compute attention by `ring_attention`, with the signature of transformers' attention functions.
+
+    Modules with unsharded sequences use torch's attention.
 
     Args:
-        module: the attention; its `is_causal` holds where the argument is None.
+        module: the attention module; its `is_causal` is the default of the argument.
         query: (B, N, S/P, D).
         key, value: (B, M, S/P, D), where M divides N.
-        attention_mask: for whole sequences, as `block_mask` makes it. Without one all are seen, or with `is_causal`
-            those before.
+        attention_mask: for full sequences, as `block_mask` makes it. Without one all keys are visible, or with
+            `is_causal` the keys up to the query.
         dropout: probability, 0 outside of training.
-        scaling: of the scores; None is D to the power of -1/2.
-        softcap: of the scores; for sequences that are sharded.
-        is_eager: whether the model computed it by its own code, which adds any mask to the scores.
-        **kwargs: what need not be known.
+        scaling: factor of the scores; None is D to the power of -1/2.
+        softcap: bound of the scores; only for sharded sequences.
+        is_eager: True if the model used eager attention, which adds any mask to the scores.
+        **kwargs: arguments without effect on the result.
 
     Returns:
-        (B, S/P, N, D), and None for the weights.
+        (B, S/P, N, D), and None for the attention weights.
 
     Raises:
-        ValueError: something is given that would not mean the same.
+        ValueError: an argument is not supported for sharded sequences.
     """
     _check_known(module, kwargs, RING)
     if is_eager and isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
@@ -176,7 +180,7 @@ def ring_attention_of(
 
 
 def models_around(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[PreTrainedModel]:
-    """The innermost models that the wanted modules are in, one for each config, which names the attention."""
+    """Return the innermost models around the wanted modules, one per config, because the config names the attention."""
     found: dict[int, PreTrainedModel] = {}
     inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
     while inside:
@@ -193,14 +197,14 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _attention_name(mode: str, kernel: str) -> str:
-    """The name of a mode's attention, for models that computed it with a kernel."""
+    """Return the registered name of a mode's attention, for models that used this kernel."""
     if mode == RING and kernel != EAGER:
-        return f"echelon_{mode}"  # its masks are those of all kernels but eager attention
+        return f"echelon_{mode}"  # one name: all kernels except eager attention have the same masks
     return f"echelon_{mode}_{kernel}"
 
 
 def _register() -> None:
-    """Make the attentions known to transformers. Doing it again changes nothing."""
+    """Register the attention functions and masks in transformers. May be called repeatedly."""
     register_kernels()
     for kernel in KERNELS:
         name = _attention_name(ALL_TO_ALL, kernel)
@@ -229,7 +233,7 @@ def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
 def _whole_mask(
     mask: Mask | Tensor | None, query: Tensor, *, is_causal: bool
 ) -> tuple[str, Tensor | None, bool]:
-    """A kernel for a whole sequence, the mask as it takes it, and whether that is causal besides."""
+    """Return a kernel for an unsharded sequence, the mask in its format, and its `is_causal`."""
     if not isinstance(mask, Mask):
         return SDPA, mask, is_causal
     queries, keys = (range(length) for length in mask.lengths)
@@ -244,23 +248,23 @@ def _whole_mask(
 
 
 def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
-    """Position ids of the whole sequence from this rank's; a collective of the axis."""
+    """Return the position ids of the full sequence from this rank's; an all-gather over the axis if sharded."""
     if positions.shape[-1] == axis.length:
         return positions
     return axis.gathered(positions, -1, axis.length)
 
 
 def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
-    """The attention that transformers would call for a module, called as that is.
+    """Return the attention function that transformers would call for a module.
 
     Args:
-        module: an attention of a model.
+        module: an attention module of a model.
         name: one of KERNELS.
     """
     function = _function_of(module, name)
 
     def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        # Flash attention looks in the config for which of its versions to run.
+        # Flash attention reads its version from the config.
         if (config := getattr(module, "config", None)) is not None:
             module = AttributeView(module, config=AttributeView(config, _attn_implementation=name))
         result: tuple[Tensor, Any] = function(module, *args, **kwargs)
@@ -270,7 +274,7 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]
 
 
 def mask_of(name: str) -> Callable[..., Any]:
-    """The function that makes masks for a kernel."""
+    """Return the function that makes masks for a kernel."""
     found: Callable[..., Any] = AttentionMaskInterface()[name]
     return found
 
@@ -279,7 +283,7 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, An
     if name == EAGER:
         found = _first(module, "eager_attention_forward")
     else:
-        functions = _first(module, "ALL_ATTENTION_FUNCTIONS")  # a file may have some of its own
+        functions = _first(module, "ALL_ATTENTION_FUNCTIONS")  # a model's file may define its own
         found = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
     if found is None:
         raise AssertionError(f"{type(module).__module__} has no attention by {name!r}")
@@ -288,18 +292,18 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, An
 
 
 def _first(module: nn.Module, name: str) -> Any:
-    """The object of a name in the file of the module's class, or of its bases; else None."""
+    """Return the object with this name from the file of the module's class or of a base class; else None."""
     files = (sys.modules[each.__module__] for each in type(module).__mro__)
     return next((found for file in files if (found := getattr(file, name, None)) is not None), None)
 
 
 def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.Module]) -> list[str]:
-    """Why layers of a model cannot hold parts of sequences and get the same; empty when they can. Reads their code.
+    """List reasons why layers would give other results on sequence shards; empty if they do not. Reads their code.
 
     Args:
-        model: a whole one.
+        model: the full model.
         mode: one of SEQUENCE_MODES.
-        layers: those that are to hold parts.
+        layers: the layers that would compute on shards.
     """
     wanted = {id(layer) for layer in layers}
     parts = models_around(model, lambda module: id(module) in wanted)
@@ -344,7 +348,7 @@ def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
 
 
 def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
-    """Return True where a module outside of attention mixes positions."""
+    """Return True if a module outside of attention mixes positions."""
     if isinstance(module, _MIXERS):
         return True
     is_named_so = _MIXER_NAMES.search(type(module).__name__) is not None
@@ -352,12 +356,12 @@ def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
 
 
 def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
-    """Errors of arguments that the module hands to attention and that would be lost there."""
+    """Yield errors of arguments that the module passes to attention and that would be ignored there."""
     name, code = type(attention).__name__, _code(type(attention))
     given = {argument for call in _CALL.findall(code) for argument in _ARGUMENT.findall(call)}
     known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
     if getattr(attention, "sinks", None) is None:
-        known |= {"s_aux"}  # which is then None
+        known |= {"s_aux"}  # None without sinks
     others = set(_DEFAULT.findall(code)) - {"eager_attention_forward"}
     config: Any = attention.config
     if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
@@ -369,12 +373,12 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return True where a module calls attention through transformers' interface."""
+    """Return True if a module calls attention through transformers' interface."""
     return _INTERFACE.search(_code(type(module))) is not None
 
 
 def _code(kind: type[nn.Module]) -> str:
-    """The source of a class, empty for one of torch or without any."""
+    """Return the source code of a class; empty for torch's classes, or without source."""
     return "" if kind.__module__.partition(".")[0] == "torch" else _source(cast("Any", kind))
 
 

@@ -1,11 +1,11 @@
-"""Parts of sequences in front of the layers: an embedding and rotary tables compute this rank's part alone.
+"""Sequence sharding before the layers: the embedding and rotary tables compute only this rank's shard.
 
-An embedding must be a model's only entry. The model goes on with a `PartTensor`, which has the shape of the whole
-sequence, and the first layer takes the part: no rank holds hidden states of a whole sequence, nor their gradient. A
-model that computes with the embedding's output gets the whole of it, from its first call on.
+The embedding must be the model's only entry. It returns a `PartTensor` with the shape of the full sequence, from which
+the first layer takes the shard: no rank materializes hidden states of a full sequence, nor their gradient. If a model
+computes with the embedding's output, the full tensor is materialized, and later calls compute it directly.
 
-Gradients are those of [Note: gradients over the sequence axis] in layers/sequence_axis.py: of an embedding each rank
-accumulates what its own part adds, as where the whole sequence is sharded.
+Gradients follow [Note: gradients over the sequence axis] in layers/sequence_axis.py: each rank accumulates the
+embedding's gradient of its own shard, as if the first layer had sharded a full sequence.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,9 +21,9 @@ from ..layers.embedding import VocabParallelEmbedding1D, is_scaled, needs_all_us
 from ..layers.parallel_module import require_all
 from ..layers.sequence_axis import SequenceAxis, axis_of
 
-DIM = -2  # of the sequence
+DIM = -2  # the sequence dimension
 
-# Properties of the whole that are known without computing it.
+# Properties of the full tensor that are known without materializing it.
 _KNOWN = frozenset(
     (
         Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -42,15 +42,15 @@ _KNOWN = frozenset(
 
 
 class PartTensor(Tensor):
-    """Stands for a whole sequence, (…, S, W), until something other than its shape and kind is asked for.
+    """Placeholder of a full sequence, (…, S, W), that contains only this rank's shard.
 
-    Then the whole is computed, once, and takes its place: slower, and never another number. What goes round this (an
-    autograd function that is given it) fails.
+    Any use of it except for shape, dtype and device materializes the full tensor, once: slower, with the same result.
+    An autograd function that gets the placeholder itself raises.
 
     Args:
-        part: this rank's, (…, S/P, W), with padding.
-        length: of the whole, S.
-        make_whole: computes it, on every rank alike; with gradients if they were enabled here.
+        part: this rank's shard, (…, S/P, W), with padding.
+        length: length of the full sequence, S.
+        make_whole: computes the full tensor, equal on every rank; with gradients if they were enabled here.
     """
 
     _part: Tensor
@@ -73,11 +73,11 @@ class PartTensor(Tensor):
 
     @property
     def part(self) -> Tensor | None:
-        """This rank's part, with padding; None where the whole was computed, of which parts are to be taken."""
+        """This rank's shard, with padding; None if the full tensor was materialized, which must be sharded then."""
         return self._part if self._whole is None else None
 
     def whole(self) -> Tensor:
-        """All of it; computed the first time."""
+        """Return the full tensor, materialized by the first call."""
         if self._whole is None:
             with torch.set_grad_enabled(self._has_graph):
                 self._whole = self._make_whole()
@@ -85,7 +85,7 @@ class PartTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what needs no numbers; do all else with the whole itself."""
+        """Answer queries that need no values; call all other functions with the full tensor."""
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -96,7 +96,7 @@ class PartTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Never: there are no numbers."""
+        """Raise AssertionError: the placeholder has no values."""
         raise AssertionError(f"{func} was given a part for the whole of a sequence")
 
 
@@ -104,16 +104,18 @@ def _refuse_gradient(gradient: Tensor) -> None:
     raise AssertionError("a gradient of a whole sequence came to what stands for it, and would be lost")
 
 
-# Frequencies that do not follow from the longest position that a call is given.
+# Rotary types whose frequencies do not depend on the largest position of a call.
 _FIXED_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 
 
 def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
-    """Let modules in front of a model's layers compute parts where they can, by hooks. After all replacements.
+    """Add hooks to the embedding and rotary tables so that they compute shards, where possible.
+
+    Called after all replacements of modules.
 
     Args:
-        model: a split one whose sequences are sharded over the sequence axis.
-        plan: where its layers and entries are.
+        model: a sharded model, with sequences sharded over the sequence axis.
+        plan: the paths of its layers and entries.
     """
     paths = plan.layer_paths(model)
     layers = [model.get_submodule(path) for path in paths]
@@ -129,20 +131,20 @@ def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
 
 
 class PartsAlone:
-    """Hooks around a module that computes each position on its own, from one (B, S) tensor of whole numbers.
+    """Hooks around a module that computes each position independently, from one integer tensor (B, S).
 
     Args:
-        axis: of the layers behind it.
-        first: of those.
+        axis: sequence axis of the layers.
+        first: the first layer.
     """
 
     def __init__(self, axis: SequenceAxis, first: nn.Module) -> None:
         self._axis, self._first = axis, first
-        self._given: tuple[tuple, dict[str, Any], int] | None = None  # of the call that is running
-        self._is_whole = False  # whether the whole was needed, which it will be again
+        self._given: tuple[tuple, dict[str, Any], int] | None = None  # arguments of the running call
+        self._is_whole = False  # True once the full tensor was needed: later calls compute it at once
 
     def around(self, module: nn.Module) -> None:
-        """Let it compute parts."""
+        """Add the hooks to a module."""
         module.register_forward_pre_hook(self._cut, with_kwargs=True)
         module.register_forward_hook(self._stand_in)
 
@@ -152,7 +154,7 @@ class PartsAlone:
         self._given = None
         leaves, form = tree_flatten((args, dict(kwargs)))
         places = [place for place, each in enumerate(leaves) if _is_by_position(each)]
-        is_watched = bool(module._backward_hooks or module._backward_pre_hooks)  # they take the tensor itself
+        is_watched = bool(module._backward_hooks or module._backward_pre_hooks)  # they need the full tensor
         if self._is_whole or is_watched or len(places) != 1 or _reenters(self._first):
             return None
         (place,) = places
@@ -185,13 +187,13 @@ class PartsAlone:
         return tree_unflatten([stand_in(*each) for each in enumerate(leaves)], form)
 
     def _own(self, whole: Tensor) -> Tensor:
-        """This rank's part, padded as `shard_sequence` does it."""
+        """Return this rank's shard, padded as by `shard_sequence`."""
         missing = self._axis.order.padded(whole.shape[-1]) - whole.shape[-1]
         padding = whole[..., -1:].expand(*whole.shape[:-1], missing)
         return self._axis.own(torch.cat([whole, padding], -1) if missing else whole, -1)
 
     def _without_padding(self, part: Tensor, length: int) -> Tensor:
-        """A part whose padding, which stands at its end, has no gradient."""
+        """Return the shard with its padding, at the end, detached."""
         stretches = self._axis.order.stretches(self._axis.rank, length)
         count = sum(position < length for stretch in stretches for position in stretch)
         if not part.requires_grad or count == part.shape[DIM]:
@@ -202,14 +204,14 @@ class PartsAlone:
 
 
 def _require_rows(module: nn.Module, whole: Tensor) -> None:
-    """Raise on all ranks for an entry that a vocabulary lacks; only one of them would look up its row."""
+    """Raise on all ranks for an index outside the vocabulary; without it only the rank with that token would."""
     if isinstance(count := getattr(module, "num_embeddings", None), int):
         is_row = (whole >= 0) & (whole < count)
         require_all(is_row, lambda: f"entry {whole[~is_row][0].item()} is outside the vocabulary of {count}")
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Return True for an embedding of which each position is a row."""
+    """Return True for an embedding that looks up one row per position."""
     if isinstance(module, VocabParallelEmbedding1D):
         return True
     is_plain = type(module) is nn.Embedding or is_scaled(module)
@@ -235,10 +237,10 @@ def _is_by_position(value: Any) -> bool:
 
 
 def _reenters(layer: nn.Module) -> bool:
-    """Return True where an autograd function recomputes a layer, which needs the very tensor that it is given."""
+    """Return True if a reentrant checkpoint recomputes a layer: its autograd function needs the full tensor."""
     if not getattr(layer, "gradient_checkpointing", False):
         return False
     checkpoint: Any = getattr(layer, "_gradient_checkpointing_func", None)
-    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)  # of a RememberingLength
+    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)  # unwrap a RememberingLength
     is_partial = isinstance(checkpoint, partial)
     return not (is_partial and checkpoint.keywords.get("use_reentrant") is False)
