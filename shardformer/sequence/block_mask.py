@@ -1,4 +1,4 @@
-"""Masks that are asked for block by block, so that nobody holds a whole one. What is done with them is kernels.py."""
+"""Attention masks evaluated block by block: no rank materializes a full mask. kernels.py uses the blocks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -15,38 +15,38 @@ from ...cluster.errors import raise_errors
 
 # B batch, N heads, Q queries, K keys, S sequence
 
-# By the numbers of batch, head, query and key, which broadcast: whether that query sees that key.
+# Takes indices of batch, head, query and key, which broadcast; returns True where the query sees the key.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Seen(Enum):
-    """The part of keys that queries see, where that can be said in a word."""
+    """Kind of a block of a mask."""
 
     NOTHING = auto()
     ALL = auto()
     TRIANGLE = auto()  # equal ranges: each query sees the keys up to itself
-    SOME = auto()  # never an answer: which, a tensor says
+    SOME = auto()  # internal: `Mask.block` returns a tensor instead
 
 
 class Mask(ABC):
-    """The keys that each query of a sequence sees.
+    """Visible keys of each query of a sequence.
 
     Args:
-        lengths: of queries and of keys.
+        lengths: numbers of queries and of keys.
 
     Attributes:
-        is_plain: no block makes it build a tensor, however large.
+        is_plain: True if no block needs a tensor, of any size.
     """
 
     is_plain = False
 
     def __init__(self, lengths: tuple[int, int]) -> None:
         self.lengths = lengths
-        # Layers and microbatches in backward ask for the same blocks; to look at one twice costs a wait for a GPU.
+        # All layers, and their backwards, use the same blocks; evaluating one again would synchronize with the GPU.
         self._known: dict[tuple[range, range], Seen] = {}
 
     def look(self, blocks: Iterable[tuple[range, range]]) -> None:
-        """Find the words for blocks of queries and keys: one read on the host for all that have to be looked at."""
+        """Determine the kinds of blocks of queries and keys: one host read for all blocks that must be evaluated."""
         new = dict.fromkeys(each for each in blocks if each not in self._known)
         inferred = {each: word for each in new if (word := self._word(*each)) is not None}
         facts = {each: self._facts(*each) for each in new if each not in inferred}
@@ -56,43 +56,43 @@ class Mask(ABC):
             self._known |= {each: _word_for(*each, *of) for each, of in zip(facts, found, strict=True)}
 
     def block(self, queries: range, keys: range) -> Seen | Tensor:
-        """The keys that these queries see: a word, or (B or 1, N or 1, Q, K) of booleans, or of numbers to add."""
+        """Return the block: a kind, or a tensor (B or 1, N or 1, Q, K) of booleans, or of numbers to add to scores."""
         if (queries, keys) not in self._known:
             self.look([(queries, keys)])
         known = self._known[queries, keys]
         return self._tensor(queries, keys) if known is Seen.SOME else known
 
     def levelled(self, queries: range) -> Tensor | None:
-        """Queries that see no key and get the mean of all values, (B or 1, 1, Q); None where there are none."""
+        """Return the queries that see no key and get the mean of all values, (B or 1, 1, Q); None without any."""
         return None
 
     @abstractmethod
     def _word(self, queries: range, keys: range) -> Seen | None:
-        """The word for a block, where it follows from the positions alone."""
+        """Return the kind of a block if its positions determine it, otherwise None."""
 
     @abstractmethod
     def _facts(self, queries: range, keys: range) -> Tensor:
-        """Three booleans, on the device: something is seen, all is, and what is seen is the triangle."""
+        """Return three booleans on the device: any key is visible, all are, and the visible ones form the triangle."""
 
     @abstractmethod
     def _tensor(self, queries: range, keys: range) -> Tensor:
-        """A block as a tensor."""
+        """Return a block as a tensor."""
 
 
 class BlockMask(Mask):
-    """A function of positions, and perhaps padding: what transformers knows of a mask before it makes one.
+    """A mask function of positions with optional padding, as transformers has it before it makes a tensor.
 
     Args:
-        function: on numbers of positions.
-        lengths: of queries and of keys.
-        padding_BS: False at the keys that nobody sees.
-        batch_size: rows.
+        function: mask function of positions.
+        lengths: numbers of queries and of keys.
+        padding_BS: False at keys that no query sees.
+        batch_size: number of rows.
         device: where tensors are made.
-        takes_numbers: whether the function is made for single numbers only, and has to be mapped over tensors.
-        levels: whether a query that sees no key gets the mean of all values, as by eager attention, and not 0.
+        takes_numbers: True if the function takes only single positions and must be mapped over tensors by vmap.
+        levels: True if a query that sees no key gets the mean of all values, as by eager attention, instead of 0.
 
     Attributes:
-        flex_masks: kept by flex.py, by the rank that has the keys.
+        flex_masks: cached masks of flex.py, by the rank of the keys.
     """
 
     def __init__(
@@ -116,20 +116,20 @@ class BlockMask(Mask):
         self.flex_masks: dict[int, Any] = {}
 
     def look(self, blocks: Iterable[tuple[range, range]]) -> None:
-        """Find the words for blocks, and which of their queries see no key: one more read where those get a mean."""
+        """Determine the kinds of blocks, and the queries that see no key: one more host read if `levels`."""
         blocks = list(blocks)
         super().look(blocks)
         self._find_blind([queries for queries, _ in blocks])
 
     def levelled(self, queries: range) -> Tensor | None:
-        """Queries that see no key and get the mean of all values, (B, 1, Q); None where there are none."""
+        """Return the queries that see no key and get the mean of all values, (B, 1, Q); None without any."""
         self._find_blind([queries])
         return self._levelled.get(queries)
 
     def placed(self, queries: Tensor, keys: Tensor) -> MaskFunction:
-        """The mask as a function of places in two lists of positions, on the device.
+        """Return the mask as a function of indices into two tensors of positions on the device.
 
-        Positions behind the sequence see nothing, and are not seen.
+        Positions beyond the sequence are padding: as queries they see no key, and no query sees them.
         """
         function, length = self._function, self.lengths[1]
         is_query, is_key_BK = queries < length, (keys < length).expand(self._batch_size, -1)
@@ -143,7 +143,7 @@ class BlockMask(Mask):
         return placed
 
     def placed_seen(self, placed: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
-        """Evaluate a function of `placed` at all places, (B, 1, Q, K)."""
+        """Evaluate a function of `placed` at all indices, (B, 1, Q, K)."""
         batch, head = (torch.arange(size, device=self._device) for size in (self._batch_size, 1))
         return _mapped(placed)(batch, head, queries, keys)
 
@@ -187,13 +187,13 @@ class BlockMask(Mask):
 
 
 class GivenMask(Mask):
-    """A mask that was given as a whole tensor.
+    """A mask that was given as a full tensor.
 
     Args:
-        mask: (B or 1, N or 1, S or 1, S): booleans, True where a key is seen, or numbers to add to the scores.
+        mask: (B or 1, N or 1, S or 1, S): booleans, True at visible keys, or numbers to add to the scores.
 
     Raises:
-        ValueError: it is no such mask, or has a row of numbers that all hide.
+        ValueError: the mask has another shape or dtype, or a row of numbers that hides all keys.
     """
 
     def __init__(self, mask: Tensor, length: int) -> None:
@@ -244,24 +244,24 @@ def block_mask(
     levels: bool = False,
     **_: Any,
 ) -> BlockMask:
-    """The mask function for transformers' `AttentionMaskInterface`, by whose arguments it is called.
+    """Make a `BlockMask`, with the signature of transformers' `AttentionMaskInterface`.
 
     Args:
-        batch_size: rows.
-        q_length, kv_length: how many queries and keys there are.
-        q_offset, kv_offset: positions of the first ones, 0 without a cache.
-        mask_function: which positions see which, besides padding.
-        attention_mask: (B, S), False at padding; what it is too short for is padding.
-        local_size: of the window that the mask function has, if it has one.
-        allow_is_causal_skip, allow_is_bidirectional_skip: whether the mask function, apart from that window, is
-            causal or sees all.
-        use_vmap: whether the mask function is made for single numbers.
+        batch_size: number of rows.
+        q_length, kv_length: numbers of queries and keys.
+        q_offset, kv_offset: positions of the first query and key, 0 without a cache.
+        mask_function: visibility of positions, without padding.
+        attention_mask: (B, S), False at padding; keys beyond its end are padding.
+        local_size: window size of the mask function, or None.
+        allow_is_causal_skip, allow_is_bidirectional_skip: True if the mask function, apart from the window, is causal
+            or sees all keys.
+        use_vmap: True if the mask function takes only single positions.
         device: where tensors are made.
-        cache_position: positions of the queries, which older releases give in place of their length, offset and device.
+        cache_position: positions of the queries; older releases give it instead of their length, offset and device.
         levels: see `BlockMask`.
 
     Raises:
-        ValueError: there are keys in a cache.
+        ValueError: a cache contains keys.
     """
     if cache_position is not None:
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
@@ -270,7 +270,7 @@ def block_mask(
             f"queries begin at position {int(q_offset)} and keys at {int(kv_offset)}: ring attention computes whole "
             "sequences, without a cache of keys: pass use_cache=False"
         )
-    if local_size is None or kv_length < local_size:  # no window is so wide
+    if local_size is None or kv_length < local_size:  # no window, or one that covers the sequence
         if allow_is_causal_skip:
             mask_function = causal_mask_function
         elif allow_is_bidirectional_skip:
@@ -297,11 +297,11 @@ def _causal(queries: range, keys: range) -> Seen:
     return Seen.TRIANGLE if queries == keys else Seen.SOME
 
 
-# A number that hides keys where no greater one stands in its row. Beside it scores lose their last digits, and kernels
-# that keep the logarithm of a sum have wrong gradients, torch's own too.
+# Added numbers up to this hide a key. In a row without a greater one scores lose their last digits, and kernels that
+# save the lse, torch's too, compute wrong gradients.
 _HIDING = -100.0
 
-# Mask functions whose blocks are known without looking at each position.
+# Mask functions whose blocks are known without evaluating each position.
 _PLAIN: dict[MaskFunction, Callable[[range, range], Seen]] = {
     causal_mask_function: _causal,
     bidirectional_mask_function: lambda queries, keys: Seen.ALL,
@@ -309,7 +309,7 @@ _PLAIN: dict[MaskFunction, Callable[[range, range], Seen]] = {
 
 
 def _broadcast(function: MaskFunction) -> MaskFunction:
-    """A function of tensors that broadcast, on the numbers along each dimension."""
+    """Return a function of 1-d index tensors, from a mask function that broadcasts."""
     return lambda batch, head, query, key: function(
         batch[:, None, None, None],
         head[None, :, None, None],
@@ -319,12 +319,12 @@ def _broadcast(function: MaskFunction) -> MaskFunction:
 
 
 def _mapped(function: MaskFunction) -> MaskFunction:
-    """A function of single numbers, on the numbers along each dimension."""
+    """Return a function of 1-d index tensors, from a mask function of single positions."""
     for dim in (3, 2, 1, 0):
         function = torch.vmap(function, in_dims=tuple(0 if each == dim else None for each in range(4)))
 
     def mapped(*numbers: Tensor) -> Tensor:
-        with TransformGetItemToIndex():  # vmap alone cannot index a tensor by a number of its own
+        with TransformGetItemToIndex():  # vmap alone cannot index a tensor by a mapped position
             return function(*numbers)
 
     return mapped

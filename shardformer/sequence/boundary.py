@@ -1,8 +1,8 @@
-"""The ends of a stack of layers whose sequences are sharded, and the layers of a model that compute on parts.
+"""Sequence sharding at the first layer of a stack, gathering after the last, and setup of the layers between.
 
-All that a model computes around its layers it computes on whole sequences: embeddings, masks, positions, pooling,
-losses, except for the modules of before_layers.py. How layers compute with a part of a sequence is
-layers/split_gather.py on the tensor axis, attention.py on the sequence axis.
+Outside of its layers a model computes on full sequences: embeddings, masks, positions, pooling, losses. Exceptions are
+the modules of before_layers.py and the losses of loss.py. Inside, layers/split_gather.py communicates on the tensor
+axis, attention.py on the sequence axis.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,15 +46,15 @@ from .config import SEQUENCE_MODES, SequenceSplit
 
 
 def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> None:
-    """Let the layers of each stack compute on parts of sequences, by hooks. After the cut, before layers are split.
+    """Add hooks by which the layers of each stack compute on sequence shards. After the cut, before layer sharding.
 
     Args:
-        model: a cut model, or a whole one in a dry run.
-        plan: where its layers are.
-        split: how.
+        model: a cut model, or an uncut one in a dry run.
+        plan: the paths of its layers.
+        split: the mode and the ranks.
 
     Raises:
-        ValueError: the layers cannot compute on parts of sequences; all reasons at once, before anything is changed.
+        ValueError: the layers cannot compute on shards; all reasons at once, before anything is changed.
     """
     raise_errors(_errors(model, plan, split))
     is_data, local = split.settings.is_on_sequence_axis, list[nn.Module]()
@@ -86,13 +86,13 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
 
 
 def reckoning(plan: StagePlan) -> StagePlan:
-    """The plan by which later stages know how long sequences are: what arrives is a part of one."""
+    """Return the plan for later stages: they compute the full sequence length, since they receive only a shard."""
     encoder = None if plan.encoder is None else reckoning(plan.encoder)
     return replace(plan, are_entries_reckoned=True, encoder=encoder)
 
 
 def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str]:
-    """Why the layers of a model cannot compute on parts of sequences; empty when they can."""
+    """List reasons why the layers of a model cannot compute on sequence shards; empty if they can."""
     kind, option = type(model).__name__, f"sequence_parallelism_mode={split.settings.mode!r}"
     reasons = {
         f"the layers of {kind} work on windows of an image, and no sequence goes through all of them": plan.between,
@@ -127,7 +127,7 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
 
 
 def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
-    """The modules at the first layer's place, on each of this rank's stages."""
+    """Return the module at the first layer's path for each of this rank's stages: the layer or its stand-in."""
     found: list[nn.Module] = []
     for stage in local_stages(model).values():
         with stage.seated():
@@ -138,7 +138,7 @@ def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
 def _without_cache(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], *, is_flash_ring: bool
 ) -> tuple[tuple, dict[str, Any]]:
-    """Forgo the keys and values of former calls, of which each rank would keep those of a part."""
+    """Turn the key-value cache off: each rank would cache only a shard. Raise ValueError if a cache is requested."""
     given = argument(model, args, kwargs, "past_key_values")
     if argument(model, args, kwargs, "use_cache") or not isinstance(given, (EmptyCache, NoneType)):
         raise ValueError(
@@ -146,7 +146,7 @@ def _without_cache(
             "would keep the keys and values of a part: save the model, and generate with it in one process or under tp"
         )
     if is_flash_ring and depends_on_cache(model, args, kwargs):
-        # Flash attention keeps packed texts apart in batches of one row, with or without a cache.
+        # Flash attention separates packed texts in batches of one row, with or without a cache.
         positions = argument(model, args, kwargs, "position_ids")
         if len(positions) > 1:
             kwargs = {**kwargs, "attention_mask": torch.ones_like(positions)}
@@ -169,26 +169,26 @@ def _refuse_collecting(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
             )
 
 
-_DIM = 1  # of the sequence in hidden states (B, S, H)
-# Arguments of layers with an entry for each position, besides hidden states, and the dimension of positions.
+_DIM = 1  # the sequence dimension of hidden states (B, S, H)
+# Arguments of layers with an entry for each position, besides hidden states, and their sequence dimension.
 _BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
-# Whole for all layers: attention sees the whole sequence, and the loss takes its own part.
+# Not sharded for any layer: attention covers the full sequence, and the loss takes its shard itself.
 _WHOLE = ("attention_mask", "past_key_values", "past_key_value", "shift_labels")
 
 
 class Boundary:
-    """The two ends of one stack of layers.
+    """Hooks at both ends of one stack of layers.
 
     Args:
-        axis: over which its sequences are sharded. On the tensor axis only the stretches between regions are.
-        is_data: whether it is the sequence axis, see [Note: gradients over the sequence axis].
+        axis: axis of the sharded sequences. On the tensor axis sequences are sharded only between regions.
+        is_data: True on the sequence axis, see [Note: gradients over the sequence axis].
     """
 
     def __init__(self, axis: SequenceAxis, *, is_data: bool) -> None:
         self.axis, self._is_data = axis, is_data
 
     def enter(self, first: nn.Module, *, is_local: bool) -> None:
-        """Shard sequences in front of the first layer, or in front of what stands for it on a later stage."""
+        """Shard sequences before the first layer; before its stand-in on a later stage, only set the length."""
 
         def begin(module: nn.Module, inputs: dict[str, Any]) -> None:
             hidden = inputs[name := first_tensor(inputs)]
@@ -209,7 +209,7 @@ class Boundary:
         change_inputs(first, begin)
 
     def leave(self, last: nn.Module) -> None:
-        """Gather them behind the last layer, unless they stay sharded up to the loss."""
+        """Gather sequences after the last layer, unless they stay sharded up to the loss."""
 
         def end(module: nn.Module, args: tuple, output: Any) -> Any:
             if not self.axis.ends_whole:
@@ -221,13 +221,13 @@ class Boundary:
         last.register_forward_hook(end)
 
     def note(self, layer: nn.Module) -> None:
-        """Let a layer compute on parts: mark it with the axis, and cut its arguments by position."""
+        """Prepare a layer for sequence shards: mark it with the axis, and shard its arguments by position."""
         self.axis.note(layer)
         if not self._is_data:
             return
 
         def cut(module: nn.Module, inputs: dict[str, Any]) -> None:
-            for name in list(inputs)[1:]:  # behind the hidden states
+            for name in list(inputs)[1:]:  # without the hidden states
                 inputs[name] = self._own(module, name, inputs[name])
 
         change_inputs(layer, cut)
@@ -247,24 +247,24 @@ class Boundary:
         return value
 
     def _part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's, which may be there without the whole."""
+        """Return this rank's shard, which a `PartTensor` already contains."""
         part = x.part if isinstance(x, PartTensor) else None
         return self.axis.own(x, dim) if part is None else part
 
 
 class RememberingLength:
-    """A function that checkpoints, in front of which the length of the sequence is kept for the second time.
+    """A checkpoint function that saves the sequence length in forward, for recomputation in backward.
 
     Args:
-        checkpoint: calls what it is given once in forward and again in backward, as transformers' layers have it.
-        axis: of the layer.
+        checkpoint: calls a function in forward and again in backward, as used by transformers' layers.
+        axis: the axis of the layer.
     """
 
     def __init__(self, checkpoint: Callable[..., Any], axis: SequenceAxis) -> None:
         self.checkpoint, self._axis = checkpoint, axis
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `checkpoint` on a function that knows the length in backward too."""
+        """Call `checkpoint` on a function that restores the length in backward."""
         lengths: list[int] = []
 
         def compute(*args: Any) -> Any:
@@ -279,7 +279,7 @@ class RememberingLength:
 
 
 def remember_lengths(layers: Sequence[nn.Module]) -> None:
-    """Let these layers keep the length where they are checkpointed, whenever and by whomever that was enabled."""
+    """Wrap the checkpoint functions of these layers in `RememberingLength`; called before every forward."""
     for layer in layers:
         checkpoint, axis = getattr(layer, "_gradient_checkpointing_func", None), axis_of(layer)
         if checkpoint is not None and axis is not None and not isinstance(checkpoint, RememberingLength):

@@ -1,4 +1,4 @@
-"""The settings of sequence parallelism, and the process groups that they need."""
+"""Settings of sequence parallelism, and the process groups that they need."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +8,10 @@ import torch.distributed as dist
 from ...cluster.mesh import ParallelMesh
 from ...cluster.ring import Rings
 
-# On the tensor axis: whole inside of the regions, where heads and features are split, and sharded between them. The
-# second is ColossalAI's name for the first, with collectives cut into steps: the same numbers and bytes.
+# On the tensor axis: sequences are full inside regions, where heads and features are sharded, and sharded between
+# regions. "ring" is ColossalAI's name for "split_gather" with collectives in steps: the same numbers and bytes.
 TENSOR_MODES = ("split_gather", "ring")
-# On an axis of their own: sharded in the whole layer, attention sees all of it.
+# On the sequence axis: sharded throughout the layer, with attention over the full sequence.
 SEQUENCE_MODES = ("all_to_all", "ring_attn")
 MODES = (*TENSOR_MODES, *SEQUENCE_MODES)
 _TURNED_OFF = "without enable_sequence_parallelism=True, which turns it on: give both, or none"
@@ -24,10 +24,10 @@ class SequenceParallelism:
     Args:
         mode: "split_gather" (arXiv:2205.05198), or "ring", another name of it, on the tensor axis; "all_to_all"
             (arXiv:2309.14509) and "ring_attn" (arXiv:2310.01889) on the sequence axis. None shards nothing.
-        regathers: on the tensor axis, keep each rank's part for backward and gather it again there.
-        overlaps: gather in backward while gradients are computed.
-        inner_ring_size: of "ring_attn", ranks of the inner one of two rings; None is one ring.
-        misuse: what `asked` found wrong with the switch.
+        regathers: on the tensor axis, save only the local shard for backward and gather it again there.
+        overlaps: overlap the gather in backward with computation.
+        inner_ring_size: for "ring_attn": ranks of the inner of two rings; None is one ring.
+        misuse: error of the switch, found by `asked`.
     """
 
     mode: str | None = None
@@ -40,7 +40,7 @@ class SequenceParallelism:
     def asked(
         *, enable: bool, mode: str | None, sp_size: int | None, **settings: Any
     ) -> "SequenceParallelism":
-        """Settings from a user's switch and mode; no mode is the one that fits the axes."""
+        """Return settings from the user's switch and mode; the default mode depends on the axes."""
         if not isinstance(enable, bool):
             misuse = f"enable_sequence_parallelism={enable!r} must be True or False"
             return SequenceParallelism(misuse=misuse, **settings)
@@ -51,21 +51,21 @@ class SequenceParallelism:
         return SequenceParallelism(mode=usual if mode is None else mode, **settings)
 
     def own_axis(self, *, sp_size: int | None, tp_size: int) -> int:
-        """The size of the sequence axis: 1 on the tensor axis, whose size may be given as that of sequences too."""
+        """Return the size of the sequence axis: 1 for modes of the tensor axis, where `sp_size` may repeat its size."""
         return 1 if sp_size is None or (self.is_on_tensor_axis and sp_size == tp_size) else sp_size
 
     @property
     def is_on_tensor_axis(self) -> bool:
-        """True where sequences are sharded over the tensor axis."""
+        """True if sequences are sharded over the tensor axis."""
         return self.mode in TENSOR_MODES
 
     @property
     def is_on_sequence_axis(self) -> bool:
-        """True where sequences are sharded over an axis of their own."""
+        """True if sequences are sharded over a separate sequence axis."""
         return self.mode in SEQUENCE_MODES
 
     def errors(self, *, tp_size: int, sp_size: int) -> list[str]:
-        """All that is wrong with it over axes of these sizes, each with what would work."""
+        """List errors of the settings for axes of these sizes, each with advice."""
         if self.misuse:
             return [self.misuse]
         switches = {"enable_sequence_overlap": self.overlaps, "enable_sequence_regather": self.regathers}
@@ -118,13 +118,13 @@ WHOLE = SequenceParallelism()
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSplit:
-    """The sharding of a model's sequences: a mode and the ranks.
+    """Sharding of a model's sequences: the settings and the ranks.
 
     Args:
-        settings: what was asked for.
+        settings: the requested mode and options.
         group: the ranks over which sequences are sharded.
-        tp_size: ranks over which heads are sharded.
-        rings: of "ring_attn", those of a double ring.
+        tp_size: number of ranks over which heads are sharded.
+        rings: for "ring_attn": the rings of a double ring.
     """
 
     settings: SequenceParallelism
@@ -134,11 +134,11 @@ class SequenceSplit:
 
 
 def double_ring(mesh: ParallelMesh, inner_ring_size: int | None) -> Rings | None:
-    """Axis sp as rings within a ring (see cluster/ring.py), None where it is a single one. Collective over the world.
+    """Return the sp axis as a double ring (see cluster/ring.py); None for a single ring. Collective over the world.
 
     Args:
-        mesh: whose axis.
-        inner_ring_size: ranks of an inner ring of neighbours, which divide those of the axis; None is a single ring.
+        mesh: the mesh of the axis.
+        inner_ring_size: number of neighbouring ranks in an inner ring; divides the axis. None is a single ring.
     """
     size = mesh.size("sp")
     if inner_ring_size in (None, 1, size):

@@ -1,12 +1,12 @@
-"""Attention to the keys of one rank by torch's FlexAttention, which evaluates the function of a mask in its kernel.
+"""Attention to the keys of one rank by torch's FlexAttention, which evaluates mask functions in its kernel.
 
-The blocks of 128 queries and keys that have to be computed are found on the device, once for a mask and a rank, for all
-layers, forward and backward. Nothing is read on the host.
+The non-empty blocks of 128 queries and keys are found on the device, once per mask and rank, for all layers, forward
+and backward. There is no host read.
 
-[Note: gradients of a part of the keys] torch gives gradients of a call's results and of its lse, not those that follow
-from the lse of all keys. With O and L of all keys and o and l of a part, O is the sum of o · exp(l − L), so that a part
-has the gradients exp(l − L) · dO of o, and exp(l − L) · (dO · (o − O)) of l. So backward computes a part's results once
-more than a kernel would need: 7 matrix products where flash attention has 5.
+[Note: gradients of a part of the keys] torch computes gradients from the results and the lse of one call, not from the
+lse over all keys. Let O and L be the output and lse over all keys, o and l those over a part of them. O is the sum of
+o · exp(l − L), so the gradient of o is exp(l − L) · dO, and that of l is exp(l − L) · (dO · (o − O)). So backward
+recomputes o, which a dedicated kernel would not need: 7 matrix products instead of flash attention's 5.
 """
 
 from functools import cache
@@ -24,13 +24,13 @@ from .block_mask import BlockMask
 
 # B batch, N query heads, M key and value heads, Q queries, K keys, D head dim
 
-_BLOCK = 128  # queries, and keys, of a block: torch's own choice
-_ENTRIES = 2**26  # of a mask that are in memory at a time
-_LEAST_WIDTH = 16  # of heads that the kernel takes
+_BLOCK = 128  # queries and keys per block: torch's default
+_ENTRIES = 2**26  # entries of a mask that are materialized at a time
+_LEAST_WIDTH = 16  # smallest head dim of the kernel
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Return True where FlexAttention trains on such tensors: on CUDA alone."""
+    """Return True if FlexAttention can train on such tensors: only on CUDA."""
     return is_cuda(q.device) and min(q.shape[-1], v.shape[-1]) >= _LEAST_WIDTH and _has_triton()
 
 
@@ -40,7 +40,7 @@ def _has_triton() -> bool:
 
 
 def flex_mask(mask: BlockMask, queries: Tensor, keys: Tensor) -> FlexMask:
-    """A mask for queries and keys at these positions, of which those behind the sequence are padding."""
+    """Return a FlexAttention mask for queries and keys at these positions; those beyond the sequence are padding."""
     placed = mask.placed(queries, keys)
     rows = max(1, _ENTRIES // (_BLOCK * len(keys))) * _BLOCK
     all_keys = torch.arange(len(keys), device=keys.device)
@@ -71,7 +71,7 @@ def _count_blocks(seen: Tensor) -> Tensor:
 
 
 def _listed(is_wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of blocks, how many are wanted, and the numbers of blocks with those in front."""
+    """Return for each row of blocks the number of wanted ones, and all block indices with the wanted ones first."""
     order = is_wanted.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return is_wanted.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -79,7 +79,7 @@ def _listed(is_wanted: Tensor) -> tuple[Tensor, Tensor]:
 def look(
     q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, mask: FlexMask, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to these keys alone; returns the outputs and the lse: 0 and minus infinity where none is seen."""
+    """Attend to these keys only; return outputs and lse: 0 and minus infinity for queries that see no key."""
     kind = _codes(mask.mask_mod), q.dtype, softcap, torch.is_grad_enabled()
     found, more = _compiled(kind)(
         q,
@@ -104,12 +104,12 @@ def look_back(
     mask: FlexMask,
     **settings: Any,
 ) -> tuple[Tensor, ...]:
-    """These keys' part of the gradients of q, k, v, see [Note: gradients of a part of the keys].
+    """Return the contribution of these keys to the gradients of q, k, v; see [Note: gradients of a part of the keys].
 
     Args:
-        gradient: of the results.
-        q, k_BMKD, v_BMKD, mask, **settings: as they were given to `look`.
-        out, lse: of all keys; the lse plus infinity for queries that see none.
+        gradient: gradient of the outputs.
+        q, k_BMKD, v_BMKD, mask, **settings: arguments of the `look` call.
+        out, lse: outputs and lse over all keys; the lse is plus infinity for queries that see none.
     """
     with torch.enable_grad():
         q, k_BMKD, v_BMKD = inputs = [each.detach().requires_grad_() for each in (q, k_BMKD, v_BMKD)]
@@ -123,7 +123,7 @@ def look_back(
 
 
 def _codes(found: Any) -> tuple[Any, ...]:
-    """The code of a function and of those that it holds, which torch.compile sees as one."""
+    """Return the code objects of a function and of functions in its closure, which torch.compile traces together."""
     if isinstance(found, (tuple, list)):
         return tuple(map(_codes, found))
     if not isinstance(found, FunctionType):
@@ -133,9 +133,10 @@ def _codes(found: Any) -> tuple[Any, ...]:
 
 @cache
 def _compiled(kind: tuple[Any, ...]) -> Any:
-    """FlexAttention for one kind of call. Compiled as a whole or not at all: torch would else hold all scores.
+    """Return compiled FlexAttention for one kind of call. With a graph break torch would materialize all scores.
 
-    Of one function torch compiles 8 graphs and then raises, so each kind has its own, and they are for lengths alone.
+    torch compiles at most 8 graphs of one function and then raises. So each kind has a function of its own, whose
+    graphs differ only in lengths.
     """
 
     def attend(*args: Any, **kwargs: Any) -> Any:

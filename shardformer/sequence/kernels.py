@@ -1,8 +1,8 @@
-"""Kernels for attention to one block of keys, whose results can be put together. In which order is ring_attention.py.
+"""Attention kernels for one block of keys. ring_attention.py combines the results of the blocks.
 
-Forward they give results and the logarithm of the sum of the exponentials of the scores (lse). Backward they are given
-those of *all* keys: then the probabilities that they compute again, exp(score − lse), are the true ones, and each
-block's part of the gradients is exact (arXiv:2205.14135, appendix B).
+Forward returns outputs and the logarithm of the sum of the exponentials of the scores (lse). Backward takes outputs and
+lse over *all* keys: the recomputed probabilities exp(score − lse) are then exact, and so is the block's contribution
+to the gradients (arXiv:2205.14135, appendix B).
 """
 
 from dataclasses import KW_ONLY, dataclass, replace
@@ -21,17 +21,17 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class View:
-    """The view that queries have of a block of keys.
+    """Mask and settings of attention to one block of keys.
 
     Args:
-        seen: all of them, the triangle, numbers to add to the scores, minus infinity at keys that are not seen, or a
-            mask of FlexAttention.
-        scale: by which scores are multiplied.
-        softcap: what they then come near to and never pass, as softcap · tanh(score / softcap); None is no bound.
-        dropout: the probability with which a key is left out.
-        seed: of the random numbers for that.
-        is_level: whether each score is what is left of it beside the least number there is: 0, so that all keys weigh
-            the same. Eager attention adds that number to the scores of hidden keys, and a query may have no other.
+        seen: all keys, the triangle, numbers to add to the scores (minus infinity at hidden keys), booleans, or
+            a FlexAttention mask.
+        scale: factor of the scores.
+        softcap: bound of the scaled scores, by softcap · tanh(score / softcap); None is no bound.
+        dropout: the probability of dropping a key.
+        seed: seed of the dropout.
+        is_level: True for queries that see no key in eager attention. It adds the dtype's least number to the scores
+            of hidden keys, which rounds them all to the same value: every key gets the same weight.
     """
 
     seen: Seen | Tensor | flex.FlexMask
@@ -43,17 +43,17 @@ class View:
     is_level: bool = False
 
 
-Gradients = tuple[Tensor, ...]  # of q, k, v
+Gradients = tuple[Tensor, ...]  # for q, k, v
 
 
 def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    """Attend to a block of keys alone; returns the outputs and the lse: 0 and minus infinity where none is seen."""
+    """Attend to one block of keys; return outputs and lse: 0 and minus infinity for queries that see no key."""
     if isinstance(view.seen, flex.FlexMask):
         return flex.look(q, k_BMKD, v_BMKD, view.seen, scale=view.scale, softcap=view.softcap)
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
     out, lse = (_flash if is_fused(q, v, view) else _plain)(q, k, v, view)
-    if isinstance(view.seen, Tensor):  # fused kernels give an lse of 0 to who sees nothing
+    if isinstance(view.seen, Tensor):  # fused kernels return an lse of 0 for queries that see no key
         lse = lse.masked_fill((view.seen == -torch.inf).all(-1), -torch.inf)
     return out, lse
 
@@ -61,12 +61,12 @@ def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor,
 def look_back(
     gradient: Tensor, q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
-    """A block's part of the gradients of q, k, v.
+    """Return a block's contribution to the gradients of q, k, v.
 
     Args:
-        gradient: of the results.
-        q, k_BMKD, v_BMKD, view: as they were given to `look`.
-        out, lse: of all keys; the lse plus infinity for queries that see none.
+        gradient: gradient of the outputs.
+        q, k_BMKD, v_BMKD, view: arguments of the `look` call.
+        out, lse: outputs and lse over all keys; the lse is plus infinity for queries that see none.
     """
     if isinstance(view.seen, flex.FlexMask):
         settings = {"scale": view.scale, "softcap": view.softcap}
@@ -79,7 +79,7 @@ def look_back(
 
 
 def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
-    """Return True where torch's flash attention computes this, without keeping all scores in memory."""
+    """Return True if torch's flash attention supports this, without materializing all scores."""
     if view.softcap is not None or view.dropout or view.is_level or q.shape[-1] != v.shape[-1]:
         return False
     if q.device.type == "cpu":
@@ -90,7 +90,7 @@ def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
 
 
 def _added(view: View, dtype: torch.dtype) -> View:
-    """The same view with numbers to add where it had booleans, or the least number for minus infinity."""
+    """Convert a mask tensor to additive form: booleans to numbers, and the dtype's least number to minus infinity."""
     if not isinstance(view.seen, Tensor):
         return view
     hidden = ~view.seen if view.seen.dtype == torch.bool else is_hidden(view.seen)
@@ -104,7 +104,7 @@ def _added(view: View, dtype: torch.dtype) -> View:
 
 
 def _for_each_query_head(q: Tensor, x_BMKD: Tensor) -> Tensor:
-    """Each key's or value's head once for every query head of its group."""
+    """Repeat each key or value head for every query head of its group."""
     return (
         x_BMKD
         if q.shape[1] == x_BMKD.shape[1]
@@ -120,7 +120,7 @@ def _over_query_heads(gradient_BNKD: Tensor, x_BMKD: Tensor) -> Tensor:
 
 
 def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
-    """(B, N, Q, K) in float32 or wider, as if all were seen."""
+    """Return the scores (B, N, Q, K) without a mask, in float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).mT * view.scale
     return scores if view.softcap is None else scores.div_(view.softcap).tanh_().mul_(view.softcap)
@@ -129,7 +129,7 @@ def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
 def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
     if view.is_level:
         least = torch.finfo(dtype).min
-        # In fp16 a score above 16 leaves something.
+        # Not simply zero: in fp16 a score above 16 survives the rounding.
         scores = (scores.to(dtype) + least - least).to(scores.dtype)
     if isinstance(view.seen, Tensor):
         return scores + view.seen
@@ -139,7 +139,7 @@ def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
 
 
 def _kept(probabilities: Tensor, view: View) -> Tensor:
-    """Probabilities after dropout, which is the same each time."""
+    """Apply dropout to probabilities, the same entries at each call with this seed."""
     if not view.dropout:
         return probabilities
     generator = torch.Generator(probabilities.device).manual_seed(view.seed)
@@ -190,8 +190,8 @@ def _flash_backward(
             gradient, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=view.scale
         )
         return found
-    lengths = None, None, q.shape[2], k.shape[2]  # None: all rows of the batch are as long
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # and offset: read for dropout alone
+    lengths = None, None, q.shape[2], k.shape[2]  # None: all rows of the batch have the same length
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # with offset: used only for dropout
     found = _aten._scaled_dot_product_flash_attention_backward(
         gradient, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, seed, seed[0], scale=view.scale
     )

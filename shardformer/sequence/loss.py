@@ -1,7 +1,7 @@
-"""Causal losses of sequences that stay sharded behind the last layer, so that no rank holds logits of a whole one.
+"""Causal losses of sequences that stay sharded after the last layer: no rank materializes logits of a full sequence.
 
-The ranks of the sequence axis each have the loss of their own positions, labels shifted before they are cut. What is
-differentiated is described in [Note: gradients over the sequence axis] of boundary.py.
+Each rank of the sequence axis computes the loss of its own positions; labels are shifted before they are sharded.
+Gradients follow [Note: gradients over the sequence axis] in layers/sequence_axis.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from ..layers.sequence_axis import SequenceAxis, gather_sequence, of_all_ranks
 
 @dataclass(frozen=True)
 class SequenceParallelLogits(ShardedLogits):
-    """`ShardedLogits` of this rank's positions; to gather them is a call on the tensor axis too."""
+    """`ShardedLogits` of this rank's positions, which may be sharded over the tensor axis too."""
 
     part: Tensor | ShardedLogits
     axis: SequenceAxis
@@ -28,18 +28,18 @@ class SequenceParallelLogits(ShardedLogits):
     _part_of = "of a part of the sequence on each rank"
 
     def gather(self) -> Tensor:
-        """All logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis if split."""
+        """Return all logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis."""
         part = self.part.gather() if isinstance(self.part, ShardedLogits) else self.part
         return gather_sequence(part, self.axis, self.length, is_data=True)
 
 
 def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
-    """Return True where a model goes position by position behind its last layer, up to the causal loss of transformers.
+    """Return True if a model works by position from its last layer to the causal loss, which is transformers'.
 
     Args:
-        model: a whole one.
-        plan: where its layers are.
-        head: the path of its language-model head, where it has one.
+        model: the full model.
+        plan: the paths of its layers.
+        head: the path of its language-model head, or None.
     """
     if head is None or not has_causal_loss(model) or not scales_alone(model, head):
         return False
@@ -56,11 +56,11 @@ def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
 
 
 def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
-    """Let a model leave sequences sharded behind its last layer in training calls with labels; `stays_sharded` says so.
+    """Keep sequences sharded after the last layer in training calls with labels, for models that `stays_sharded`.
 
     Args:
-        model: a split one that holds its head.
-        axis: of its last layer.
+        model: a sharded model with its head.
+        axis: the axis of its last layer.
     """
     inner: Any = model.loss_function
 

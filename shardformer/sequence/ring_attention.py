@@ -1,8 +1,8 @@
-"""Ring attention: keys and values travel round the ranks that hold parts of a sequence (arXiv:2310.01889).
+"""Ring attention: keys and values circulate among the ranks of a sequence axis (arXiv:2310.01889).
 
-Each rank keeps its queries, and combines their results of each block of keys as it comes by; in backward keys and
-values go round again, and their gradients follow them home. Which keys a query sees is block_mask.py, how a block is
-computed kernels.py, how tensors travel cluster/ring.py.
+Each rank keeps its queries, attends to each received block of keys, and combines the results. In backward keys and
+values circulate again, together with their gradients, which end on the rank of the keys. Masks are in block_mask.py,
+kernels for one block in kernels.py, communication in cluster/ring.py.
 """
 
 import sys
@@ -23,9 +23,9 @@ from . import flex
 from .block_mask import BlockMask, GivenMask, Mask, Seen
 from .kernels import View, is_fused, look, look_back
 
-# B batch, S a rank's part of the sequence with padding, N query heads, M key and value heads, D head dim; Q queries
+# B batch, S a rank's shard of the sequence with padding, N query heads, M key and value heads, D head dim; Q queries
 
-# Queries and keys of a piece where it has to be built which of them see which, or all of their scores.
+# Queries and keys of a piece if its mask, or all of its scores, must be materialized.
 _TILE = 1024
 
 
@@ -41,21 +41,23 @@ def ring_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence. Every rank of the axis must call, forward and backward.
+    """Attend from this rank's queries to the full sequence. Every rank of the axis must call, forward and backward.
 
-    Forward each rank sends 2·B·S·M·D elements P−1 times, P the size of the axis; backward as many, and as many in
-    float32, the gradients. Queries that see nothing get 0 and give no gradient, or what `Mask.levelled` says. Where
-    it takes a mask as a tensor, or scores because no fused kernel fits, those of 1,024 queries and 1,024 keys are
-    in memory at a time; on CUDA, functions of positions go to FlexAttention, which needs neither (flex.py).
+    In forward each rank sends 2·B·S·M·D elements P−1 times, P the size of the axis; in backward the same again, and
+    float32 gradients of the same number of elements. Queries that see no key get 0 and have no gradient, unless
+    `Mask.levelled` returns them. If the mask is a tensor, or no fused kernel supports the call, the mask and scores of
+    1,024 queries and 1,024 keys are materialized at a time. On CUDA, mask functions of positions go to FlexAttention,
+    which materializes neither (flex.py).
 
     Args:
-        q_BNSD, k_BMSD, v_BMSD: this rank's parts; M divides N. Values may be of another width.
-        axis: over which the sequence is sharded.
-        mask: for the whole sequence; a tensor as `GivenMask` has it. None: all is seen, or the past if `is_causal`.
-        is_causal: read where there is no mask.
-        scale: by which scores are multiplied.
-        softcap: what they then come near to and never pass; no fused kernel takes it.
-        dropout: the probability with which a key is left out; the random numbers differ from rank to rank.
+        q_BNSD, k_BMSD, v_BMSD: this rank's shards; M divides N. Values may have another head dim.
+        axis: the axis over which the sequence is sharded.
+        mask: for the full sequence; a tensor as in `GivenMask`. None: all keys are visible, or with `is_causal` the
+            keys up to the query.
+        is_causal: used only without a mask.
+        scale: factor of the scores.
+        softcap: bound of the scores, see `View`; no fused kernel supports it.
+        dropout: the probability of dropping a key; the random numbers differ between ranks.
 
     Returns:
         (B, S, N, D).
@@ -76,13 +78,13 @@ def ring_attention(
 
 
 class Piece(NamedTuple):
-    """Some queries of one rank and some keys of another.
+    """A block of queries of one rank and keys of another.
 
     Attributes:
-        rows, columns: where they lie in the parts of the two.
-        queries, keys: their positions in the whole sequence.
-        seen: what is seen, never nothing: see `Mask.block`.
-        is_level: whether every score counts as 0, see `View`.
+        rows, columns: their slices in the shards of the two ranks.
+        queries, keys: their positions in the full sequence.
+        seen: visible keys as returned by `Mask.block`, never NOTHING.
+        is_level: True if all keys have the same weight, see `View`.
     """
 
     rows: slice
@@ -96,15 +98,15 @@ class Piece(NamedTuple):
 def pieces(
     mask: Mask, order: SequenceOrder, length: int, *, rank: int, source: int, size: int
 ) -> Iterator[Piece]:
-    """The pieces of one rank's queries and another's keys. Padding behind the sequence is in none of them.
+    """Yield the pieces of one rank's queries and another rank's keys, without padding.
 
     Args:
-        mask: what is seen.
-        order: who holds what.
-        length: of the sequence, without padding.
-        rank: of the queries.
-        source: of the keys.
-        size: the largest number of queries, and of keys, of a piece.
+        mask: visible keys.
+        order: the positions of each rank.
+        length: length of the sequence, without padding.
+        rank: the rank of the queries.
+        source: the rank of the keys.
+        size: the largest number of queries, and of keys, in a piece.
     """
     for queries, row in _ranges(order, length, rank, size):
         for keys, column in _ranges(order, length, source, size):
@@ -118,7 +120,7 @@ def pieces(
 
 
 def _ranges(order: SequenceOrder, length: int, rank: int, size: int) -> Iterator[tuple[range, int]]:
-    """Positions that a rank holds, side by side, and where in its part they begin."""
+    """Yield contiguous ranges of a rank's positions, each with its offset in the shard."""
     offset = 0
     for stretch in order.stretches(rank, length):
         end = min(stretch.stop, length)
@@ -128,15 +130,15 @@ def _ranges(order: SequenceOrder, length: int, rank: int, size: int) -> Iterator
 
 
 class OnlineSoftmax:
-    """Results of attention to the keys seen so far, kept in float32 or wider.
+    """Combined attention to the blocks of keys added so far, in float32 or wider.
 
     Args:
         q_BNQD: the queries.
-        width: of values.
+        width: head dim of the values.
 
     Attributes:
-        out_BNQD: the results; 0 for queries that have seen nothing.
-        lse_BNQ: the logarithm of the sum of the exponentials of their scores; minus infinity where nothing was seen.
+        out_BNQD: the outputs; 0 for queries that have seen no key.
+        lse_BNQ: the logarithm of the sum of the exponentials of the scores; minus infinity without a visible key.
     """
 
     def __init__(self, q_BNQD: Tensor, width: int) -> None:
@@ -145,17 +147,17 @@ class OnlineSoftmax:
         self.lse_BNQ = q_BNQD.new_full(q_BNQD.shape[:3], -torch.inf, dtype=dtype)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Let some queries see further keys, of which alone they would have had these results."""
+        """Add a block of keys for some queries, by the outputs and lse of attention to this block only."""
         out_before, lse_before = self.out_BNQD[:, :, rows], self.lse_BNQ[:, :, rows]
         lse_after = torch.logaddexp(lse_before, lse)
-        scale = lse_after.masked_fill(lse_after == -torch.inf, 0)  # infinity less infinity is no number
+        scale = lse_after.masked_fill(lse_after == -torch.inf, 0)  # infinity minus infinity is NaN
         out_before.mul_((lse_before - scale).exp_().unsqueeze(-1))
         out_before.add_(out * (lse - scale).exp_().unsqueeze(-1))
         lse_before.copy_(lse_after)
 
 
 class _Call(NamedTuple):
-    """State that forward and backward of one call share: its sequence's length, and the view but for what is seen."""
+    """State shared by forward and backward of one call; `view_of_all` has all settings except the mask."""
 
     mask: Mask
     axis: SequenceAxis
@@ -163,7 +165,7 @@ class _Call(NamedTuple):
     view_of_all: View
 
     def look(self, q: Tensor, v: Tensor) -> None:
-        """Let the mask look at all blocks of this rank's queries at once: one read on the host, or none."""
+        """Determine the kinds of all blocks of this rank's queries at once: at most one host read."""
         if not self._is_flex(q, v):
             order, size = self.axis.order, self._size(q, v)
             queries = [each for each, _ in _ranges(order, self.length, self.axis.rank, size)]
@@ -171,7 +173,7 @@ class _Call(NamedTuple):
             self.mask.look(product(queries, keys))
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
-        """The pieces of this rank's queries and the keys of another."""
+        """Return the pieces of this rank's queries and another rank's keys."""
         if self._is_flex(q, v):
             own = slice(None)
             return iter([Piece(own, own, range(0), range(0), self._flex_mask(source, q.device))])
@@ -179,17 +181,17 @@ class _Call(NamedTuple):
         return pieces(self.mask, order, self.length, rank=rank, source=source, size=size)
 
     def _size(self, q: Tensor, v: Tensor) -> int:
-        """The largest number of queries, and of keys, of a piece."""
+        """Return the largest number of queries, and of keys, in a piece."""
         return sys.maxsize if self.mask.is_plain and is_fused(q, v, self.view_of_all) else _TILE
 
     def _is_flex(self, q: Tensor, v: Tensor) -> bool:
-        """Return True for masks that are functions of positions, where no kernel of plain ones will do."""
+        """Return True for masks that are functions of positions and that no fused kernel supports."""
         if not isinstance(self.mask, BlockMask) or self.mask.levels or self.view_of_all.dropout:
             return False
         return self._size(q, v) == _TILE and flex.fits(q, v)
 
     def _flex_mask(self, source: int, device: torch.device) -> flex.FlexMask:
-        """The mask of this rank's queries and the keys of another, made once."""
+        """Return the cached FlexAttention mask of this rank's queries and another rank's keys."""
         assert isinstance(self.mask, BlockMask)
         made = self.mask.flex_masks
         if source not in made:
@@ -202,8 +204,8 @@ class _Call(NamedTuple):
         return made[source]
 
     def view(self, piece: Piece) -> View:
-        """The arguments of the kernel for a piece."""
-        # By the place in the whole sequence, so that ranks whose random state is the same drop other keys.
+        """Return the arguments of the kernel for a piece."""
+        # The seed depends on global positions, so that ranks with equal random states drop different keys.
         seed = hash((self.view_of_all.seed, piece.queries.start, piece.keys.start)) % 2**63
         return replace(self.view_of_all, seen=piece.seen, seed=seed, is_level=piece.is_level)
 
@@ -231,7 +233,7 @@ class _RingAttention(Function):
         q, k, v, out_BSND, lse = ctx.saved_tensors
         call: _Call = ctx.call
         gradient, out = gradient_BSND.contiguous().transpose(1, 2), out_BSND.transpose(1, 2)
-        # Who sees nothing has probabilities of 0: exp(score − infinity).
+        # Queries that see no key have probabilities of 0: exp(score − infinity).
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         widths = [k.shape[-1], v.shape[-1]]

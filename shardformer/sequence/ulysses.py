@@ -1,6 +1,6 @@
-"""Ulysses: each rank attends over whole sequences with its share of the heads (arXiv:2309.14509).
+"""Ulysses: each rank attends over full sequences with its share of the heads (arXiv:2309.14509).
 
-Which attention a model calls is attention.py.
+attention.py chooses the attention that a model calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,25 +18,25 @@ from ..layers.region import AttributeView
 from ..layers.sequence_axis import SequenceAxis
 
 # B batch, S sequence with padding, L without, N query heads, M key-value heads, D width of a head, P ranks;
-# n, m: heads of one rank; X what one rank's heads are wide together
+# n, m: heads of one rank; X total width of one rank's heads
 
 
-# Called as transformers calls attention; returns (B, Q, N, D) and the weights or None.
+# An attention function of transformers; returns (B, Q, N, D) and the attention weights or None.
 Attend = Callable[..., tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShare:
-    """The heads that each rank attends with: `keys` key-value heads, with `groups` query heads each.
+    """Heads of each rank during attention: `keys` key-value heads, with `groups` query heads each.
 
-    Key-value heads are repeated `repeats` times, each for a part of its query heads, and both are filled up with padded
-    heads at the end, so that every rank has as many and every query head meets its key-value head.
+    Key-value heads are replicated `repeats` times, each replica for some of its query heads. Padded heads are added at
+    the end of both. So all ranks have equally many heads, and every query head is on the rank of its key-value head.
 
     Args:
-        size: ranks.
+        size: number of ranks.
         num_queries: query heads of all ranks.
-        num_keys: key-value heads of all ranks; they divide the query heads.
-        repeats: divides the number of query heads for one key-value head.
+        num_keys: key-value heads of all ranks; divides the query heads.
+        repeats: replicas of a key-value head; divides the query heads per key-value head.
     """
 
     size: int
@@ -46,7 +46,7 @@ class HeadShare:
 
     @staticmethod
     def least(num_queries: int, num_keys: int, size: int) -> "HeadShare":
-        """The one by which the fewest heads travel."""
+        """Return the share with the fewest heads to send."""
         best = HeadShare(size=size, num_queries=num_queries, num_keys=num_keys)
         groups = best.groups
         for repeats in range(2, groups + 1):  # a loop, which torch.compile can follow
@@ -57,21 +57,21 @@ class HeadShare:
 
     @property
     def groups(self) -> int:
-        """Query heads for one key-value head, where the ranks attend."""
+        """Query heads per local key-value head."""
         return self.num_queries // (self.num_keys * self.repeats)
 
     @property
     def keys(self) -> int:
-        """Key-value heads of one rank, padded ones among them."""
+        """Key-value heads of one rank, including padded heads."""
         return -(-self.num_keys * self.repeats // self.size)
 
     @property
     def queries(self) -> int:
-        """Query heads of one rank, padded ones among them."""
+        """Query heads of one rank, including padded heads."""
         return self.keys * self.groups
 
     def own(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """Of what has one entry for each query head along `dim` those of one rank; a length of 1 is for all heads."""
+        """Return a rank's slice of a tensor with an entry per query head along `dim`; a length of 1 is for all heads."""
         if x.shape[dim] == 1:
             return x
         if x.shape[dim] != self.num_queries:
@@ -98,27 +98,27 @@ def attend_by_heads(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention over whole sequences, of which each rank gives and gets its part.
+    """Compute attention over full sequences, with inputs and result sharded by sequence.
 
     Two all-to-alls forward, of queries, keys and values together and of the result, and two backward.
 
     Args:
-        attend: computes attention of whole sequences.
-        module: handed to it; its counts of heads, and what it holds for each head, are those of this rank's share.
-        query: (B, N, S/P, D), this rank's part of the sequence.
+        attend: attention function for full sequences.
+        module: argument of `attend`, which sees the numbers of heads and the sinks of this rank's share.
+        query: (B, N, S/P, D), this rank's shard of the sequence.
         key, value: (B, M, S/P, D), where M divides N; the width of value may differ.
-        mask: for whole sequences, (B or 1, N or 1, L or 1, L), or (B, L); of FlexAttention, for all heads alike.
-        axis: whose ranks must all call; its `length` is L.
+        mask: for full sequences, (B or 1, N or 1, L or 1, L), or (B, L); a FlexAttention mask must suit all heads.
+        axis: all its ranks must call; its `length` is L.
         dropout: probability; heads of different ranks drop different entries.
         position_bias: (B or 1, N or 1, L or 1, L), added to the scores.
-        s_aux: (N,), one logit for each head that attends to nothing.
-        **kwargs: handed on as they are.
+        s_aux: (N,), the logit of each head for attending to nothing.
+        **kwargs: further arguments of `attend`.
 
     Returns:
         (B, S/P, N, D).
 
     Raises:
-        ValueError: a shape is not that of the axis' sequence.
+        ValueError: a shape does not match the axis' sequence.
     """
     _check(module, query, key, axis)
     share = HeadShare.least(query.shape[1], key.shape[1], axis.group.size())
@@ -148,7 +148,7 @@ def _check(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) ->
 
 
 def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: SequenceAxis) -> Iterator[Tensor]:
-    """Queries, keys and values of this rank's heads for the whole sequence, (B, n or m, L, D), in one all-to-all."""
+    """Return queries, keys and values of this rank's heads for the full sequence, (B, n or m, L, D). One all-to-all."""
     query, key, value = parts
     if share.repeats > 1:
         key, value = (each.repeat_interleave(share.repeats, 1) for each in (key, value))
@@ -156,7 +156,7 @@ def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: Sequence
     padded = [
         _filled(each, 1, share.size * count) for each, count in zip((query, key, value), counts, strict=True)
     ]
-    # (P, S/P, B, X): written once, sent from there and used where it arrives, as (S, B, X).
+    # (P, S/P, B, X): one copy, sent from its buffer; the result (S, B, X) is used in place.
     sent = [each.unflatten(1, (share.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for each in padded]
     arrived_SBX = all_to_all(torch.cat(sent, -1), axis.group, split_dim=0, gather_dim=1).squeeze(0)
     if len(arrived_SBX) != axis.length:
@@ -169,13 +169,13 @@ def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: Sequence
 
 
 def _filled(x: Tensor, dim: int, length: int) -> Tensor:
-    """With zeros at the end of `dim`, so that it is as long."""
+    """Pad `dim` with zeros at its end to this length."""
     missing = length - x.shape[dim]
     return pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
 def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
-    """A mask or bias for whole sequences, with this rank's heads where it has an entry for each head."""
+    """Return this rank's heads of a mask or bias for full sequences, if it has an entry for each head."""
     length = axis.length
     if (
         mask.ndim not in (2, 4)
@@ -190,7 +190,7 @@ def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
 
 
 def _own_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> AttributeView:
-    """The module as attention with this rank's heads is to see it."""
+    """Return a view of the module with the numbers of heads and the sinks of this rank."""
     own: dict[str, Any] = {}
     if hasattr(module, "num_key_value_groups"):
         own["num_key_value_groups"] = share.groups
@@ -201,7 +201,7 @@ def _own_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> Attrib
 
 @contextmanager
 def _own_random(axis: SequenceAxis, device: torch.device, dropout: float) -> Iterator[None]:
-    """Inside, random numbers that differ from rank to rank, where they are needed."""
+    """Draw random numbers that differ between ranks inside the block, if there is dropout."""
     if not dropout:
         yield
         return
