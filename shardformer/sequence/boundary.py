@@ -86,7 +86,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
 
 
 def reckoning(plan: StagePlan) -> StagePlan:
-    """Return the plan for later stages: they compute the full sequence length, since they receive only a shard."""
+    """Return the plan by which later stages derive the full length from the entries: they receive only a shard."""
     encoder = None if plan.encoder is None else reckoning(plan.encoder)
     return replace(plan, are_entries_reckoned=True, encoder=encoder)
 

@@ -71,7 +71,7 @@ class HeadShare:
         return self.keys * self.groups
 
     def own(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """Return a rank's slice of a tensor with an entry per query head along `dim`; a length of 1 is for all heads."""
+        """Return a rank's slice of a tensor with an entry per query head along `dim`; a length of 1 suits all heads."""
         if x.shape[dim] == 1:
             return x
         if x.shape[dim] != self.num_queries:

@@ -1,4 +1,4 @@
-"""The tables of models, registered by `config.model_type`, or by class where a model has no config."""
+"""The tables of models, registered by `config.model_type`, or by class for models without a config."""
 
 from .decoders import TABLES as DECODERS
 from .encoder_decoders import TABLES as ENCODER_DECODERS

@@ -23,14 +23,14 @@ LLAMA = Table(
 # Query and key are normalized per head, by one weight for all heads.
 QWEN3 = replace(LLAMA, partial=("self_attn.q_norm", "self_attn.k_norm"))
 
-# The same over all heads together.
+# Query and key are normalized over all heads together.
 OLMO2 = replace(
     LLAMA,
     norms=QWEN3.partial,
     key_value=(*LLAMA.key_value, "self_attn.k_norm"),
 )
 
-# Cohere: Llama's layers, attention and MLP side by side; query and key may be normalized, each head by its weights.
+# Cohere: Llama's layers, with attention and MLP in parallel; query and key may be normalized, with weights per head.
 COHERE = replace(
     LLAMA,
     split={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0},
@@ -38,14 +38,14 @@ COHERE = replace(
     optional=("self_attn.q_norm", "self_attn.k_norm"),
 )
 
-# GLM and GLM-4 as transformers has them: Llama's attention, gate and up in one projection.
+# GLM and GLM-4 of transformers: Llama's attention, gate and up in one projection.
 GLM = replace(
     LLAMA,
     column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_up_proj"),
     fused={"mlp.gate_up_proj": 2},
 )
 
-# Phi-3: query, key and value in one projection of unequal parts, gate and up in another.
+# Phi-3: query, key and value of unequal sizes in one projection, gate and up in another.
 PHI3 = replace(
     LLAMA,
     column=("self_attn.qkv_proj", "mlp.gate_up_proj"),
@@ -62,7 +62,7 @@ STARCODER2 = replace(
     row=("self_attn.o_proj", "mlp.c_proj"),
 )
 
-# Mixtral and Qwen's mixtures of experts: the router stays outside, every expert is split inside.
+# Mixtral and Qwen's mixtures of experts: the router is replicated, the features of every expert are sharded.
 _SHARED_EXPERT = "mlp.shared_expert"
 
 MIXTRAL = replace(
@@ -76,7 +76,7 @@ MIXTRAL = replace(
     fused={"mlp.experts.gate_up_proj": 2},
 )
 
-# Some layers, or all, may have one MLP instead.
+# Some or all layers may have a dense MLP instead.
 _EITHER = replace(
     MIXTRAL,
     regions=(*MIXTRAL.regions, "mlp"),
@@ -93,7 +93,7 @@ QWEN2_MOE = replace(
     optional=(*_EITHER.optional, _SHARED_EXPERT),
 )
 
-# DeepSeek-V3: attention from latent keys and values; one MLP in the first layers, then routed and shared experts.
+# DeepSeek-V3: attention from latent keys and values; a dense MLP in the first layers, then routed and shared experts.
 _SHARED_EXPERTS = "mlp.shared_experts"
 _MLPS = ("mlp", _SHARED_EXPERTS)
 
@@ -105,11 +105,11 @@ DEEPSEEK_V3 = replace(
         *(f"{path}.{name}" for path in _MLPS for name in ("gate_proj", "up_proj")),
     ),
     row=("self_attn.o_proj", *(f"{path}.down_proj" for path in _MLPS)),
-    # The latents are of all heads together.
+    # All heads share the latents.
     partial=tuple(
         f"self_attn.{name}" for name in ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
     ),
-    # Queries have latents or none.
+    # Queries may have latents.
     optional=(
         *(f"self_attn.{name}" for name in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")),
         "mlp.experts",
@@ -138,7 +138,7 @@ GPT2 = Table(
     heads=("lm_head",),
 )
 
-# GPT-Neo: separate projections without a scale, layers that attend to all tokens or to the last ones by turns.
+# GPT-Neo: separate projections without a scale; layers alternate between global and local attention.
 _NEO_ATTENTION = "attn.attention"
 
 GPT_NEO = Table(
@@ -157,7 +157,7 @@ GPT_NEO = Table(
     heads=("lm_head",),
 )
 
-# GPT-NeoX: one projection for query, key and value, which lie side by side for each head.
+# GPT-NeoX: one projection with query, key and value of each head side by side.
 GPT_NEOX = Table(
     stage=StagePlan(layers="layers", entry=("embed_in",)),
     regions=("attention", "mlp"),
@@ -170,7 +170,7 @@ GPT_NEOX = Table(
     heads=("embed_out", "lm_head"),
 )
 
-# GPT-J: attention and MLP side by side on one norm, a head with a bias.
+# GPT-J: attention and MLP in parallel after one norm, a language-model head with a bias.
 GPTJ = Table(
     stage=StagePlan(layers="h", entry=("wte",), arity=2),
     regions=("attn", "mlp"),
@@ -183,7 +183,7 @@ GPTJ = Table(
     heads=("lm_head",),
 )
 
-# OPT: two linear layers of a block are its MLP; the embedding may be narrower than the layers.
+# OPT: the MLP is two linear layers of the block; the embedding may be narrower than the layers.
 OPT = Table(
     stage=StagePlan(
         layers="decoder.layers",
@@ -200,7 +200,7 @@ OPT = Table(
     heads=("lm_head",),
 )
 
-# BLOOM: one projection for query, key and value, side by side for each head; slopes of the heads as positions.
+# BLOOM: one projection with query, key and value of each head side by side; ALiBi slopes per head as positions.
 BLOOM = Table(
     stage=StagePlan(layers="h", entry=("word_embeddings", "word_embeddings_layernorm"), arity=2),
     regions=("self_attention", "mlp"),
@@ -210,7 +210,7 @@ BLOOM = Table(
     row=("self_attention.dense", "mlp.dense_4h_to_h"),
     attention={"self_attention": "self_attention.dense"},
     divide=("self_attention.num_heads",),
-    needed={"slow_but_exact": False},  # which multiplies by parts of the weights of its row layers itself
+    needed={"slow_but_exact": False},  # with True the code multiplies slices of row weights itself
     dropout={
         "self_attention": RegionDropout(
             probability="self_attention.attention_dropout.p", row="self_attention.dense"
@@ -220,7 +220,7 @@ BLOOM = Table(
     heads=("lm_head",),
 )
 
-# Falcon: three layouts of attention, by the number of key-value heads; slopes of the heads or rotary positions.
+# Falcon: three layouts of attention, by the number of key-value heads; ALiBi slopes or rotary positions.
 FALCON = Table(
     stage=StagePlan(layers="h", entry=("word_embeddings",), arity=2),
     regions=("self_attention", "mlp"),
@@ -229,7 +229,7 @@ FALCON = Table(
     row=("self_attention.dense", "mlp.dense_4h_to_h"),
     attention={"self_attention": "self_attention.dense"},
     fused={"self_attention.query_key_value": HeadOrder.BY_GROUP},
-    # As many as query heads, one for all (multi_query), or what the new architecture says.
+    # One per query head, one for all (multi_query), or the number of the new decoder architecture.
     key_value_heads="self_attention.num_kv_heads",
     divide=("self_attention.num_heads",),
     divide_key_value=("self_attention.num_kv_heads",),
@@ -243,7 +243,7 @@ FALCON = Table(
     heads=("lm_head",),
 )
 
-# ChatGLM2 and 3, whose code comes with the checkpoint: few keys and values behind the queries of one projection.
+# ChatGLM2 and 3, with code from the checkpoint: one projection of all queries, then a few key and value heads.
 _GLM_ATTENTION = "self_attention"
 _GLM_CORE = f"{_GLM_ATTENTION}.core_attention"
 _GLM_GROUPS = f"{_GLM_ATTENTION}.num_multi_query_groups_per_partition"
@@ -260,7 +260,7 @@ CHATGLM = Table(
         f"{_GLM_CORE}.hidden_size_per_partition",
     ),
     divide_key_value=(_GLM_GROUPS,),
-    needed={"multi_query_attention": True},  # else the heads lie in another order
+    needed={"multi_query_attention": True},  # with False the order of heads differs
     dropout={
         _GLM_ATTENTION: RegionDropout(
             probability=f"{_GLM_CORE}.attention_dropout.p", row=f"{_GLM_ATTENTION}.dense"

@@ -1,4 +1,4 @@
-"""Tables of encoders with decoders: Whisper, BART, Pegasus, T5."""
+"""Tables of encoder-decoders: Whisper, BART, Pegasus, T5."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ WHISPER = Table(
 )
 
 
-# BART and its family (mBART, Pegasus, Marian): Whisper's layers under embeddings of text.
+# BART and its family (mBART, Pegasus, Marian): Whisper's layers with token embeddings.
 def _bart_stage(*entry: str) -> StagePlan:
     return StagePlan(
         module="decoder",
@@ -61,7 +61,7 @@ PEGASUS = replace(
     further_embeddings=("shared", "encoder.embed_tokens", "decoder.embed_tokens"),
     heads=("lm_head",),
 )
-# Their embeddings are of a class that scales, and stay whole, as does the head that is tied to them.
+# BART's embeddings are of a scaling class and stay replicated, and so does the tied head.
 BART: Table = replace(
     PEGASUS,
     stage=_bart_stage("embed_tokens", "embed_positions", "layernorm_embedding"),
@@ -69,16 +69,16 @@ BART: Table = replace(
     heads=(),
 )
 
-# T5 and its family (mT5, umT5): an encoder and a decoder of one class of blocks, relative position biases by head.
+# T5 and its family (mT5, umT5): one class of blocks in encoder and decoder, relative position biases by head.
 _T5_CROSS = "layer.1.EncDecAttention"
 _T5_ATTENTIONS = ("layer.0.SelfAttention", _T5_CROSS)
-# In a block of the encoder, and behind cross attention in one of the decoder.
+# The first in encoder blocks, the second, after cross attention, in decoder blocks.
 _T5_FEED_FORWARDS = ("layer.1.DenseReluDense", "layer.2.DenseReluDense")
-# Plain, or gated.
+# Plain or gated feed-forward layers.
 _T5_WIDENING = tuple(f"{path}.{name}" for path in _T5_FEED_FORWARDS for name in ("wi", "wi_0", "wi_1"))
-# In the first block of a stack, whose biases the others are given; in umT5 in every block.
+# In the first block of a stack, which passes its biases to the other blocks; in umT5 in every block.
 _T5_BIAS = "layer.0.SelfAttention.relative_attention_bias"
-# So every stage needs the bias that begins in the middle of a stack.
+# So a stage that begins in the middle of a stack needs the bias too.
 _T5_REPEATED = {_T5_BIAS: "layer.0.SelfAttention.has_relative_attention_bias"}
 
 _T5_ENCODER = StagePlan(
@@ -119,7 +119,7 @@ T5 = Table(
     heads=("lm_head",),
 )
 
-# Each block has biases of its own, and returns the hidden states alone.
+# Each block has its own biases, and returns only the hidden states.
 UMT5 = replace(
     T5,
     stage=replace(_T5_STAGE, repeated={}, arity=0, encoder=replace(_T5_ENCODER, repeated={}, arity=0)),

@@ -1,4 +1,4 @@
-"""Tables of encoders of text: BERT and its family, ALBERT."""
+"""Tables of text encoders: BERT and its family, ALBERT."""
 
 from ...pipeline.plan import StagePlan
 from .table import RegionDropout, Table
@@ -21,7 +21,7 @@ BERT = Table(
     heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
 )
 
-# ALBERT: one group of layers, mostly of one layer, runs many times.
+# ALBERT: one group of layers, mostly a single layer, runs many times.
 # The layers of a group; published models have one.
 _ALBERT_LAYERS = tuple(f"albert_layers.{index}" for index in range(4))
 _ALBERT_INPUTS = {

@@ -1,4 +1,4 @@
-"""Heads of query, key and value in projections: their order, and cuts between them, padded where needed."""
+"""Query, key and value heads in projections: their order, and how they are sharded, with padded heads if needed."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,11 +9,11 @@ from ...cluster.placement import Shard
 
 
 class HeadOrder(Enum):
-    """The order of heads among the outputs of one projection.
+    """Order of heads in the outputs of one fused projection.
 
     BY_KIND: all query heads, then all keys, then all values.
-    BY_GROUP: for each key-value head the query heads that share it, its key, its value. With as many of the one as of
-        the other: query, key and value of each head.
+    BY_GROUP: for each key-value head the query heads that share it, its key, its value. With equal numbers of query
+        and key-value heads: query, key and value of each head.
     """
 
     BY_KIND = "all query heads, all keys, all values"
@@ -22,7 +22,7 @@ class HeadOrder(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Cut of the features of a projection; see `Shard` for the numbers."""
+    """Sharding of the features of a projection; the fields have the meaning of those of `Shard`."""
 
     blocks: tuple[int, ...]
     padded: tuple[int, ...]
@@ -30,7 +30,7 @@ class Cut:
     replicas: int = 1
 
     def shard(self, *, size: int, dim: int) -> Shard:
-        """The placement of a tensor whose `dim` has these features."""
+        """Return the placement of a tensor with these features along `dim`."""
         padded = None if self.padded == self.blocks else self.padded
         return Shard(
             size=size,
@@ -44,17 +44,17 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The heads of an attention that are sharded over ranks.
+    """Attention heads sharded over ranks.
 
-    [Note: padded heads] Where the ranks do not divide them, heads are added whose weights are zeros, so that each rank
-    holds as many: key-value heads behind the last one, and query heads behind the last one of each group that shares a
-    key-value head. Their outputs are dropped in front of the layer that ends the region (`Linear1D_Row`), so their
-    weights get gradients of zero and stay zeros.
+    [Note: padded heads] If the ranks do not divide the number of heads, heads with zero weights are added, so that all
+    ranks have equally many: key-value heads after the last one, and query heads after the last one of each group that
+    shares a key-value head. Their outputs are dropped before the row-parallel layer that ends the region
+    (`Linear1D_Row`), so their weights get zero gradients and stay zero.
 
     Args:
-        query: how many query heads there are.
-        key_value: how many key-value heads; `query` is a multiple.
-        ranks: over how many ranks.
+        query: number of query heads.
+        key_value: number of key-value heads; divides `query`.
+        ranks: number of ranks.
     """
 
     query: int
@@ -68,19 +68,19 @@ class Heads:
 
     @property
     def padded_key_value(self) -> int:
-        """Number of key-value heads, padded ones included."""
+        """Number of key-value heads, including padded heads."""
         if self.key_value > self.ranks or self.group == 1:
             return _rounded_up(self.key_value, self.ranks)
         return next(count for count in range(self.key_value, self.ranks + 1) if self.ranks % count == 0)
 
     @property
     def padded_group(self) -> int:
-        """Number of query heads that share a key-value head, padded ones included."""
+        """Number of query heads that share a key-value head, including padded heads."""
         return _rounded_up(self.group, self.replicas)
 
     @property
     def padded_query(self) -> int:
-        """Number of query heads, padded ones included."""
+        """Number of query heads, including padded heads."""
         return self.padded_key_value * self.padded_group
 
     @property
@@ -89,12 +89,12 @@ class Heads:
         return max(self.ranks // self.padded_key_value, 1)
 
     def local_to(self, rank: int) -> list[int]:
-        """The query heads that a rank holds; in the place of one of zeros there stands any."""
+        """Return the indices of a rank's query heads; the index of a padded head is arbitrary."""
         shard = self.query_cut(self.query).shard(size=self.ranks, dim=0)
         return (shard.local(torch.arange(1, self.query + 1), rank) - 1).clamp(min=0).tolist()
 
     def query_cut(self, features: int, *, num_blocks: int = 1) -> Cut:
-        """Cut of so many features of the query heads, or of several such blocks side by side."""
+        """Return the cut of features by query heads; `num_blocks` such blocks may be fused side by side."""
         width = features // num_blocks // self.query
         if self.padded_group == self.group:
             blocks, padded = (self.query * width,), (self.padded_query * width,)
@@ -106,15 +106,15 @@ class Heads:
         )
 
     def key_value_cut(self, features: int) -> Cut:
-        """Cut of so many features of the key-value heads."""
+        """Return the cut of features by key-value heads."""
         width = features // self.key_value
         return Cut(blocks=(features,), padded=(self.padded_key_value * width,), replicas=self.replicas)
 
     def fused_cut(self, order: HeadOrder, features: int) -> Cut:
-        """Cut of a projection of query, key and value.
+        """Return the cut of a fused projection of query, key and value.
 
         Raises:
-            ValueError: it cannot be cut so between these heads.
+            ValueError: the features cannot be cut between these heads.
         """
         width = self._fitting_width(order, features)
         if order is HeadOrder.BY_KIND:
@@ -131,7 +131,7 @@ class Heads:
         )
 
     def _fitting_width(self, order: HeadOrder, features: int) -> int:
-        """The width of a head of a fused projection, which the ranks that share it must be able to cut."""
+        """Return the head width of a fused projection, which the ranks that share a key-value head must divide."""
         if features % (self.query + 2 * self.key_value):
             raise ValueError(
                 f"{features} outputs are not {self.query} query heads and {self.key_value} key-value heads of one "
@@ -151,7 +151,7 @@ class Heads:
         return width
 
     def _in_stretches(self, *lengths: int) -> tuple[int, ...]:
-        """Blocks of these lengths for each key-value head, of none for one of zeros."""
+        """Return blocks of these lengths for each key-value head; those of padded heads are empty."""
         added = self.padded_key_value - self.key_value
         return lengths * self.key_value + (0,) * (len(lengths) * added)
 

@@ -1,4 +1,4 @@
-"""Tables of models of images and text, whose language model has its own table: BLIP-2, Gemma 3."""
+"""Tables of image-text models, whose language model has its own table: BLIP-2, Gemma 3."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ _BLIP2_VISION = Table(
 )
 
 _QFORMER_ATTENTIONS = ("attention", "crossattention")
-# Of text, which not every Q-Former takes, and of its queries.
+# Feed-forward layers of text, which not every Q-Former has, and of the Q-Former's queries.
 _QFORMER_FEED_FORWARDS = {"intermediate": "output.dense", "intermediate_query": "output_query.dense"}
 
 _NEWER_QFORMER = Table(
@@ -42,7 +42,7 @@ _NEWER_QFORMER = Table(
         for path in _QFORMER_ATTENTIONS
     },
 )
-# Of releases whose attention drops in a module of its own, and counts its heads.
+# Older releases: attention has a dropout module, and attributes with its number of heads.
 _OLDER_QFORMER = "encoder.layer.0.attention.attention.dropout"
 _QFORMER = replace(
     _NEWER_QFORMER,
@@ -64,15 +64,15 @@ _QFORMER = replace(
 
 
 def _blip2_table(*qformer: str) -> Table:
-    """The table with these modules of the Q-Former before the language model."""
+    """Return the table with these modules of the Q-Former before the language model."""
     leading = ("vision_model.encoder.layers", "vision_model.post_layernorm", *qformer, "language_projection")
     return Table(
         stage=(
-            # The language model is the largest: the others stand on its first stage.
+            # The language model is the largest: the other parts are on its first stage.
             PartStages(part="language_model", entry=("vision_model.embeddings",), leading=leading),
-            # Retrieval has none, and runs its Q-Former twice in one forward, for images and for text.
+            # Retrieval models have no language model, and run the Q-Former twice per forward, for images and for text.
             PartStages(part="vision_model"),
-            PartStages(part="qformer", entry=("embeddings",)),  # of text alone
+            PartStages(part="qformer", entry=("embeddings",)),  # models of text only
         ),
         parts={"vision_model": _BLIP2_VISION, "qformer": _QFORMER, "language_model": None},
         further_embeddings=("embeddings.word_embeddings",),
@@ -81,7 +81,7 @@ def _blip2_table(*qformer: str) -> Table:
 
 BLIP2 = replace(
     _blip2_table("qformer.layernorm", "qformer.encoder.layer"),
-    # There the Q-Former asks its parameters for their precision, so that none of it can stand elsewhere.
+    # In older releases the Q-Former reads the dtype of its parameters, so all of it must be on one stage.
     older={f"qformer.{_OLDER_QFORMER}": _blip2_table("qformer")},
 )
 
@@ -95,7 +95,7 @@ _SIGLIP = Table(
     divide=("self_attn.num_heads", "self_attn.embed_dim"),
     dropout={"self_attn": RegionDropout(probability="self_attn.dropout", row="self_attn.out_proj")},
 )
-# There attention shapes its output by the width of its input, so it stays whole.
+# In older releases attention reshapes its output to the width of its input, so it stays replicated.
 _OLDER_SIGLIP = replace(
     _SIGLIP,
     regions=("mlp",),
@@ -109,8 +109,8 @@ _OLDER_SIGLIP = replace(
 
 
 def _gemma3_table(vision: str, table: Table) -> Table:
-    """The table for a vision model at this path, with a table of its own."""
-    head = f"{vision}.head"  # of which the language model knows nothing
+    """Return the table for a vision model at this path, which has this table."""
+    head = f"{vision}.head"  # not used by the language model
     stages = PartStages(
         part="language_model",
         entry=(f"{vision}.embeddings",),

@@ -1,7 +1,7 @@
-"""A model as a table of names: how each part is split. table_policy.py turns it into a policy.
+"""Tables: the names of a model's modules and parameters, by how they are sharded. table_policy.py makes policies.
 
-All paths but those of embeddings, heads and `stage` are seen from one layer. A name that matches nothing is an
-error, unless the table says that it may.
+Paths are relative to one layer, except for those of embeddings, heads and `stage`. A name that matches nothing is an
+error, unless the table marks it as optional.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,11 +17,11 @@ from .heads import HeadOrder
 
 @dataclass(frozen=True, kw_only=True)
 class RegionDropout:
-    """Dropout on split activations, which must differ from rank to rank.
+    """Dropout on sharded activations, whose random numbers must differ between ranks.
 
     Args:
         probability: path of the attribute with its probability.
-        row: the row-split layer that ends the region.
+        row: the row-parallel layer that ends the region.
     """
 
     probability: str
@@ -30,12 +30,12 @@ class RegionDropout:
 
 @dataclass(frozen=True, kw_only=True)
 class PartStages:
-    """A pipeline over the layers of one of the models that a model is made of.
+    """A pipeline over the layers of one part, for a model that consists of several models.
 
     Args:
-        part: its path.
-        entry, leading, everywhere: what runs before its layers, see `StagePlan`, seen from the whole model.
-        optional: of `leading`, those that some models lack.
+        part: path of the part.
+        entry, leading, everywhere: modules that run before its layers, see `StagePlan`; paths from the base model.
+        optional: modules of `leading` that some models lack.
     """
 
     part: str
@@ -47,70 +47,69 @@ class PartStages:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Names of the modules and parameters of one family of models, by how they are split.
+    """Names of the modules and parameters of one family of models, by how they are sharded.
 
     Args:
-        stage: where the layers are, seen from the base model: lists of them, or a module that is one layer. For a
-            model made of several ones, the parts whose layers a pipeline may cut; the first that a class has is it.
-        parts: models inside the model by their paths, seen from the base model, each with a `config` of its own and
-            split by a table of its own; None is the one of its model type. Passed over where a class lacks them.
-        regions: modules that take the replicated hidden states and work on split activations. One may be a layer of
-            `column` itself. One that lies in another takes its place in the layers that have it (experts in an MLP).
-        column: linear layers split by output features.
-        row: linear layers split by input features; each ends a region.
-        attention: regions whose split activations are heads, each with the row-split layer that ends it. Where the
-            ranks do not divide their number, heads of zeros are added, also to what is split or a bias and has
-            entries for them. In other tables the ranks must divide it.
-        query_heads: path of the attribute with the number of query heads, of whatever part of a layer; None is the
+        stage: the stage plan, with paths of the layers from the base model: lists of layers, or a module that is one
+            layer. For a model of several parts: the parts whose layers a pipeline may cut. The first part that
+            a class has is used.
+        parts: models inside the model by their paths from the base model, each with a `config` and a table of its
+            own; None takes the table of its model type. Parts that a class lacks are skipped.
+        regions: modules with replicated hidden states as input and sharded activations inside. A region may be
+            a linear layer of `column`. In layers with nested regions (experts in an MLP) only the inner one is used.
+        column: linear layers sharded by output features (column-parallel).
+        row: linear layers sharded by input features (row-parallel); each ends a region.
+        attention: regions whose sharded activations are heads, each with the row-parallel layer that ends it. If the
+            ranks do not divide the number of heads, padded heads of zeros are added, in `split` and `biases` too.
+            Without this field the ranks must divide it.
+        query_heads: path of the attribute with the number of query heads, of any module in a layer; None is the
             config's `num_attention_heads`.
-        joined: by region whose module also uses its input whole (ALBERT's attention adds it to its output), the
-            column-split layers that take the input, in the order in which they run; each is an entry of the region.
-        whole: modules inside a region that work on replicated activations, behind its end.
-        second_input: by region, the name of another replicated input besides the first (the states that cross
-            attention attends to).
-        optional: modules and split parameters that some layers or models lack; they and all that is named below
-            them are passed over there.
-        exits: modules other than linear layers whose outputs are a part on each rank (experts): they are summed,
-            which ends a region as a row-split layer does.
-        by_head: by region, the names of other inputs that have an entry for each query head (position biases), each
-            with the dimension of the heads, which may follow the samples in it; the ranks take those of their heads.
-            An input that has one entry for all heads stays as it is, and so does one of two dimensions (flash-attn's
-            masks of padding). They have no gradient.
-        fused: of `column` and `split`, what each one fuses: a number of projections of equal length, or (of `column`)
-            the heads of query, key and value in an order. One that is cut between heads as it is needs no entry.
-        key_value: of `column`, `split` and `norms`, those with one block per key-value head.
+        joined: for regions that also use their unsharded input (ALBERT's attention adds it to its output): the
+            column-parallel layers that take the input, in the order of their calls. Each is an entry of the region.
+        whole: modules inside a region that work on replicated activations, after its end.
+        second_input: by region, the name of a second replicated input (the encoder states of cross attention).
+        optional: modules and sharded parameters that some layers or models lack; they, and all names below them, are
+            skipped there.
+        exits: modules other than linear layers whose outputs are partial sums (experts): they are all-reduced, which
+            ends a region like a row-parallel layer.
+        by_head: by region, the names of inputs without a gradient that have an entry for each query head (position
+            biases), each with the dimension of the heads, which may be flattened with the batch. Each rank takes the
+            entries of its heads. Inputs with one entry for all heads, or with two dimensions (flash-attn's padding
+            masks), are not sliced.
+        fused: modules of `column` and parameters of `split` that fuse several projections: a number of projections of
+            equal size, or, in `column`, an order of query, key and value heads. Fused weights whose heads contain
+            their own query, key and value need no entry.
+        key_value: names in `column`, `split` and `norms` with one block per key-value head.
         key_value_heads: path of the attribute with the number of key-value heads; None is the config's
             `num_key_value_heads`.
-        groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
-        divide: paths of attributes that the layer's code reads as local counts; divided by the ranks. An
-            attribute of a config that a module holds is changed for this module alone.
-        divide_key_value: the same for counts of key-value heads, of which each rank holds one at least.
-        divisors: of `divide`, those by which the layer's code divides whole widths too.
-        divisible: names in the config of numbers that must divide by the ranks, where `attention` says nothing.
-        split: parameters inside a region that are split as they are, each with the dimension that is cut.
-        biases: parameters beside the regions, which are given a value per head of them (position biases), each with
-            the dimension that is cut.
-        shared_biases: the same beside the layers, seen from the base model, where a model has them.
-        native: names of classes among `column` and `row` that compute what a plain linear layer does.
-        needed: settings of the config that a split needs, each with its value, since with another the layers compute
-            otherwise than the table says.
+        groups: path of the attribute "query heads per key-value head"; None if no layer reads one.
+        divide: paths of attributes that the layer's code reads as local counts; divided by the number of ranks.
+            An attribute of a module's config is changed for this module only.
+        divide_key_value: the same for numbers of key-value heads, at least one per rank.
+        divisors: names in `divide` by which the layer's code also divides unsharded widths.
+        divisible: names of config settings that the ranks must divide, if `attention` is empty.
+        split: parameters inside a region that are sharded without replacing their module, each with the dimension.
+        biases: parameters outside of regions with a value per head (position biases), each with the sharded dimension.
+        shared_biases: the same outside of the layers, by paths from the base model; skipped if a model lacks them.
+        native: names of classes among `column` and `row` that compute the same as a plain linear layer.
+        needed: required values of config settings: with other values the layers compute something that the table
+            does not describe.
         partial: replicated modules or single parameters inside a region: their gradients are summed over the ranks.
-        norms: root-mean-square norms inside a region, over all heads together: their mean of squares is taken over
+        norms: root-mean-square norms inside a region over all heads together: their mean of squares is reduced over
             the ranks.
-        dropout: by region, dropout on its split activations.
-        gathered: linear layers outside of regions, split by output features, whose outputs are gathered again.
-        scattered: linear layers outside of regions, split by input features, which arrive whole.
-        embedding: path of the vocabulary's embedding, seen from the base model; None leaves it whole.
-        further_embeddings: more embeddings of the vocabulary, mostly tied to the first; passed over where a class
-            lacks them.
-        heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
-        older: tables in place of this one for models of older releases of transformers, each by the path (seen from
-            the base model) of a module that only those have.
-        tensor_errors: why models of this table cannot be split over tensor ranks, whatever their sizes.
-        pipeline_errors: why they cannot be cut into stages.
+        dropout: by region, dropout on its sharded activations.
+        gathered: column-parallel linear layers outside of regions, whose outputs are gathered.
+        scattered: row-parallel linear layers outside of regions, whose inputs are unsharded.
+        embedding: path of the token embedding from the base model; None leaves it replicated.
+        further_embeddings: more token embeddings, mostly tied to the first; skipped if a class lacks them.
+        heads: paths of language-model heads from the full model; a class has at most one of them.
+        older: tables that replace this one for older releases of transformers, each by the path (from the base model)
+            of a module that only the older release has.
+        tensor_errors: reasons why models of this table cannot be sharded over tensor ranks of any number.
+        pipeline_errors: reasons why they cannot be cut into stages.
 
     Raises:
-        ValueError: the names contradict one another; all contradictions at once.
+        ValueError: the names contradict each other; all contradictions at once.
     """
 
     stage: StagePlan | tuple[PartStages, ...]
@@ -155,24 +154,24 @@ class Table:
         raise_errors(self._errors())
 
     def region_of(self, name: str) -> str | None:
-        """The innermost region that a path of the layer lies in, or None."""
+        """Return the innermost region that contains a path of the layer, or None."""
         return max((region for region in self.regions if is_within(name, region)), key=len, default=None)
 
     @property
     def has_key_value_heads(self) -> bool:
-        """True where key-value heads differ from query heads in what is split."""
+        """True if the table gives key-value heads a sharding of their own."""
         return bool(self.key_value) or any(isinstance(order, HeadOrder) for order in self.fused.values())
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules of a layer that the table names; for split parameters, the ones that hold them. Each once."""
+        """Modules of a layer that the table names, and the owners of sharded parameters. Each once."""
         owners = (name.rpartition(".")[0] for name in (*self.split, *self.biases))
         linear = (*self.column, *self.row, *self.gathered, *self.scattered)
         inside = (*self.exits, *self.partial, *self.norms, *self.whole)
         return tuple(dict.fromkeys((*self.regions, *linear, *inside, *owners)))
 
     def _errors(self) -> list[str]:
-        """Names in the wrong place, without their counterpart, or that stand for nothing."""
+        """List errors of names in the wrong field, without their counterpart, or without effect."""
         columns, subsets = (
             (*self.column, *self.split),
             dict[str, tuple[Iterable[str], str, Collection[str]]](),
@@ -219,7 +218,7 @@ class Table:
         ]
 
     def _part_errors(self) -> list[str]:
-        """Errors of a table of parts."""
+        """List errors of a table of parts."""
         if isinstance(self.stage, StagePlan):
             return []
         found = [
@@ -240,35 +239,35 @@ _TABLES_OF_CLASSES: dict[str, Table] = {}
 
 
 def register(table: Table, *model_types: str) -> None:
-    """Make a table the one for these `config.model_type`s; a later one takes an earlier one's place."""
+    """Register a table for these `config.model_type`s, replacing any earlier one."""
     for model_type in model_types:
         _TABLES[model_type] = table
 
 
 def register_class(table: Table, *classes: str) -> None:
-    """Make a table the one for models without a config of these classes ("module.Name") and classes made from them."""
+    """Register a table for models without a config, by class ("module.Name"); it applies to subclasses too."""
     for name in classes:
         _TABLES_OF_CLASSES[name] = table
 
 
 def table_for_class(kind: type) -> Table | None:
-    """The table of a class of models, or of the nearest class that it was made from, or None."""
+    """Return the table of a model class or of its nearest base class, or None."""
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     return next((_TABLES_OF_CLASSES[name] for name in names if name in _TABLES_OF_CLASSES), None)
 
 
 def table_for(model_type: str) -> Table | None:
-    """The table of a model type, or None."""
+    """Return the table of a model type, or None."""
     return _TABLES.get(model_type)
 
 
 def model_types() -> list[str]:
-    """The model types that have a table, sorted."""
+    """Return the model types with a table, sorted."""
     return sorted(_TABLES)
 
 
 def has_submodule(model: nn.Module, name: str) -> bool:
-    """Return True where a module has a sub-module of this path."""
+    """Return True if a module has a sub-module with this path."""
     module: object = model
     for each in filter(None, name.split(".")):
         module = getattr(module, each, None)
@@ -278,7 +277,7 @@ def has_submodule(model: nn.Module, name: str) -> bool:
 
 
 def has_parameter(module: nn.Module, name: str) -> bool:
-    """Return True where a module has a parameter of this path."""
+    """Return True if a module has a parameter with this path."""
     owner, _, own_name = name.rpartition(".")
     return has_submodule(module, owner) and own_name in module.get_submodule(owner)._parameters
 
@@ -289,7 +288,7 @@ def present(root: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def active_regions(layer: nn.Module, table: Table) -> list[str]:
-    """The regions that a layer has: something of what it holds is split, and lies in no region further in."""
+    """Return the regions that are used in a layer: a sharded module or parameter has it as its innermost region."""
     parts = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
     named = (name for name in (*table.column, *table.row, *table.split) if name in parts)
     found = {table.region_of(name) for name in named}
@@ -297,7 +296,7 @@ def active_regions(layer: nn.Module, table: Table) -> list[str]:
 
 
 def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
-    """All layers of these lists of layers, by their paths; a module that is no list is one layer."""
+    """Return all layers of these lists of layers, by path; a module that is not a list is one layer."""
     found: dict[str, nn.Module] = {}
     for stack in stacks:
         module = model.get_submodule(stack)
@@ -309,10 +308,10 @@ def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def whole_paths(table: Table, layer: nn.Module) -> list[str]:
-    """The modules that are given whole sequences, with the regions in them as without sequence parallelism.
+    """Return the modules that get full sequences; their regions work as without sequence parallelism.
 
-    Those that hold experts, which are given tokens without their places; those that use what enters a region whole
-    besides; and linear layers outside of regions that are split.
+    These are the owners of experts, which take tokens without positions; modules that also use the unsharded input of
+    a region; and sharded linear layers outside of regions.
     """
     holders = [name.rpartition(".")[0] for name in present(layer, table.exits)]
     others = present(layer, (*table.joined, *table.gathered, *table.scattered))
@@ -320,12 +319,12 @@ def whole_paths(table: Table, layer: nn.Module) -> list[str]:
 
 
 def is_any_within(path: str, prefixes: Iterable[str]) -> bool:
-    """Return True where a path lies in, or is, one of these modules."""
+    """Return True if a path is one of these modules, or inside one."""
     return any(is_within(path, prefix) for prefix in prefixes)
 
 
 def parameters_of_parts(table: Table, layer: nn.Module) -> list[str]:
-    """The paths of parameters that are used with a part of the sequence, but for biases of row-split layers."""
+    """Return the paths of parameters that are used with a sequence shard, except biases of row-parallel layers."""
     apart = (*whole_paths(table, layer), *active_regions(layer, table), *table.column, *table.row)
     split = (*table.split, *table.biases)
     behind = [name for name in table.whole if not is_any_within(name, whole_paths(table, layer))]
@@ -337,7 +336,7 @@ def parameters_of_parts(table: Table, layer: nn.Module) -> list[str]:
 
 
 def attribute(layer: Any, path: str) -> Any:
-    """An attribute of a layer that a table names."""
+    """Return an attribute of a layer that a table names; raise ValueError if it is missing."""
     found = layer
     for name in path.split("."):
         if not hasattr(found, name):
@@ -349,6 +348,6 @@ def attribute(layer: Any, path: str) -> Any:
 
 
 def has_attribute(layer: nn.Module, path: str) -> bool:
-    """Return True where a layer has an attribute of this path."""
+    """Return True if a layer has an attribute with this path."""
     owner, _, name = path.rpartition(".")
     return has_submodule(layer, owner) and hasattr(layer.get_submodule(owner), name)

@@ -1,14 +1,14 @@
-"""Tables of vision transformers: ViT, BEiT, Swin, SAM, and those of timm."""
+"""Tables of vision transformers: ViT, BEiT, Swin, SAM, and timm's ViT."""
 
 from dataclasses import replace
 
 from ...pipeline.plan import StagePlan
 from .table import PartStages, RegionDropout, Table
 
-# Vision transformers of one width: ViT, DeiT, and BEiT with its relative position biases.
+# Vision transformers with one width: ViT, DeiT, and BEiT with relative position biases.
 _VIT_STAGE = StagePlan(layers="layers", entry=("embeddings",))
 
-# The names of releases before 5.9.
+# Names in releases before 5.9.
 _OLDER_VIT_STAGE = StagePlan(layers="encoder.layer", entry=("embeddings",))
 _OLDER_VIT_ATTENTION = "attention.attention"
 _OLDER_VIT = Table(
@@ -56,7 +56,7 @@ _OLDER_BEIT = replace(
     },
 )
 
-# The biases of a layer, or of all layers in one.
+# Position biases of each layer, or one for all layers.
 BEIT = replace(
     VIT,
     stage=replace(
@@ -70,7 +70,7 @@ BEIT = replace(
     older={_OLDER_VIT_STAGE.layers: _OLDER_BEIT},
 )
 
-# Swin and SwinV2: four lists of blocks, each after the first behind a layer that halves height and width.
+# Swin and SwinV2: four lists of blocks; a layer between two lists halves height and width.
 _SWIN_STAGE = StagePlan(
     layers="encoder.layers.*.blocks",
     between="downsample",
@@ -80,7 +80,7 @@ _SWIN_STAGE = StagePlan(
     collecting=("out_features",),
 )
 
-# Its biases are computed by a small perceptron, whose last layer has an output per head.
+# A small perceptron computes the position biases; its last layer has one output per head.
 _SWIN_BIASES = "attention.self.continuous_position_bias_mlp"
 
 SWINV2 = Table(
@@ -103,7 +103,7 @@ SWIN = replace(
     stage=_SWIN_STAGE,
     query_heads="attention.num_attention_heads",
     split={"attention.relative_position_bias.relative_position_bias_table": 1},
-    # The names of releases before 5.9.
+    # Names in releases before 5.9.
     older={
         "encoder.layers.0.blocks.0.intermediate": replace(
             SWINV2, split={"attention.self.relative_position_bias_table": 1}, partial=()
@@ -111,8 +111,8 @@ SWIN = replace(
     },
 )
 
-# SAM: a vision encoder with windowed attention, and a mask decoder that attends both ways; the vision model alone.
-# Relative positions are one table for all heads, used with the local heads.
+# SAM: a vision encoder with windowed attention, and a mask decoder that attends both ways; also the encoder alone.
+# All heads share one table of relative positions, used here with the local heads.
 _SAM_POSITIONS = ("attn.rel_pos_h", "attn.rel_pos_w")
 
 _SAM_ENCODER = Table(
@@ -130,7 +130,7 @@ _SAM_ENCODER = Table(
 
 
 def _sam_decoder(layers: str, *attentions: str, mlp: tuple[str, str] | None = None) -> Table:
-    """Attention takes query, key and value from three inputs, so each projection is an entry."""
+    """Return a table where each projection is a region entry: query, key and value come from three inputs."""
     paths = [f"{path}." if path else "" for path in attentions]
     projections = tuple(f"{path}{name}_proj" for path in paths for name in "qkv")
     widening, narrowing = ((mlp[0],), (mlp[1],)) if mlp else ((), ())
@@ -148,7 +148,7 @@ _SAM_CROSSES = ("cross_attn_token_to_image", "cross_attn_image_to_token")
 SAM_VISION = Table(stage=(PartStages(part="vision_encoder"),), parts={"vision_encoder": _SAM_ENCODER})
 SAM = replace(
     SAM_VISION,
-    # Positions are made before the vision encoder runs, and used by the mask decoder.
+    # Positions are computed before the vision encoder, and used by the mask decoder.
     stage=(PartStages(part="vision_encoder", everywhere=("shared_image_embedding",)),),
     parts={
         "vision_encoder": _SAM_ENCODER,
@@ -192,7 +192,7 @@ TABLES = {
     "vit": VIT,
 }
 
-# By class, of models that have no config.
+# Tables by class, for models without a config.
 TABLES_OF_CLASSES = {
     "timm.models.vision_transformer.VisionTransformer": TIMM_VIT,
 }
