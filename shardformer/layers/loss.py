@@ -120,7 +120,7 @@ class ShardedLogits(ABC):
 
     @abstractmethod
     def gather(self) -> Tensor:
-        """All logits, (B, S, V), with gradients."""
+        """Return all logits, (B, S, V), with gradients."""
 
     def _advice(self) -> str:
         return (
@@ -131,22 +131,22 @@ class ShardedLogits(ABC):
 
 @dataclass(frozen=True)
 class VocabParallelLogits(ShardedLogits):
-    """`ShardedLogits` of a slice of the vocabulary."""
+    """`ShardedLogits` over the vocabulary."""
 
     local: Tensor
     head: VocabParallelLMHead1D
     _part_of = "split over the vocabulary"
 
     def gather(self) -> Tensor:
-        """All logits, (B, S, V). All-gather: every rank of the tensor axis calls it."""
+        """Return all logits, (B, S, V). One all-gather: every rank of the tensor axis must call."""
         return self.head.gathered(self.local)
 
 
 class LossSum(Protocol):
-    """The sum of the losses of what a model has in the place of logits, a float32 scalar equal on all ranks.
+    """Function that sums token losses to a float32 scalar, equal on all ranks.
 
-    Args of a call: `logits`, whose last dimension alone may be another; `shift_labels` (B, S), at each position the
-    label of the next one.
+    Arguments: `logits`, or the tensor that a model has instead, of which only the last dimension may differ;
+    `shift_labels` (B, S), at each position the label of the next one.
     """
 
     def __call__(
@@ -198,7 +198,7 @@ def _vocab_parallel_sum(
 
 
 def has_labels(given: Mapping[str, Any]) -> bool:
-    """Return True for the arguments of a call that asks for a loss."""
+    """Return True if the arguments of a call include labels, so that it computes a loss."""
     return given.get("labels") is not None
 
 
@@ -214,11 +214,11 @@ def route_causal_loss(
 
     Args:
         model: a model that computes that loss through `model.loss_function`.
-        switch: an object and the name of its attribute, which is True where logits are whole: between the calls that
-            shall not have them, and where the model's forward is called past its hooks.
-        total: of what the model has while it is False.
-        finish: makes `outputs.logits` of that.
-        is_sharded: whether a call is one of those, by its arguments.
+        switch: an object and the name of its attribute. It is False only during calls with sharded logits, so that
+            calls of the model's forward without its hooks get full logits.
+        total: sums the losses of the sharded logits, or of what the model has instead of them.
+        finish: converts the same to `outputs.logits`.
+        is_sharded: returns True if a call with these arguments keeps its logits sharded.
     """
     whole: Any = model.loss_function
     model.loss_function = partial(_causal_lm_loss, switch=switch, total=total, whole=whole)  # type: ignore[assignment]

@@ -23,41 +23,43 @@ from ...cluster.ring import Rings
 
 # B batch, S sequence
 
-# What to do where a model cannot be trained under a mode.
+# Advice if a model cannot be trained under a mode.
 INSTEAD = "use another sequence_parallelism_mode, or leave enable_sequence_parallelism out"
-_DIM = 1  # of the sequence in hidden states (B, S, H)
+_DIM = 1  # the sequence dimension of hidden states (B, S, H)
 _ATTRIBUTE = "_echelon_sequence_axis"
-# Parts of the names under which layers and configs keep probabilities and widths of random draws.
+# Substrings in the names of attributes and settings with probabilities or widths of random draws.
 _CHANCES = ("drop", "jitter")
-# The modules that drop whole samples, which have parts on all ranks.
+# Modules that drop entire samples, whose shards are on all ranks.
 _BY_SAMPLE = "DropPath"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceOrder:
-    """Equal parts of a sequence, padded at its end where it does not divide.
+    """Assignment of positions to ranks: equal shards of a sequence, padded at its end if it does not divide.
+
+    A stretch is a contiguous range of positions.
 
     Args:
-        size: ranks of the axis.
-        is_zigzag: rank r holds the stretches r and 2·size−1−r of 2·size equal ones, so that under a causal mask every
-            rank has as much attention to compute (the load balancing of Llama 3, arXiv:2407.21783, section 3.3.2).
-            Otherwise rank r holds the r-th of `size`.
+        size: number of ranks of the axis.
+        is_zigzag: rank r has the stretches r and 2·size−1−r of 2·size equal ones, so that under a causal mask all
+            ranks compute the same amount of attention (the load balancing of Llama 3, arXiv:2407.21783, section
+            3.3.2). Otherwise rank r has the r-th of `size` stretches.
     """
 
     size: int
     is_zigzag: bool = False
 
     def padded(self, length: int) -> int:
-        """The length of a sequence with its padding."""
+        """Return the length of a sequence with padding."""
         return -(-length // self._num_stretches) * self._num_stretches
 
     def stretches(self, rank: int, length: int) -> tuple[range, ...]:
-        """The positions that a rank holds, in its order; those from `length` on are padding."""
+        """Return the positions of a rank's shard, in order; positions from `length` on are padding."""
         width = self.padded(length) // self._num_stretches
         return tuple(range(width * each, width * (each + 1)) for each in self._local(rank))
 
     def own(self, x: Tensor, dim: int, rank: int, *, padding: int = 0) -> Tensor:
-        """A rank's part of a whole sequence that lies along `dim`, contiguous."""
+        """Return a rank's shard of a full sequence along `dim`, contiguous."""
         dim %= x.ndim
         missing = self.padded(x.shape[dim]) - x.shape[dim]
         padded = pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing), value=padding) if missing else x
@@ -65,7 +67,7 @@ class SequenceOrder:
         return torch.cat([pieces[each] for each in self._local(rank)], dim).contiguous()
 
     def whole(self, parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
-        """The sequence from the parts of all ranks in their order, without its padding."""
+        """Return the full sequence from the shards of all ranks in order of rank, without padding."""
         pieces: list[Tensor] = [parts[0]] * self._num_stretches
         for rank, part in enumerate(parts):
             for each, piece in zip(self._local(rank), part.chunk(len(self._local(rank)), dim), strict=True):
@@ -85,12 +87,12 @@ class SequenceAxis:
 
     Args:
         group: the ranks.
-        order: which positions each of them holds.
-        rings: the same ranks as rings for ring attention, see cluster/ring.py; None is a single one.
+        order: the positions of each rank.
+        rings: the same ranks as rings for ring attention, see cluster/ring.py; None is a single ring.
 
     Attributes:
-        length: of the sequence that is being computed, without padding; 0 before the first.
-        ends_whole: whether the last layer gathers it.
+        length: length of the current sequence, without padding; 0 before the first.
+        ends_whole: True if the sequence is gathered after the last layer.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: SequenceOrder, rings: Rings | None = None) -> None:
@@ -107,21 +109,21 @@ class SequenceAxis:
 
     @property
     def part_length(self) -> int:
-        """The length of a rank's part of the sequence that is being computed, with padding."""
+        """Length of a rank's shard of the current sequence, with padding."""
         return self.order.padded(self.length) // self.order.size
 
     def own(self, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
-        """This rank's part of a whole sequence."""
+        """Return this rank's shard of a full sequence."""
         return self.order.own(x, dim, self.rank, padding=padding)
 
     def gathered(self, part: Tensor, dim: int, length: int) -> Tensor:
-        """The whole sequence of this length, contiguous, from the parts of all ranks. One all-gather; no gradient."""
+        """Return the full sequence of this length, contiguous. One all-gather of the shards; no gradient."""
         parts = begin_gather(part, self.group).wait()
         return self.order.whole(parts.unbind(0), dim, length).contiguous()
 
     @contextmanager
     def computing(self, length: int) -> Iterator[None]:
-        """Inside, sequences are of this length: for layers that backward recomputes."""
+        """Set the current length inside the block, for layers that are recomputed in backward."""
         before, self.length = self.length, length
         try:
             yield
@@ -129,7 +131,7 @@ class SequenceAxis:
             self.length = before
 
     def note(self, module: nn.Module) -> None:
-        """Mark a layer, and all modules in it, as computing on a part of the sequence; see `axis_of`."""
+        """Mark a layer, and all modules in it, as computing on a sequence shard; see `axis_of`."""
         for each in module.modules():
             setattr(each, _ATTRIBUTE, self)
 
@@ -142,18 +144,19 @@ def axis_of(module: Any) -> SequenceAxis | None:
 def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
     """Return this rank's shard of the current sequence, (B, S, …), padded with its last position.
 
-    Nothing in forward; backward an all-gather, where `is_data` nothing: see [Note: gradients over the sequence axis].
+    No collective in forward; in backward one all-gather, or none with `is_data`: see [Note: gradients over the
+    sequence axis].
 
     Args:
-        whole: equal on all ranks.
-        axis: of the ranks.
-        is_data: whether it is the sequence axis.
+        whole: the full sequence, equal on all ranks.
+        axis: the axis of the ranks.
+        is_data: True on the sequence axis, False on the tensor axis.
     """
     length = axis.length
 
     def cut(x: Tensor) -> Tensor:
         missing = axis.order.padded(length) - length
-        # Not zeros: a norm of a constant divides by its epsilon, which in 16 bits is infinite, and 0 times that is nan.
+        # Not zeros: a norm of a constant divides by its epsilon, in 16 bits that is infinite, and times 0 gives NaN.
         padding = x[:, -1:].expand(-1, missing, -1)
         return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
 
@@ -171,10 +174,10 @@ def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: b
     """Gather the full sequence, (B, S, …), from the shards of all ranks. One all-gather, none in backward.
 
     Args:
-        part: this rank's.
-        axis: of the ranks.
-        length: of the sequence.
-        is_data: see [Note: gradients over the sequence axis].
+        part: this rank's shard.
+        axis: the axis of the ranks.
+        length: length of the full sequence.
+        is_data: True on the sequence axis; see [Note: gradients over the sequence axis].
     """
 
     def cut(gradient: Tensor) -> Tensor:
@@ -185,7 +188,7 @@ def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: b
 
 
 def of_all_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
-    """A gradient that counts for all ranks of the sequence axis; see [Note: gradients over the sequence axis]."""
+    """Multiply a gradient by the size of the sequence axis; see [Note: gradients over the sequence axis]."""
     return gradient * axis.order.size
 
 
@@ -207,7 +210,7 @@ def samplewise(layer: nn.Module) -> list[str]:
 
 
 class PartRandom:
-    """Marks a layer whose random numbers differ from rank to rank, by hooks."""
+    """Hooks by which a layer draws random numbers that differ between ranks."""
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
@@ -217,7 +220,7 @@ class PartRandom:
 
 
 class CommonRandom:
-    """Marks a module inside of a `PartRandom` that draws the same on every rank, by hooks.
+    """Hooks by which a module inside a `PartRandom` layer draws the same random numbers on every rank.
 
     The common state is derived from the local one, and after the module the local one from the common one. So no state
     is saved, and recomputing the layer draws the same numbers.

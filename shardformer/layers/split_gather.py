@@ -23,7 +23,7 @@ from .deferred_linear import Crossing, gradient_or_deferred, weight_gradient
 from .parallel_module import change_inputs, first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 
-# B batch, S true sequence, s part of a rank with padding, H hidden, I input features, O output features,
+# B batch, S true sequence, s a rank's shard with padding, H hidden, I input features, O output features,
 # N rows of all samples, T size of the group
 
 
@@ -46,15 +46,15 @@ class RegionSequence:
             raise AssertionError("regions gather sequences whose parts are of one stretch")
 
     def begin_whole(self, part_BsH: Tensor, length: int) -> InFlight[Tensor]:
-        """Begin to gather a sequence of this length (B, S, H). One all-gather."""
+        """Start to gather a sequence of this length (B, S, H). One all-gather."""
         return begin_gather(part_BsH, self.axis.group).then(partial(_in_order, length=length))
 
     def begin_own_sum(self, partial_BSH: Tensor) -> InFlight[Tensor]:
-        """Begin to sum over the ranks this rank's part (B, s, H). One reduce-scatter."""
+        """Start to sum over the ranks and scatter to this rank's shard (B, s, H). One reduce-scatter."""
         return begin_sum_of_rows(self.rows(partial_BSH), self.axis.group)
 
     def rows(self, whole_BSH: Tensor) -> Tensor:
-        """The parts of all ranks (T, B, s, H) of a whole sequence; padding is zeros."""
+        """Return the shards of all ranks (T, B, s, H) of a full sequence; padding is zeros."""
         order, length = self.axis.order, whole_BSH.shape[1]
         padded = pad(whole_BSH, (0, 0, 0, order.padded(length) - length))
         return padded.unflatten(1, (order.size, -1)).transpose(0, 1)
@@ -63,7 +63,7 @@ class RegionSequence:
         """Return the collectives at a region's entry: all-gather to (B, S, H), reduce-scatter of the gradient.
 
         Args:
-            part_BsH: this rank's part; or (B·s, H), which becomes (B·S, H).
+            part_BsH: this rank's shard; or (B·s, H), which becomes (B·S, H).
         """
         if part_BsH.ndim == 2:  # the tokens of all samples in one row
             by_sample, length = (-1, self.axis.part_length), self.axis.length
@@ -76,10 +76,10 @@ class RegionSequence:
         return Crossing(lambda part: self.begin_whole(part, length).wait(), self.begin_own_sum)
 
     def length_of(self, part_BsH: Tensor) -> int:
-        """The length of the sequence that a part is of.
+        """Return the full length of the sequence of a shard.
 
         Raises:
-            ValueError: it is none of the sequence that is being computed.
+            ValueError: it is not a shard of the current sequence.
         """
         if part_BsH.ndim != 3 or part_BsH.shape[1] != self.axis.part_length:
             raise ValueError(
@@ -99,7 +99,7 @@ def _in_one_row(x_BSH: Tensor) -> Tensor:
 
 
 def leave(partial_BSH: Tensor, sequence: RegionSequence) -> Tensor:
-    """This rank's part (B, s, H) of the sum of what a region ends with, or (B·s, H) of (B·S, H); backward gathers."""
+    """Reduce-scatter a region's output (B, S, H) to (B, s, H), or (B·S, H) to (B·s, H); backward all-gathers."""
     if partial_BSH.ndim == 2:
         return leave(partial_BSH.unflatten(0, (-1, sequence.axis.length)), sequence).flatten(0, 1)
     length = partial_BSH.shape[1]
@@ -118,12 +118,14 @@ def row_product(
     is_transposed: bool,
     store: WeightGradients | None,
 ) -> Tensor:
-    """The product of the layer that ends a region, summed and scattered; backward gathers beside its own product.
+    """Compute the row-parallel product that ends a region, and reduce-scatter it over the sequence.
+
+    One reduce-scatter; backward one all-gather, overlapped with the product of the local shard.
 
     Args:
         x_BSI: this rank's input features; or (B·S, I).
-        weight: this rank's columns of it.
-        sequence: how the result is sharded. One reduce-scatter; backward one all-gather.
+        weight: this rank's columns of the weight.
+        sequence: sharding of the result.
         is_transposed: the weight is (I, O).
         store: queue of the schedule, which may defer the weight's gradient; None for none.
 
@@ -141,7 +143,7 @@ def row_product(
 
 
 class _RowProduct(Function):
-    """In backward a rank multiplies the gradient of its local shard while those of other ranks are gathered."""
+    """Product with overlap: backward multiplies the gradient of the local shard during the all-gather."""
 
     @staticmethod
     def forward(
@@ -183,7 +185,7 @@ class _RowProduct(Function):
 
 
 class WholeSequence:
-    """Marks a module that gets the full sequence on every rank, and whose output is sharded again.
+    """Hooks by which a module gets the full sequence on every rank, and its output is sharded again.
 
     For modules that regions cannot shard: experts, which take tokens without positions, and modules that also use their
     full input elsewhere. Forward gathers at the entry, backward at the end: 2·(T−1)/T·B·S·H more than regions.
@@ -193,12 +195,12 @@ class WholeSequence:
     def from_native_module(
         module: nn.Module, process_group: dist.ProcessGroup, *, sequence: RegionSequence
     ) -> nn.Module:
-        """Gather its first tensor, scatter what it returns (of a tuple the first), by hooks.
+        """Add hooks that gather the module's first tensor and shard its output, or the first entry of a tuple.
 
         Args:
-            module: called with parts (B, s, H), by hooks with (B, S, H).
+            module: it is called with shards (B, s, H); its forward gets (B, S, H).
             process_group: the tensor axis.
-            sequence: how it is sharded.
+            sequence: sharding of the sequence.
         """
         axis = sequence.axis
 
