@@ -144,8 +144,8 @@ def axis_of(module: Any) -> SequenceAxis | None:
 def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
     """Return this rank's shard of the current sequence, (B, S, …), padded with its last position.
 
-    No collective in forward; in backward one all-gather, or none with `is_data`: see [Note: gradients over the
-    sequence axis].
+    No collective in forward. In backward one all-gather, or none with `is_data`:
+    see [Note: gradients over the sequence axis].
 
     Args:
         whole: the full sequence, equal on all ranks.
