@@ -1,4 +1,4 @@
-"""A training loop without a booster beside one process, for code that runs on every rank: loss, gradients, weights."""
+"""Compare a training loop without a booster with one process: loss, gradients, weights. Runs on every rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ def causal_batch(num_samples: int, seed: int) -> dict[str, Tensor]:
 
 
 def make_steps(num_replicas: int, batch: Callable[[int, int], Any] = causal_batch) -> list[list[list[Any]]]:
-    """By step, replica and microbatch."""
+    """Return batches by step, replica and microbatch."""
     return [
         [
             [batch(length, 100 * step + 10 * replica + index) for index, length in enumerate(LENGTHS)]
@@ -53,13 +53,13 @@ def departure(
     loss_of: Callable[[Any, Any], Tensor] = model_loss,
     after_backward: Callable[[nn.Module], None] = lambda split: None,
 ) -> str | None:
-    """The first difference from one process in three steps of AdamW with clipping, or None.
+    """Return the first difference from one process in three steps of AdamW with clipping, or None.
 
     Args:
-        model: the whole one, left as it is.
-        split: what became of a copy of it.
-        shard_former: who split it.
-        after_backward: done after each one; for mutations.
+        model: the unsharded model; it is not changed.
+        split: the sharded copy of it.
+        shard_former: the ShardFormer that sharded it.
+        after_backward: called after each backward; for mutations.
     """
     config = shard_former.shard_config
     replica = 0 if config.replica_group is None else config.replica_group.rank()
@@ -104,7 +104,7 @@ def departure(
 
 
 def _whole(parameter: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, name: str) -> Tensor:
-    """The whole tensor from the shards of the tensor axis; nan where ranks that hold the same have others."""
+    """Return the full tensor from the shards of the tensor axis; NaN if replicas of a shard differ."""
     placement = placement_of(parameter)
     tensor = tensor.detach().float()
     shards = [tensor] if group is None else list(all_gather(tensor[None], group, 0).unbind(0))

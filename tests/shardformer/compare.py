@@ -1,4 +1,4 @@
-"""A split model or layer against the whole one, for code that runs on every rank of a tensor axis."""
+"""Compare a sharded model or layer with the unsharded one. Runs on every rank of a tensor axis."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from echelon.cluster.collectives import all_gather
 from echelon.cluster.placement import PartialGrad, Shard, placement_of
 from echelon.shardformer import ModelSharder, ShardConfig, policy_for
 
-# No number of ranks divides it, and with padding to a multiple of 8 per rank all ranks hold some of it.
+# No number of ranks divides it, and with padding to a multiple of 8 per rank no rank is empty.
 VOCABULARY = 101
 LENGTH = 13
 TINY = dict(
@@ -40,7 +40,7 @@ GPT2 = dict(
     num_labels=3,
     pad_token_id=0,
 )
-# Odd on purpose: the decoder's length is not the encoder's, nor its number of layers.
+# On purpose, encoder and decoder differ in sequence length and number of layers.
 TARGET_LENGTH = 9
 T5 = dict(
     vocab_size=VOCABULARY,
@@ -65,14 +65,14 @@ NO_DROPOUT = dict(
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0, classifier_dropout=0.0
     ),
 )
-# A multiple that leaves a short last piece, and no rank without entries, at 2 and at 4 ranks.
+# With this multiple the last shard is short, and no rank is empty, on 2 and on 4 ranks.
 MULTIPLE = 8
 
 
 def build(class_name: str, *, attention: str = "sdpa", seed: int = 0, **settings: Any) -> nn.Module:
-    """A small model of this class in training mode, equal on all ranks; without dropout unless asked for.
+    """Build a small model of this class in training mode, equal on all ranks; without dropout by default.
 
-    Older releases of transformers have no fused attention for some classes; there it is the plain one.
+    Older releases of transformers have no fused attention for some classes; these get eager attention.
     """
     model_class = getattr(transformers, class_name)
     attention = attention if model_class._supports_sdpa else "eager"
@@ -92,7 +92,7 @@ def build(class_name: str, *, attention: str = "sdpa", seed: int = 0, **settings
 
 
 def split(model: nn.Module, **settings: Any) -> nn.Module:
-    """The model split over the world as a plugin does it, which sums gradients that are in parts itself."""
+    """Shard the model over the world as a plugin does; partial gradients are not summed."""
     settings = {"make_vocab_size_divisible_by": MULTIPLE, **settings}
     config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD, **settings)
     sharder = ModelSharder(model, policy_for(model), config)
@@ -101,23 +101,23 @@ def split(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def integers(low: int, high: int, *shape: int, seed: int = 1) -> Tensor:
-    """Equal on all ranks."""
+    """Draw integers, equal on all ranks."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
-    """Equal on all ranks."""
+    """Draw normal numbers, equal on all ranks."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def text() -> dict[str, Tensor]:
-    """Three rows of different lengths, padded."""
+    """Return three rows of different lengths, padded."""
     mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [7], [10]])).long()
     return {"input_ids": integers(3, VOCABULARY, 3, LENGTH) * mask, "attention_mask": mask}
 
 
 def batch_for(model: nn.Module) -> dict[str, Tensor]:
-    """Text with the labels of the model's head: of other length for a decoder, one of three classes, or its tokens."""
+    """Return text with labels for the model's head: another sequence for a decoder, a class of three, or its tokens."""
     name, batch = type(model).__name__, text()
     if "ConditionalGeneration" in name:
         mask = torch.arange(TARGET_LENGTH) < torch.tensor([[5], [TARGET_LENGTH], [8]])
@@ -129,22 +129,22 @@ def batch_for(model: nn.Module) -> dict[str, Tensor]:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The model's loss."""
+    """Return the model's loss."""
     loss: Tensor = outputs.loss
     return loss
 
 
 def pieces(tensor: Tensor) -> list[Tensor]:
-    """This tensor of all ranks, in their order."""
+    """All-gather this tensor of all ranks, in order of rank."""
     world = dist.group.WORLD
     assert world is not None
     return list(all_gather(tensor.detach()[None], world, 0).unbind(0))
 
 
 def require_equal_on_ranks(tensor: Tensor, what: str) -> None:
-    """To the last bits: MKL's products of equal operands may differ in them where these lie at other addresses.
+    """Require equality up to the last bits, in which MKL's products may differ if operands are aligned differently.
 
-    Seen once in some twenty runs of the dropout tests, on a loaded machine.
+    Such a difference occurred once in some twenty runs of the dropout tests, on a loaded machine.
     """
     allowed = 1e-6 * tensor.abs().max()
     for rank, piece in enumerate(pieces(tensor)):
@@ -153,7 +153,7 @@ def require_equal_on_ranks(tensor: Tensor, what: str) -> None:
 
 
 def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
-    """The whole parameter or gradient from the pieces of all ranks, parts of a gradient summed."""
+    """Return the full parameter or gradient from the shards of all ranks; partial gradients are summed."""
     tensor = parameter.grad if gradient else parameter.data
     assert tensor is not None
     placement = placement_of(parameter)
@@ -178,10 +178,10 @@ def _require_no_gradient_of_padding(placement: Shard, summed: list[Tensor], whol
 
 
 def require_same_gradients(model: nn.Module, whole: nn.Module) -> None:
-    """Every gradient of a split model is that of the whole one.
+    """Require that every gradient of a sharded model equals that of the unsharded one.
 
-    Tolerance: float32 sums in another order, 1e-5 of the tensor's largest entry. Where the terms cancel (the
-    bias of a key, or of one logit per position, has no gradient but noise) the last bit of the model's largest.
+    Tolerance for float32 sums in another order: 1e-5 of the tensor's largest entry. If the terms cancel (the gradient
+    of a key's bias, or of one logit per position, is only noise): the last bit of the model's largest gradient.
     """
     expected = dict(whole.named_parameters())
     found = dict(model.named_parameters())
@@ -203,7 +203,7 @@ def require_same_gradients(model: nn.Module, whole: nn.Module) -> None:
 def require_same_training(
     model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], Tensor] = loss_of, **settings: Any
 ) -> tuple[nn.Module, Any, Any]:
-    """Split a copy of the model; loss and all gradients are the whole model's. Returns it and both outputs."""
+    """Shard a copy of the model, require the same loss and gradients, and return it with both outputs."""
     copied = split(deepcopy(model), **settings)
     expected = model(**batch)
     loss(expected).backward()
@@ -218,7 +218,7 @@ def require_same_training(
 
 @contextmanager
 def named(case: object) -> Iterator[None]:
-    """Say in which case an assertion failed."""
+    """Add the case to the message of an error."""
     try:
         yield
     except Exception as error:

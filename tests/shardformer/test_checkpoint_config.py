@@ -1,4 +1,4 @@
-"""The layers that are recomputed. That gradients stay is tests/contract, but where the call of transformers asks."""
+"""Choice of recomputed layers. tests/contract compares gradients, except for transformers' own call, tested here."""
 
 from collections import Counter
 from typing import Any
@@ -96,7 +96,7 @@ def test_what_the_model_cannot_do_is_reported() -> None:
     layers = recomputable_layers(small_llama(4))
     (found,) = recompute_errors({0: layers[:2], 1: layers[2:]}, config)
     assert "asks for 3 layers of stage 0, which has 2" in found
-    (found,) = recompute_errors({0: [nn.Linear(2, 2)] * 3, 1: [nn.Linear(2, 2)]}, config)  # told once
+    (found,) = recompute_errors({0: [nn.Linear(2, 2)] * 3, 1: [nn.Linear(2, 2)]}, config)  # reported once
     assert "Linear cannot be recomputed" in found
 
 
@@ -129,14 +129,14 @@ def test_named_modules_run_twice_and_no_others() -> None:
 
 
 def enable(model: Any) -> nn.Module:
-    """Recompute all layers by transformers' own call, whose name before 5.23 warns of itself since."""
+    """Recompute all layers by transformers' own call; its name before 5.23 is deprecated since."""
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     assert any(module._forward_hooks for module in model.modules()), "embeddings have transformers' own hook"
     return model
 
 
 def train_with_layers_marked_before(name: str) -> None:
-    """Split with transformers' hooks on the embeddings, and every layer runs twice."""
+    """Shard a model with transformers' hooks on its embeddings; every layer must run twice."""
     model = enable(build(name, use_cache=False))
     copied, *_ = require_same_training(model, batch_for(model))
     runs = counted_runs(copied)
@@ -145,7 +145,7 @@ def train_with_layers_marked_before(name: str) -> None:
 
 
 def counted_runs(model: nn.Module) -> Counter[nn.Module]:
-    """Count from now on how often the first row-split layer of each layer computes."""
+    """Return a counter of the calls of the first row-parallel layer in each layer."""
     runs: Counter[nn.Module] = Counter()
     for layer in recomputable_layers(model):
         inside = next(each for each in layer.modules() if isinstance(each, Linear1D_Row))
@@ -154,7 +154,7 @@ def counted_runs(model: nn.Module) -> Counter[nn.Module]:
 
 
 def keep_the_hook() -> None:
-    """The output of a frozen embedding requires a gradient until transformers takes its hook off."""
+    """The output of a frozen embedding must require a gradient until transformers removes its hook."""
     model: Any = split(enable(build("LlamaForCausalLM")))
     embedding, ids = model.get_input_embeddings(), torch.arange(6).view(1, 6)
     assert "Parallel" in type(embedding).__name__

@@ -1,4 +1,4 @@
-"""The causal loss by chunks of tokens, from what enters the head."""
+"""The causal loss in chunks of tokens, from the input of the head."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ LLAMA = ModelChoice(model_type="llama", tied=True)
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that a tensor has which is made meanwhile."""
+    """Record the number of elements of the largest tensor that is made inside."""
 
     found = 0
 
@@ -48,7 +48,7 @@ class Largest(TorchDispatchMode):
 
 
 class LigerKernel:
-    """In the place of Liger's Triton kernel: its arguments, computed by plain torch."""
+    """Stand-in for Liger's Triton kernel with the same arguments, computed by plain torch."""
 
     def __init__(self, *without: str, more: tuple[str, ...] = ()) -> None:
         known = """X_ptr X_stride Y_ptr Y_stride weight_ptr loss_ptr z_loss_ptr loss_stride token_accuracy_ptr
@@ -105,7 +105,7 @@ def installed_liger(kernel: LigerKernel) -> AbstractContextManager[None]:
 
 @contextmanager
 def computed_by(library: str) -> Iterator[torch.device]:
-    """The device to compute on with this library: Liger's own kernel on a GPU or in Triton's interpreter."""
+    """Return the device for this library: Liger's own kernel runs on a GPU or in Triton's interpreter."""
     device = "cpu"
     if library == "liger_kernel":
         if find_spec(library) is None:
@@ -214,7 +214,7 @@ def test_a_model_whose_loss_is_another_is_refused(choice: ModelChoice, reason: s
 
 
 def answers(tp_size: int, *, parallel_output: bool) -> None:
-    """What calls of a boosted model return, beside those of a plain one. Collective over the world."""
+    """Compare the outputs of a boosted model with those of a plain one. Collective over the world."""
     plain: Any = LLAMA.build()
     batch = make_batch(LLAMA, num_samples=2, seed=0)
     plugin = HybridParallelPlugin(

@@ -1,4 +1,4 @@
-"""Weight gradients computed later: by a schedule, or while the sum of input gradients is in flight."""
+"""Deferred weight gradients: by a schedule, or until the all-reduce of input gradients is in flight."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -119,7 +119,7 @@ def test_a_user_s_hooks_see_every_gradient_once() -> None:
 
 
 def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
-    """The second call of a layer in one region is not announced, and its product is added all the same."""
+    """A second call of a layer in one region is not announced; its product must still be added."""
     weight = nn.Parameter(torch.randn(3, 2))
     x, y = torch.randn(2, 4, 2).unbind(0)
     (later, unused) = (beside((), (), [each])[1][0] for each in (weight, nn.Parameter(torch.randn(3, 2))))
@@ -155,7 +155,7 @@ IDS = {"input_ids": torch.arange(6).view(2, 3), "labels": torch.arange(6).view(2
 
 
 def order(build: Callable[[], nn.Module]) -> str:
-    """The events of backward: "begin" and "end" of sums over ranks, "product" for a weight that waited."""
+    """Return the events of backward: "begin" and "end" of all-reduces, "product" for a deferred weight gradient."""
     model, events = split(build()), []
     model(**IDS).loss.backward()
     expected = {name: each.grad.clone() for name, each in model.named_parameters()}
@@ -186,8 +186,8 @@ def one(products: int) -> str:
     return " ".join(["begin", *["product"] * products, "end"])
 
 
-# From the last layer to the first: head, MLP, (cross-attention, which two tensors enter,) attention. The encoder's
-# states enter in the first layer of the decoder, for all of them.
+# From the last layer to the first: head, MLP, (cross-attention, with two inputs,) attention. The encoder's states
+# enter once, in the first layer of the decoder.
 LLAMA = (one(1), one(2), one(3))
 LATER_LAYER = (one(1), one(3), one(3))
 FIRST_LAYER = (one(1), "begin", "begin", *["product"] * 3, "end", "end", one(3))
@@ -202,7 +202,7 @@ def test_products_run_between_beginning_and_end_of_the_sum(
 
 
 def sums_with_recomputation() -> int:
-    """Sums of gradients in the shape of the encoder's states."""
+    """Count all-reduces of gradients with the shape of the encoder's states."""
     model, shapes = split(t5()), []
     every = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     checkpoint_layers({0: recomputable_layers(model)}, every)
@@ -219,7 +219,7 @@ def sums_with_recomputation() -> int:
 
 
 def test_the_gradient_of_the_encoders_states_is_summed_once_for_all_layers_of_the_decoder(pool: Pool) -> None:
-    assert pool.run(2, sums_with_recomputation) == [3, 3]  # of the encoder attention and MLP
+    assert pool.run(2, sums_with_recomputation) == [3, 3]  # two more are of the encoder's attention and MLP
 
 
 def ask_for_inputs_first(call: str) -> None:
@@ -236,7 +236,7 @@ def ask_for_inputs_first(call: str) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     for (name, parameter), whole in zip(parallel.named_parameters(), model.parameters(), strict=True):
-        if whole.grad is not None:  # as the embedding's is
+        if whole.grad is not None:  # None for the embedding
             placement, own = placement_of(parameter), 2 * whole.grad
             own = placement.local(own, dist.get_rank()) if isinstance(placement, Shard) else own
             torch.testing.assert_close(parameter.grad, own, rtol=1e-5, atol=1e-6, msg=name)
@@ -248,7 +248,7 @@ def test_asking_for_gradients_of_inputs_first_adds_nothing_to_those_of_weights(p
 
 
 def go_backward_otherwise() -> None:
-    """Gradients of gradients are refused; under autocast backward goes as ever."""
+    """Gradients of gradients are refused; backward works under autocast."""
     model = llama()
     parallel = split(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Dropout in split models: equal where activations are replicated, different where heads are, recomputed alike."""
+"""Dropout in sharded models: equal for replicated activations, different for sharded heads, equal when recomputed."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -50,18 +50,18 @@ ATTENTION: dict[str, dict[str, Any]] = {
 BOTH = {name: HIDDEN.get(name, {}) | ATTENTION[name] for name in ATTENTION}
 LAYERS = {BERT: "bert.encoder.layer", GPT2: "transformer.h", LLAMA: "model.layers", T5: "decoder.block"}
 NATIVE = nn.functional.dropout
-# Of BERT a region begins in one of them and ends in another.
+# In BERT a region begins in one of these modules and ends in another.
 MODULES: dict[str, tuple[str, ...]] = {
     BERT: ("attention.self", "attention.output", "intermediate", "output.dropout"),
     GPT2: ("attn", "mlp"),
     LLAMA: ("self_attn", "mlp.act_fn", "input_layernorm"),
     T5: ("layer.0.SelfAttention", "layer.1", "layer.2.DenseReluDense"),
 }
-T5_WIDTH = 24  # of what is dropped inside T5's feed forward, on one rank of two
+T5_WIDTH = 24  # width of the dropped activations inside T5's feed forward, on one rank of two
 
 
 def train(model: nn.Module, *, steps: int = 1) -> list[float]:
-    """Losses; gradients add up in the model."""
+    """Return the losses; gradients accumulate in the model."""
     torch.manual_seed(11)
     losses = []
     for _ in range(steps):
@@ -72,7 +72,7 @@ def train(model: nn.Module, *, steps: int = 1) -> list[float]:
 
 
 def hidden_dropout() -> None:
-    """Where only hidden states are dropped from, the numbers are those of one process, evaluation's too."""
+    """With dropout on hidden states only, results equal those of one process, in evaluation too."""
     for name, settings in HIDDEN.items():
         with named(name):
             model = build(name, **settings)
@@ -92,12 +92,12 @@ def hidden_dropout() -> None:
 
 
 def require_equal(module: nn.Module, args: tuple, output: Any, *, what: str) -> None:
-    """A forward hook."""
+    """Forward hook."""
     require_equal_on_ranks(output[0] if isinstance(output, tuple) else output, what)
 
 
 def attention_dropout() -> None:
-    """Two ranks drop other entries inside of regions, and what comes out of layers is the same on both."""
+    """Two ranks drop different entries inside regions, and the outputs of layers are equal."""
     counts = {}
     for name, settings in BOTH.items():
         copied = split(build(name, attention="eager", **settings))
@@ -125,12 +125,12 @@ def attention_dropout() -> None:
 
 
 def by_transformers(model: Any, name: str) -> None:
-    """All layers, by the name of the call before transformers 5.23, which warns of it."""
+    """Recompute all layers, by the call's name before transformers 5.23, where it is deprecated."""
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
 
 def by_modules(model: nn.Module, name: str) -> None:
-    """Some modules of all layers, whose inputs wait on the host."""
+    """Recompute some modules of all layers, with their inputs on the host."""
     config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1, recompute_modules=MODULES[name])
     layers = {0: recomputable_layers(model)}
     assert not recompute_errors(layers, config)
@@ -138,7 +138,7 @@ def by_modules(model: nn.Module, name: str) -> None:
 
 
 def checkpointing(recompute: Callable[[nn.Module, str], None]) -> None:
-    """Recomputation drops what was dropped before: bitwise the same gradients.
+    """Recomputation drops the same entries: gradients are bitwise equal.
 
     Without the cache, which checkpointing turns off: it copies keys and values, and sums come in another order.
     """

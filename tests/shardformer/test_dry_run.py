@@ -1,4 +1,4 @@
-"""The dry run: it finds what the split makes of a model, changes nothing, and uses no process group."""
+"""The dry run: it has the same result as sharding, changes nothing, and uses no process group."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from .compare import build
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that a split could change: modules, tensors, hooks, and attributes that are numbers."""
+    """Return all state that sharding could change: modules, tensors, hooks, and attributes that are numbers."""
     modules = dict(model.named_modules())
     return {
         "modules": {path: (module, type(module)) for path, module in modules.items()},
@@ -37,7 +37,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def leave_the_default_group() -> None:
-    """Of two processes, each on its own: one that communicated would wait for the other."""
+    """Make a dry run on the first of two ranks only: if it communicated, it would wait for the other rank."""
     group = dist.group.WORLD
     model = build("LlamaForCausalLM")
     before = state_of(model)
@@ -72,7 +72,7 @@ def split_as_planned(choice: ModelChoice) -> None:
 
 
 def described(model: nn.Module) -> list[object]:
-    """Classes, shapes and placements of a split model."""
+    """Return classes, shapes and placements of a sharded model."""
     tensors = ((name, each.shape, placement_of(each)) for name, each in model.named_parameters())
     return [*((path, type(each)) for path, each in model.named_modules()), *tensors]
 
@@ -83,7 +83,7 @@ def test_a_plan_says_what_the_split_makes_of_the_model(pool: Pool, model_type: s
 
 
 def refuse_before_anything_changed() -> None:
-    """The last layer alone is at fault, and the first is as before."""
+    """Only the last layer cannot be sharded; the first must not be changed."""
     model: Any = build("LlamaForCausalLM")
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, output: output)
     before = state_of(model)

@@ -1,4 +1,4 @@
-"""Reading the code of forwards of all kinds."""
+"""Facts that are read from the code of forwards."""
 
 import pytest
 import torch

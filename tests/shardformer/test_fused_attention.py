@@ -1,4 +1,4 @@
-"""The attention that a model computes with: xFormers' arguments, and refusals that name an alternative."""
+"""Choice of a model's attention: xFormers' arguments, and refusals that name an alternative."""
 
 from typing import Any
 from unittest import mock
@@ -60,7 +60,7 @@ def fused_by_torch(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, by torch's function."""
+    """Compute attention by torch's function, with the signature of transformers' attention functions."""
     is_causal = module.is_causal if is_causal is None else is_causal
     added = torch.zeros(query.shape[2], key.shape[2])
     if attention_mask is None and is_causal:

@@ -1,4 +1,4 @@
-"""Elementwise code that is compiled: the same numbers, the same entries dropped, and all that has weights as ever."""
+"""Compiled elementwise code: the same results and dropped entries, with uncompiled modules for all weights."""
 
 import copy
 import logging
@@ -28,7 +28,7 @@ HIDDEN_BY_TORCH = pytest.mark.filterwarnings("ignore:The .grad attribute of a Te
 
 
 class Output(nn.Module):
-    """BERT's: a linear layer, dropout and a sum."""
+    """As in BERT: a linear layer, dropout and a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Output(nn.Module):
 
 
 class MLP(nn.Module):
-    """GPT-2's: linear layers of transformers' own class around an activation of several kernels."""
+    """As in GPT-2: linear layers of transformers' own class around an activation of several kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class Layer(nn.Module):
-    """OPT's: dropout as a function and a sum, around an MLP of its own class."""
+    """As in OPT: dropout as a function and a sum, around an MLP of another class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def graphs() -> Iterator[list[list[str]]]:
-    """The names of the operations of every graph that is compiled; they run as they are."""
+    """Record the names of the operations of every compiled graph; the graphs run uncompiled."""
     found: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
@@ -134,7 +134,7 @@ def test_weight_gradients_are_still_held_back() -> None:
     weights = {"mlp.first.weight", "mlp.second.weight", "output.dense.weight"}
     with store.deferring((0, 0)):
         local = train(model)
-    assert expected.keys() - local.keys() == weights  # the biases have theirs
+    assert expected.keys() - local.keys() == weights  # gradients of biases are not deferred
     store.compute((0, 0))
     for name, each in model.named_parameters():
         torch.testing.assert_close(each.grad, expected[name], rtol=1e-5, atol=1e-6)
@@ -205,7 +205,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dropout_of_split_models() -> None:
-    """With torch's compiler: one process without it, and two ranks with it, drop the same entries of hidden states."""
+    """One process without torch's compiler, and two ranks with it, drop the same entries of hidden states."""
     for name, setting in (("BertForMaskedLM", "hidden_dropout_prob"), ("OPTForCausalLM", "dropout")):
         model = build(name, **{setting: 0.1})
         copied, losses = split(copy.deepcopy(model)), []

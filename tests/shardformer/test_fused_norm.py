@@ -1,4 +1,4 @@
-"""Norms by fused kernels: what is one is found by trying, and what computes otherwise stays."""
+"""Norms by fused kernels: recognized by trial runs; other modules are not changed."""
 
 import copy
 import logging
@@ -106,7 +106,7 @@ def test_a_norm_computes_by_a_kernel_what_it_did(kind: type[Norm], dtype: torch.
     assert isinstance(model[0], FusedNorm) and isinstance(model[0], kind)
     found = run(model)
     assert len(seen) == 2 and len(found) == len(expected) == 3
-    for one, other in zip(found, expected, strict=True):  # means and sums are of terms of both signs
+    for one, other in zip(found, expected, strict=True):  # means and sums have terms of both signs
         scale = other.abs().max().item()
         torch.testing.assert_close(
             one, other, rtol=0.0, atol=scale * (1e-5 if dtype is torch.float32 else 2**-6)

@@ -20,7 +20,7 @@ from echelon.shardformer.tables.table import Table
         (8, 2, 4, (8, 2)),
         (3, 3, 2, (4, 4)),
         (3, 3, 4, (4, 4)),
-        (3, 3, 6, (6, 6)),  # rather none on some ranks than two ranks with one key
+        (3, 3, 6, (6, 6)),  # without groups a rank may have only padded heads: key heads are not replicated
         (6, 3, 2, (8, 4)),
         (6, 3, 4, (8, 4)),
         (6, 3, 8, (8, 4)),
@@ -44,7 +44,7 @@ def test_every_query_head_is_held_once_beside_its_own_key(query: int, key_value:
     queries, keys = heads.query_cut(query), heads.key_value_cut(key_value)
 
     def number(cut: Cut, count: int, rank: int) -> list[int]:
-        """The heads of a rank, counted from 1; 0 for one of zeros."""
+        """Return the heads of a rank, counted from 1; 0 for a padded head."""
         return cut.shard(size=ranks, dim=0).local(torch.arange(1, count + 1), rank).tolist()
 
     local = []
@@ -84,7 +84,7 @@ GROUPED: dict[str, Any] = {"key_value": ("attn.k",)}
 @pytest.mark.parametrize(
     ("named", "query", "key_value"),
     [
-        ({}, 8, 8),  # nothing that is split knows key-value heads
+        ({}, 8, 8),  # the table gives key-value heads no sharding of their own
         (OWN, 12, 12),
         (GROUPED, 8, 4),
         (GROUPED | OWN, 12, 4),

@@ -1,4 +1,4 @@
-"""Parallel layers alone, on every rank of a tensor axis, against the native layers; and layers that are refused."""
+"""Single parallel layers on every rank of a tensor axis, compared with the native layers; and refused layers."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -35,13 +35,13 @@ from ..pool import Pool
 from .compare import named, numbers, pieces, require_equal_on_ranks, require_same_gradients
 
 B, S, INPUTS, OUTPUTS = 2, 5, 16, 24
-ALONE: Any = StandInGroup(0, 2)  # where nothing communicates
+ALONE: Any = StandInGroup(0, 2)  # for tests without communication
 
 
 def compare(
     native: nn.Module, target: Any, x: Tensor, cut_in: Any = None, cut_out: Any = None, **arguments: Any
 ) -> None:
-    """Outputs and all gradients are those of the native layer.
+    """Require the outputs and all gradients of the native layer.
 
     Args:
         native: the whole layer.
@@ -64,7 +64,7 @@ def compare(
     if cut_out is None:
         require_equal_on_ranks(found, "the output")
     weights = numbers(*expected.shape, seed=2)
-    # Replicas of several ranks are used on each of them in part: here in equal parts.
+    # Replicas on several ranks have partial gradients: here in equal parts.
     (found * local(weights, cut_out) / (1 if cut_out is None else cut_out.replicas)).sum().backward()
     (expected * weights).sum().backward()
     if own_x.grad is not None:
@@ -76,7 +76,7 @@ def compare(
 
 
 def drawn(layer: nn.Module) -> Any:
-    """The layer with all parameters drawn, equal on all ranks."""
+    """Return the layer with random parameters, equal on all ranks."""
     torch.manual_seed(3)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
@@ -148,7 +148,7 @@ def test_a_layer_is_copied_without_what_its_next_call_was_given() -> None:
 
 
 def tied() -> None:
-    """Head and embedding share one weight: it is cut once, its gradient is the sum of both uses."""
+    """Head and embedding share one weight: it is sharded once, and its gradient is the sum of both uses."""
     whole = nn.Sequential(drawn(nn.Embedding(23, 6, padding_idx=3)), nn.Linear(6, 23, bias=False))
     whole[1].weight = whole[0].weight
     parallel = deepcopy(whole)
@@ -164,7 +164,7 @@ def tied() -> None:
 
 def norms() -> None:
     size = dist.get_world_size()
-    # Features, what they are padded to, and how many neighbouring ranks hold the same.
+    # Features, padded features, and neighbouring ranks with the same shard.
     for features, padded, replicas in ((16, 16, 1), (24, 32, 1), (16, 16, 2), (12, 16, 2)):
         cut: dict[str, Any] = {"replicas": replicas, "padded": None if padded == features else (padded,)}
         shard = Shard(size=size, dim=2, blocks=(features,), **cut)
@@ -181,7 +181,7 @@ def test_a_parallel_layer_computes_what_the_native_one_does(pool: Pool, ranks: i
 
 
 def no_input_gradient() -> Tensor | None:
-    """The gradient that `reduce_input_gradient=False` leaves to the region: this rank's part."""
+    """With `reduce_input_gradient=False` the input's gradient is partial: the region sums it."""
     layer = Linear1D_Col(drawn(nn.Linear(INPUTS, OUTPUTS)), dist.group.WORLD, reduce_input_gradient=False)
     x = numbers(B, S, INPUTS).requires_grad_()
     layer(x).sum().backward()
@@ -223,18 +223,18 @@ def test_every_entry_is_held_by_one_rank() -> None:
         )
 
 
-# What is refused.
+# Refusals.
 
 
 class Scaled(nn.Linear):
-    """A linear layer with something of its own, as an adapter or a quantized layer is."""
+    """A linear layer with additional code, like an adapter or a quantized layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
 
 class Divided(nn.Embedding):
-    """Divides where those of transformers multiply."""
+    """Divide by a scale; the embeddings of transformers multiply."""
 
     embed_scale = 2.0
 
@@ -243,7 +243,7 @@ class Divided(nn.Embedding):
 
 
 class Shifted(nn.Embedding):
-    """Adds what it was not split with."""
+    """Scale and shift; a sharded layer would lose the shift."""
 
     embed_scale = 2.0
 
