@@ -37,12 +37,12 @@ _LOG = logging.getLogger("echelon")
 
 
 class Plugin(ABC):
-    """Strategy of training over several processes. `Booster` calls it; scripts read its sizes.
+    """A way of training over several processes. `Booster` calls it; scripts read its sizes.
 
     Attributes:
         mesh: all ranks.
         precision_option: the argument by which users choose the precision.
-        has_default_precision: whether they left it to the device.
+        has_default_precision: True if the user gave none, and the device decided.
     """
 
     mesh: ParallelMesh
@@ -63,9 +63,9 @@ class Plugin(ABC):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        """Wrap model and optimizer; the others are returned as they are. Collective over the world.
+        """Wrap model and optimizer; return the other arguments unchanged. Collective over the world.
 
-        Every rank gives an equal model. One that was built lazily is materialized. See `Booster.boost`.
+        The model must be equal on all ranks. A lazily built one is materialized. See `Booster.boost`.
 
         Raises:
             ValueError: model or optimizer cannot be wrapped; all reasons at once.
@@ -78,7 +78,7 @@ class Plugin(ABC):
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
-        """Compute gradients of a loss, scaled as the precision needs."""
+        """Compute gradients of a loss, scaled if the precision needs it."""
 
     @abstractmethod
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
@@ -95,7 +95,7 @@ class Plugin(ABC):
         *,
         average_loss: bool = True,
     ) -> dict[str, Any]:
-        """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`.
+        """Run one batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`.
 
         Raises:
             RuntimeError: the plugin has no pipeline.
@@ -107,39 +107,39 @@ class Plugin(ABC):
 
     @abstractmethod
     def local_model(self, model: nn.Module) -> LocalModel:
-        """This rank's part of a boosted model, to be saved or loaded."""
+        """Return this rank's shard of a boosted model, for saving and loading."""
 
     @abstractmethod
     def trained(self, optimizer: Optimizer) -> Trained:
-        """The tensors that a boosted optimizer steps on this rank, to be saved or loaded."""
+        """Return the tensors that a boosted optimizer updates on this rank, for saving and loading."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """The savers and loaders of all that this plugin boosts."""
+        """Save and load functions for models and optimizers of this plugin."""
         return Checkpoints(self.mesh)
 
     @property
     def tp_size(self) -> int:
-        """Ranks over which each layer is sharded."""
+        """Number of ranks over which each layer is sharded."""
         return self.mesh.size("tp")
 
     @property
     def pp_size(self) -> int:
-        """Stages of the pipeline."""
+        """Number of ranks of the pipeline."""
         return self.mesh.size("pp")
 
     @property
     def dp_size(self) -> int:
-        """Replicas that get different batches."""
+        """Number of replicas; each gets different batches."""
         return self.mesh.size("dp")
 
     @property
     def data_rank(self) -> tuple[int, int]:
-        """This rank's replica, and how many there are."""
+        """The index of this rank's replica, and the number of replicas."""
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def announce_precision(self) -> None:
-        """Log a precision that was not given, and warn of fp16 on a CPU; on the first rank, at the first boost."""
+        """Log a default precision and warn of fp16 on a CPU, once: on the first rank, at the first boost."""
         if self._is_precision_announced or self.mesh.global_rank:
             return
         self._is_precision_announced = True
@@ -157,13 +157,13 @@ class Plugin(ABC):
             )
 
     def shard_dataloader(self, dataloader: Any) -> Any:
-        """Give each data-parallel rank its share of a plain DataLoader; `Booster.boost` calls it. Collective.
+        """Shard a plain DataLoader over the data-parallel ranks. Collective; called by `Booster.boost`.
 
-        Its batch size is that of each replica, as in `prepare_dataloader`; its sampler, generators, collator and
-        workers are kept. See docs/checkpoints_data.md.
+        Its batch size is per replica, as in `prepare_dataloader`. Its sampler, generators, collator and workers
+        are kept. See docs/checkpoints_data.md.
 
         Raises:
-            ValueError: it cannot be sharded; on every rank.
+            ValueError: it cannot be sharded; raised on every rank.
         """
         rank, size = self.data_rank
         return shard_given_loader(dataloader, rank=rank, size=size)
@@ -181,27 +181,27 @@ class Plugin(ABC):
         collate_fn: Callable | None = None,
         **kwargs: Any,
     ) -> ShardedLoader:
-        """A dataloader that gives each data-parallel rank its share, and equal batches within a replica.
+        """Return a dataloader sharded over the data-parallel ranks, with equal batches within a replica.
 
-        It reports its position in the data by `state_dict()`, and goes on at one after `load_state_dict()`, also with
-        another number of replicas or another `batch_size`. The order of an epoch follows from the seed and the epoch
-        alone: batches that are equally large over all replicas together hold the same samples whatever the layout.
+        `state_dict()` returns its position in the data; after `load_state_dict()` it continues from there, also with
+        another number of replicas or another `batch_size`. The order of an epoch depends only on the seed and the
+        epoch: for equal global batch sizes, global batches hold the same samples under every layout.
 
-        What a dataset or a collator draws from the generators of Python, NumPy and torch (masking, augmentation)
-        follows from the seed, the epoch and the place of the batch in it, so it is the same on all ranks of a replica
-        and after resuming, with and without workers.
+        Random numbers that a dataset or a collator draws from Python, NumPy and torch (masking, augmentation) depend
+        on the seed, the epoch and the index of the batch. So they are the same on all ranks of a replica and after
+        resuming, with and without workers.
 
         Args:
             dataset: a map-style dataset.
             batch_size: samples per data-parallel rank and step.
-            shuffle: in an order that depends on `seed` and on the epoch: the one given to the sampler's `set_epoch`,
-                or else the next one with each pass over the dataloader.
-            drop_last: leave out samples that do not fill a batch on every rank. Otherwise the last batch is shorter,
-                and the first samples are given again where the ranks do not divide what is left.
-            pin_memory: make batches in memory from which a GPU copies while the process goes on; None is on CUDA.
-            distributed_sampler_cls: another sampler class, called as torch's DistributedSampler is. Then the position
-                is known where it has `state_dict` and `load_state_dict`.
-            kwargs: further arguments for the DataLoader, without `sampler`, `batch_sampler` and `generator`.
+            shuffle: shuffle by `seed` and epoch. The epoch is the one given to the sampler's `set_epoch`, or else
+                increases with each pass over the dataloader.
+            drop_last: drop samples that do not fill a batch on every rank. Otherwise the last batch is shorter, and
+                the first samples are repeated if the number of ranks does not divide the rest.
+            pin_memory: put batches into pinned memory, for asynchronous copies to a GPU; None: only on CUDA.
+            distributed_sampler_cls: another sampler class, with the arguments of torch's DistributedSampler. The
+                position is then saved only if it has `state_dict` and `load_state_dict`.
+            kwargs: further arguments of the DataLoader, except `sampler`, `batch_sampler` and `generator`.
 
         Raises:
             ValueError: the dataset or the arguments cannot be sharded; all errors at once.
@@ -224,30 +224,30 @@ class Plugin(ABC):
 
 
 def own_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """The named arguments of an `__init__` that begins with `own_arguments(locals())`."""
+    """Return the named arguments of an `__init__` whose first line is `own_arguments(locals())`."""
     return {name: value for name, value in scope.items() if name not in ("self", "others", "__class__")}
 
 
 def given_precision(precision: str | None) -> str:
-    """The precision of a plugin, or this device's default where none was given."""
+    """Return the given precision, or the device's default for None."""
     return default_precision(default_device()) if precision is None else precision
 
 
 def require_process_group() -> None:
-    """Refuse to go on where `launch_from_torch` was not called.
+    """Require the default process group, which `launch_from_torch` starts.
 
     Raises:
-        RuntimeError: no process group was started.
+        RuntimeError: it is not started.
     """
     if not dist.is_initialized():
         raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
 
 
 def require_boosted(optimizer: Optimizer, kind: type[AnyOptimizer], call: str) -> AnyOptimizer:
-    """The optimizer, as what a plugin whose optimizers are of this kind has boosted.
+    """Return the optimizer, if it is of the class that the plugin boosts.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is of another class.
     """
     if not isinstance(optimizer, kind):
         raise ValueError(
@@ -260,7 +260,7 @@ class BoostedModule(nn.Module, ABC):
     """A boosted model; `unwrap()` is the model itself.
 
     Args:
-        adapters: what is saved of it as LoRA.
+        adapters: its LoRA adapters, for saving.
     """
 
     module: nn.Module
@@ -275,24 +275,24 @@ class BoostedModule(nn.Module, ABC):
 
     @abstractmethod
     def ranks_of_call(self) -> Sequence[int] | None:
-        """The ranks that have to make the same call; None is all, () none but this one."""
+        """Return the ranks that must make the same call; None is all, () only this one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs; a rank that fails meanwhile is named on those that wait for it."""
-        if torch.compiler.is_compiling():  # torch.compile cannot trace the watch over the ranks
+        """Return the model's outputs. If a rank fails meanwhile, the ranks that wait for it raise its name."""
+        if torch.compiler.is_compiling():  # torch.compile cannot trace the detection of failed ranks
             return self.compute(*args, **kwargs)
         with naming_failures("model(**batch)", self.ranks_of_call()):
             return self.compute(*args, **kwargs)
 
     def unwrap(self) -> nn.Module:
-        """The model without the wrapper."""
+        """Return the model without the wrapper."""
         return self.module
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Call the model's own `save_pretrained`.
 
         Raises:
-            RuntimeError: this rank has a part of the model alone, or the model has adapters; it says what to call.
+            RuntimeError: this rank has only a shard of the model, or the model has adapters; names the call to use.
         """
         if self.adapters:  # their layers have names that from_pretrained does not know
             raise RuntimeError(
@@ -326,15 +326,15 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]
 
 
 class PipelineLoss(Tensor):
-    """The loss that `execute_pipeline` returns in training: a tensor without a graph, whose `backward` says so.
+    """The loss that `execute_pipeline` returns in training: a tensor without a graph, whose `backward` raises.
 
-    Whatever is computed of it, and what is saved of it, is a plain tensor.
+    Results of operations on it, and saved copies of it, are plain tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise RuntimeError, which says what to call."""
+        """Raise RuntimeError, with the call to use instead."""
         raise RuntimeError(
             "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out, and call "
             "optimizer.step() next"

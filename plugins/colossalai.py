@@ -1,4 +1,4 @@
-"""Arguments of ColossalAI's plugins that Echelon has no use for: taken where they ask for nothing, else refused."""
+"""Arguments of ColossalAI's plugins without a counterpart in Echelon: accepted if they change nothing, else refused."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,8 +8,8 @@ class Unavailable(NamedTuple):
     """An argument of ColossalAI 0.5.
 
     Args:
-        taken: values that ask for nothing that Echelon does not do.
-        instead: advice where another value is given.
+        taken: the accepted values, which need nothing that Echelon lacks.
+        instead: advice in the error for any other value.
     """
 
     taken: tuple[Any, ...]
@@ -24,7 +24,7 @@ _FP8 = {
 }
 HYBRID = {
     **_FP8,
-    # Data parallelism is not torch's DDP here.
+    # Echelon's data parallelism does not use torch's DDP.
     "broadcast_buffers": Unavailable((True, False), ""),
     "ddp_bucket_cap_mb": Unavailable((25,), "use zero_bucket_size_in_m"),
     "find_unused_parameters": Unavailable(_OFF, "leave it out; unused parameters need no search here"),
@@ -35,9 +35,8 @@ HYBRID = {
         _NONE, "leave it out with 'zbv', and give a schedule of your own as pp_style"
     ),
     "enable_metadata_cache": Unavailable((True, False), ""),
-    "wp_memory_pool": Unavailable(
-        (True, False), ""
-    ),  # Echelon's own, before torch's allocator was left to it
+    # An argument of older versions of Echelon; torch's allocator manages this memory now.
+    "wp_memory_pool": Unavailable((True, False), ""),
     "dp_outside": Unavailable(_OFF, "leave it out; ranks are ordered as pp, dp, sp, tp"),
 }
 ZERO = {
@@ -69,10 +68,10 @@ FSDP = {
 
 
 def unavailable_errors(plugin: type, known: Mapping[str, Unavailable], given: Mapping[str, Any]) -> list[str]:
-    """Return why these arguments cannot be taken; empty where all ask for nothing.
+    """Return an error for each given argument with a value that is not accepted.
 
     Raises:
-        TypeError: one is unknown, as Python has it.
+        TypeError: an argument is unknown; the message is Python's own.
     """
     for name in given:
         if name not in known:

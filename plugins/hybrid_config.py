@@ -1,4 +1,4 @@
-"""Arguments of HybridParallelPlugin as frozen data, with all of their errors at once."""
+"""Arguments of HybridParallelPlugin as frozen data, validated together: all errors at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -33,7 +33,7 @@ from ..zero.precision import DTYPES, PrecisionConfig, precision_errors
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(ShardOptions):
-    """Arguments of a HybridParallelPlugin, which documents them; see there."""
+    """Arguments of `HybridParallelPlugin`; its docstring describes them."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -83,7 +83,7 @@ class HybridConfig(ShardOptions):
         return self.sequence.own_axis(sp_size=self.sp_size, tp_size=self.tp_size)
 
     def shard_config(self, mesh: ParallelMesh, stage_manager: PipelineStageManager) -> ShardConfig:
-        """The options that are ShardFormer's, with the groups of a mesh. Collective over the world: rings form some."""
+        """Return ShardFormer's options, with the groups of a mesh. Collective over the world: rings create groups."""
         return ShardConfig(
             tensor_parallel_process_group=mesh.group("tp"),
             pipeline_stage_manager=stage_manager,
@@ -105,7 +105,7 @@ class HybridConfig(ShardOptions):
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """`communication_dtype` as torch's object."""
+        """`communication_dtype` as a torch.dtype."""
         given = self.communication_dtype
         return torch.float32 if given is None else DTYPES[given] if isinstance(given, str) else given
 
@@ -117,7 +117,7 @@ class HybridConfig(ShardOptions):
 
     @property
     def cutting(self) -> dict[str, int | None]:
-        """The arguments of `pipeline.microbatch`: one microbatch where nothing is given."""
+        """The arguments of `pipeline.microbatch`; one microbatch by default."""
         number = 1 if self.num_microbatches is self.microbatch_size is None else self.num_microbatches
         return {"num_microbatches": number, "microbatch_size": self.microbatch_size}
 
@@ -128,12 +128,12 @@ class HybridConfig(ShardOptions):
 
     @property
     def splits_backward(self) -> bool:
-        """True for a schedule with weight gradients as actions of their own."""
+        """True if the schedule has separate actions for weight gradients."""
         style, num_ranks, _ = self._style
         return splits_backward(style, num_ranks, self.num_microbatches)
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The computations of every rank."""
+        """Return the computations of every rank, without sends and receives."""
         style, num_ranks, chunks = self._style
         return build_schedule(
             style, num_ranks, num_microbatches, chunks, required_stage_ranks=self.stage_ranks
@@ -141,12 +141,13 @@ class HybridConfig(ShardOptions):
 
     @property
     def _style(self) -> tuple[str | UserSchedule, int, int]:
-        """Style, ranks and chunks; a single rank has nothing to gain from several stages or from waiting work."""
+        """Style, number of ranks and number of chunks; a single rank always runs "1f1b" with one chunk."""
         return ("1f1b", 1, 1) if self.pp_size == 1 else (self.pp_style, self.pp_size, self.num_model_chunks)
 
     def errors(self, world_size: int) -> list[str]:
-        """List all errors in a world of this size, each with what would work."""
-        if found := self._type_errors():  # the rules below are of numbers and switches, but for these
+        """List all errors for this world size, each with a value that works."""
+        # With a wrong type, only the rules that do not read it can be checked.
+        if found := self._type_errors():
             wrong = {error.partition("=")[0] for error in found}
             settings = {name: value for name, value in self.precision_settings.items() if name not in wrong}
             return found + policy_errors("custom_policy", self.custom_policy) + precision_errors(**settings)
@@ -175,7 +176,7 @@ class HybridConfig(ShardOptions):
         ]
 
     def _type_errors(self) -> list[str]:
-        """Values that are not what their fields are annotated with, where that is a whole number or a switch."""
+        """List values whose type is not that of their field; checks whole numbers and switches only."""
         given = [(each.type, each.name, getattr(self, each.name)) for each in fields(self)]
         allowed: dict[Any, tuple[type, ...]] = {int: (int,), int | None: (int, type(None))}
         return [
@@ -185,7 +186,7 @@ class HybridConfig(ShardOptions):
         ] + switch_errors({name: value for kind, name, value in given if kind in (bool, bool | str)})
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        """Conditions that must not hold, with their messages."""
+        """Yield conditions that are errors if true, with their messages."""
         yield (
             self.zero_stage not in (0, 1, 2),
             f"zero_stage={self.zero_stage} is not available: use TorchFSDPPlugin, which shards parameters too, or "
@@ -251,7 +252,7 @@ class HybridConfig(ShardOptions):
         )
 
     def _stage_errors(self) -> list[str]:
-        """Errors of the schedule, and of what is given for each of its stages."""
+        """List errors of the schedule and of the arguments with one value per stage."""
         number = self.num_microbatches if (self.num_microbatches or 0) >= 1 else None
         found = [
             f"pp_style: {error}"

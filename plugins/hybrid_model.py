@@ -1,4 +1,4 @@
-"""A model parallelized by HybridParallelPlugin: how boost makes it, and what it offers."""
+"""The model parallelized by HybridParallelPlugin, and `boost`, which makes it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,52 +58,55 @@ def boost(
     stage_manager: PipelineStageManager,
     shard_config: ShardConfig,
 ) -> "HybridParallelModule":
-    """Parallelize a model in place and wrap its optimizer, which the returned module holds. Collective over the world.
+    """Parallelize a model in place and wrap its optimizer. Collective over the world.
 
     Args:
-        model: on every rank alike; peft's wrapper is taken off.
-        optimizer: torch's, on the model's parameters; None to evaluate.
+        model: equal on all ranks; peft's wrapper is removed.
+        optimizer: torch's optimizer of the model's parameters; None to evaluate.
         config: the options of the plugin.
-        mesh: the ranks.
+        mesh: all ranks.
         stage_manager: the assignment of stages to ranks.
-        shard_config: what layers are split by, over these ranks and stages.
+        shard_config: the options by which layers are sharded, with their groups and stages.
+
+    Returns:
+        The parallelized model; its attribute `optimizer` is the wrapped optimizer.
 
     Raises:
-        ValueError: all reasons why this model cannot be trained under this config, before anything changed.
+        ValueError: this model cannot be trained with this config; all reasons at once, before anything changes.
     """
     raise_errors(given_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
     plan = plan_boost(model, optimizer, config, mesh, shard_config)
     with naming_failures("boost"):
         require_equal_boosts(model, optimizer)
-        names = ParameterNames.of(model)  # Hugging Face's, of the whole model
+        names = ParameterNames.of(model)  # Hugging Face's names, of the full model
         config.fused.choose_attention(model, mesh.device)
         ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
-        model.to(mesh.device)  # only what this rank keeps
+        model.to(mesh.device)  # only this rank's shards
         materialize(model)
-        free_cached_memory(mesh.device)  # of a model that was there before
+        free_cached_memory(mesh.device)  # the full model may have been on the device
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
         boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
         config.fused.fuse(model, config.dtype, parallel_output=config.parallel_output)
         plan.recompute_layers(config, mesh)
-        compile_layers(plan.compiled)  # last: what they are is traced when they run
+        compile_layers(plan.compiled)  # last: a layer is traced when it runs, with all these changes
         connect_optimizer(boosted)
     return boosted
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoostPlan:
-    """The parts of a whole model that `boost` changes; a method changes nothing where its option is off.
+    """The changes that `boost` makes to a full model; a method does nothing if its option is off.
 
     Args:
-        sharder: cuts the model into stages and splits its layers; None leaves it as it is.
+        sharder: cuts the model into stages and shards its layers; None does neither.
         weights: layers whose weights are sharded over the weight axis.
-        recomputed: the layers of each stage, of which some are recomputed.
-        compiled: layers that are compiled.
+        recomputed: the layers of each stage that may be recomputed.
+        compiled: layers to compile.
     """
 
     sharder: ModelSharder | None
@@ -112,11 +115,11 @@ class BoostPlan:
     compiled: Sequence[nn.Module] = ()
 
     def cut_stages(self, mesh: ParallelMesh) -> list[dict[int, Tensor]]:
-        """Cut the model into stages; returns the parameters that several stages hold, as `ModelSharder` does."""
+        """Cut the model into stages; return the parameters shared by several stages, as `ModelSharder` does."""
         return [] if self.sharder is None else self.sharder.cut_stages(mesh.device)
 
     def split_layers(self) -> None:
-        """Split the layers over the tensor and the sequence axis."""
+        """Shard the layers over the tensor and the sequence axis."""
         if self.sharder is not None:
             self.sharder.split_layers()
 
@@ -127,7 +130,7 @@ class BoostPlan:
             apply_weight_sharding(model, self.weights, group, overlap=overlap, gradient_dtype=dtype)
 
     def recompute_layers(self, config: HybridConfig, mesh: ParallelMesh) -> None:
-        """Let layers be recomputed in backward."""
+        """Wrap the layers that are recomputed in backward."""
         if config.gradient_checkpoint_config is not None:
             checkpoint = ActivationOffload(mesh.device).checkpoint if config.activation_offload else RECOMPUTE
             checkpoint_layers(self.recomputed, config.gradient_checkpoint_config, checkpoint)
@@ -140,10 +143,10 @@ def plan_boost(
     mesh: ParallelMesh,
     shard_config: ShardConfig,
 ) -> BoostPlan:
-    """Check all that `boost` will do, by a dry run on the meta device. Changes and communicates nothing.
+    """Check every change that `boost` will make, by a dry run on the meta device. No change, no communication.
 
     Raises:
-        ValueError: something cannot be done; all reasons at once.
+        ValueError: a change is impossible; all reasons at once.
     """
     errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
     if getattr(model, "_compiled_call_impl", None) is not None and not _layers_are_local(mesh):
@@ -154,7 +157,7 @@ def plan_boost(
         weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
     if mesh.size("tp", "pp", "sp") > 1:
         sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
-        if config.custom_policy is None:  # which may leave experts replicated
+        if config.custom_policy is None:  # a custom policy may replicate experts
             errors += expert_width_errors(model, tp_size=mesh.size("tp"), dtype=config.dtype)
     if config.gradient_checkpoint_config is not None and not errors:
         recomputed = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
@@ -168,7 +171,7 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Compare models and optimizers over the world. Collective.
 
     Raises:
-        ValueError: ranks differ; on every rank.
+        ValueError: ranks differ; raised on every rank.
     """
     wait_for_all_ranks()
     require_equal_models(model)
@@ -177,7 +180,7 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 @dataclass(frozen=True)
 class ParameterNames:
-    """Every parameter of the whole model with its first Hugging Face name; a tied one has one name."""
+    """Every parameter of the full model with its first Hugging Face name; a tied one has one name."""
 
     first: Mapping[Parameter, str]
     order: tuple[str, ...]
@@ -185,12 +188,12 @@ class ParameterNames:
 
     @staticmethod
     def of(model: nn.Module) -> "ParameterNames":
-        """The names of a whole model."""
+        """Read the names of a full model."""
         first = {parameter: name for name, parameter in model.named_parameters()}
         return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
 
     def local(self, model: nn.Module) -> dict[str, Parameter]:
-        """The parameters that a cut model still holds, by their first name in the whole model, in its order."""
+        """Return the parameters of a cut model, by their first name in the full model, in its order."""
         local = {self.first[parameter]: parameter for parameter in model.parameters()}
         return {name: local[name] for name in self.order if name in local}
 
@@ -205,15 +208,15 @@ def managed_parameters(
 ) -> list[ManagedParameter]:
     """Describe every parameter of this rank to the optimizer.
 
-    Collective over the world: makes the groups of ranks whose stages share a parameter. Stages of one rank
-    need none: their gradients meet in one tensor. Every rank of the world calls with equal `ties`.
+    Collective over the world, with equal `ties`: creates the groups of ranks whose stages share a parameter. Stages
+    of the same rank need none, since they accumulate into one gradient.
 
     Args:
         local: this rank's parameters by name.
-        ties: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
-        mesh: the mesh.
-        stage_manager: which rank holds which stage.
-        stages: the parameters that one stage of this rank uses alone, by stage.
+        ties: the parameters shared by several stages, as `ShardFormer.optimize` returns them.
+        mesh: all ranks.
+        stage_manager: the assignment of stages to ranks.
+        stages: by stage of this rank, the parameters that no other stage uses.
     """
     stage_of = {parameter: stage for stage, parameters in stages.items() for parameter in parameters}
     tie_groups: dict[Tensor, dist.ProcessGroup | None] = {}
@@ -243,11 +246,11 @@ def wrap_optimizer(
     """Wrap the optimizer and cast all parameters. Collective over the world.
 
     Args:
-        boosted: whose parameters the optimizer has.
-        optimizer: torch's; None for none.
-        ties: the parameters that several stages hold, as `managed_parameters` takes them.
+        boosted: the model; all of the optimizer's parameters are from it.
+        optimizer: torch's optimizer, or None.
+        ties: the parameters shared by several stages, as for `managed_parameters`.
         stage_manager: the assignment of stages to ranks.
-        statistics: of batch norms, averaged after each step.
+        statistics: running statistics of batch norms, averaged after each step.
     """
     config, mesh, wrapped = boosted.config, boosted.mesh, None
     if optimizer is not None:
@@ -274,14 +277,14 @@ def wrap_optimizer(
             check_every=config.check_every,
             after_step=statistics.average,
         )
-    for parameter in boosted.module.parameters():  # those that no optimizer manages
+    for parameter in boosted.module.parameters():  # parameters that no optimizer manages
         if parameter.is_floating_point() and parameter.dtype != config.dtype:
             parameter.data = parameter.data.to(config.dtype)
     return wrapped
 
 
 def connect_optimizer(boosted: "HybridParallelModule") -> None:
-    """Let modules wait for parameters that a step still gathers; without an optimizer refuse backward."""
+    """Make modules wait for overlapped all-gathers of parameters; without an optimizer refuse backward."""
     if boosted.optimizer is not None:
         if boosted.config.overlap_allgather:
             boosted.optimizer.publisher.overlap_with_forward(boosted.module)
@@ -290,7 +293,7 @@ def connect_optimizer(boosted: "HybridParallelModule") -> None:
 
 
 def _refuse_backward(model: nn.Module) -> None:
-    """Let a backward raise RuntimeError: gradients are summed and averaged over the ranks by the optimizer."""
+    """Make backward raise RuntimeError: without the optimizer, nothing reduces gradients over the ranks."""
 
     def refuse(parameter: Tensor) -> None:
         raise RuntimeError(
@@ -310,19 +313,19 @@ COMPILED = (
 
 
 def _layers_are_local(mesh: ParallelMesh) -> bool:
-    """Return True where no layer talks to other ranks."""
+    """Return True if no layer communicates with other ranks."""
     return mesh.size("tp", "sp", *PARTS_OF_DATA) == 1
 
 
 class HybridParallelModule(BoostedModule):
-    """A model as the plugin split it; `unwrap()` is the transformers model itself.
+    """A model parallelized by the plugin; `unwrap()` returns the transformers model itself.
 
-    Calling it runs the forward at pp_size=1, and under a pipeline says what to call instead.
+    A call runs the forward at pp_size=1; with a pipeline it raises and names the call to use instead.
 
     Args:
-        engine: runs the model, which is split and cut.
-        names: of the whole model.
-        adapters: what is saved of it as LoRA.
+        engine: the engine that runs the sharded model.
+        names: the names of the full model.
+        adapters: its LoRA adapters, for saving.
     """
 
     def __init__(self, engine: PipelineEngine, names: ParameterNames, adapters: Sequence[Adapter]) -> None:
@@ -333,24 +336,24 @@ class HybridParallelModule(BoostedModule):
         if self.mesh.size("pp") > 1:
             refuse_direct_calls(module)
         self.optimizer: ShardedOptimizer | None = None
-        # Not `names` itself, which would keep the parameters of all other stages in memory.
+        # Not `names` itself, which references the parameters of all other stages.
         self.state_names = names.state
         self._local_parameters = names.local(module)
         self._takes_cache, self._makes_positions = takes(module, "use_cache"), makes_positions(module)
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by their first names in the whole model."""
+        """This rank's parameters, by their first names in the full model."""
         if self.optimizer is not None:
             self.optimizer.publisher.wait()
         return self._local_parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, at pp_size=1; tensors are brought to the model's device and precision first.
+        """Return the model's outputs, at pp_size=1. Inputs are first moved to the model's device and precision.
 
         Raises:
-            RuntimeError: under a pipeline.
-            ValueError: ranks that compute one model have other inputs than their first one; on all of them.
+            RuntimeError: the model has a pipeline.
+            ValueError: inputs differ between the ranks of one model; raised on all of them.
         """
         if torch.compiler.is_compiling() and not _layers_are_local(self.mesh):
             _refuse_compiling()
@@ -358,11 +361,11 @@ class HybridParallelModule(BoostedModule):
         return super().forward(*args, **kwargs)
 
     def ranks_of_call(self) -> Sequence[int]:
-        """The ranks that compute one model."""
+        """Return the ranks that compute one model together."""
         return self.mesh.replica_stage_ranks()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs of inputs that all ranks of the model have alike."""
+        """Compute the outputs; all ranks of the model have equal inputs."""
         drawn = self._require_equal_inputs(args, kwargs, self.engine.random.draw(self.module))
         moved = self.engine.to_compute(kwargs)
         args, kwargs = self.engine.to_compute(args), with_known_masks(moved, kwargs, self.module)
@@ -374,11 +377,11 @@ class HybridParallelModule(BoostedModule):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The `generate` of the transformers model. All ranks of a tensor axis give equal inputs.
+        """Call the transformers model's `generate`. Inputs must be equal on all ranks of a tensor axis.
 
         Raises:
             RuntimeError: pp_size, sp_size or wp_size is above 1.
-            ValueError: ranks that compute one model have other inputs than their first one; on all of them.
+            ValueError: inputs differ between the ranks of one model; raised on all of them.
         """
         if self.mesh.size("pp", "sp", *PARTS_OF_DATA) > 1:
             raise RuntimeError(
@@ -394,7 +397,7 @@ class HybridParallelModule(BoostedModule):
         """Compile the model in place, for `execute_pipeline` and calls alike; see torch.nn.Module.compile.
 
         Raises:
-            RuntimeError: layers talk to other ranks.
+            RuntimeError: layers communicate with other ranks.
         """
         if not _layers_are_local(self.mesh):
             raise RuntimeError(COMPILED)
@@ -404,7 +407,7 @@ class HybridParallelModule(BoostedModule):
         """Compare inputs over the axes whose ranks compute together; see [Note: compared calls].
 
         Returns:
-            The number of `random` that they use: the first one's where they compare.
+            The random number of this call; when ranks compare, that of the first rank.
         """
         is_due = self.engine.agreement.is_due()
         if not (is_due or self.optimizer is None or not torch.is_grad_enabled()):
@@ -420,17 +423,17 @@ class HybridParallelModule(BoostedModule):
         return drawn
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also those that the optimizer has taken from the parameters (zero_stage 2)."""
+        """Drop the gradients, including those that the optimizer has moved out of the parameters (zero_stage 2)."""
         if self.optimizer is None:
             super().zero_grad(set_to_none)
         else:
             self.optimizer.zero_grad(set_to_none)
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once.
+        """This rank's parameters and persistent buffers by their names in the full model; a tied one once.
 
         Raises:
-            ValueError: modules have an extra state, which would not be restored.
+            ValueError: modules have an extra state, which could not be restored.
         """
         parameters = self.local_parameters
         state = saved_state(self.module)
@@ -440,15 +443,15 @@ class HybridParallelModule(BoostedModule):
 
 @torch.compiler.disable
 def _refuse_compiling() -> None:
-    """Raise where torch.compile has traced a call: as it cannot trace this one, it makes it."""
+    """Raise in a call that torch.compile has traced: it cannot trace this function, so it runs it."""
     raise RuntimeError(COMPILED)
 
 
 def refuse_pipeline(call: str, mesh: ParallelMesh) -> None:
-    """Refuse a call that takes the whole model on one rank.
+    """Refuse a call that needs all stages of the model on one rank.
 
     Raises:
-        RuntimeError: the model is cut into stages; names `execute_pipeline`.
+        RuntimeError: the model is cut into several stages; names `execute_pipeline`.
     """
     if mesh.size("pp") > 1:
         raise RuntimeError(

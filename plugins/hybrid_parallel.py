@@ -1,6 +1,6 @@
 """HybridParallelPlugin: the arguments and calls of tensor, pipeline and data parallelism, ZeRO and mixed precision.
 
-`hybrid_model.boost` puts them together, and `engine.PipelineEngine` runs the batches. See docs/design.md.
+`hybrid_model.boost` parallelizes the model, and `engine.PipelineEngine` runs the batches. See docs/design.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,78 +47,81 @@ _MEBI = 2**20
 
 
 class HybridParallelPlugin(Plugin):
-    """Trains a transformers model over tp × pp × sp × dp processes, with ZeRO and mixed precision.
+    """Training of a transformers model over tp × pp × sp × dp processes, with ZeRO and mixed precision.
 
     Args:
         tp_size: ranks over which each layer is sharded.
-        pp_size: stages that the layers are dealt out to.
+        pp_size: pipeline ranks; each has one stage of the layers, or several with `num_model_chunks`.
         sp_size: ranks over which sequences are sharded, by "all_to_all" and "ring_attn"; None is 1.
-        dp_size: replicas that get different batches; None is what the world size leaves.
-        zero_stage: 0 replicates optimizer states, 1 shards them over the replicas, 2 gradients too:
-            they are averaged in every backward, and no rank holds them whole.
-        zero_size: the number of neighbouring replicas over which `zero_stage` shards, those of a node for example; -1
-            or 0 is all of them, 1 none. Gradients are averaged over all replicas.
+        dp_size: replicas, each with different batches; None is the world size divided by the other sizes.
+        zero_stage: 0 replicates optimizer states, 1 shards them over the replicas, 2 shards gradients too:
+            they are reduced in every backward, and each rank keeps only its shard.
+        zero_size: the number of neighbouring replicas over which `zero_stage` shards, for example those of a node. -1
+            or 0: all of them; 1: no sharding. Gradients are averaged over all replicas in any case.
         precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters. None is fp32 on a CPU, bf16 on a GPU
             that computes in it, else fp16.
-        num_microbatches, microbatch_size: how a batch is split; under a pipeline one of them is needed.
+        num_microbatches, microbatch_size: the split of a batch into microbatches; a pipeline needs one of them.
         gradient_accumulation_steps: calls of `execute_pipeline`, or of `booster.backward`, before each step, which
-            takes the mean of their gradients. With 1 there may be any number, and it takes their sum.
+            uses the mean of their gradients. With 1, any number of calls is allowed, and the step uses their sum.
         pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to
-            choose), or your own: a list of the `Action`s of each rank, or a function that makes one of the
+            choose), or your own: a list of the `Action`s of each rank, or a function that returns one for given
             numbers of ranks and microbatches.
-        num_model_chunks: stages that each rank holds, for "interleaved" and "gpipe"; "zbv" always makes 2.
-        num_layers_per_stage: layers of each stage, all chunks counted; None deals them out, evenly where they
-            divide and else so that the largest stage has as few parameters as possible.
-        gradient_checkpoint_config: layers that are recomputed in backward, or modules of them by name.
-        activation_offload: let the inputs of what is recomputed wait for backward in host memory; on CUDA copies run
-            beside the computation. See docs/cuda.md.
+        num_model_chunks: stages per rank, for "interleaved" and "gpipe"; "zbv" always has 2.
+        num_layers_per_stage: layers of each stage, in the order of the stages of all chunks. None distributes them
+            evenly if their number is divisible, else so that the largest stage has as few parameters as possible.
+        gradient_checkpoint_config: layers that are recomputed in backward, or modules in them by name.
+        activation_offload: keep the inputs of recomputed layers in host memory until backward; on CUDA the copies
+            overlap with computation. See docs/cuda.md.
         overlap_p2p: compute while tensors are in flight between stages.
         enable_sequence_parallelism: shard the sequences within layers over ranks; docs/sequence.md says which mode
             to choose.
-        sequence_parallelism_mode: "split_gather" or "ring" over the tensor axis, "all_to_all" or "ring_attn" over one
-            of sp_size ranks. None is "all_to_all" where there are such, else "split_gather".
-        enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
-        enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
-        inner_ring_size: of "ring_attn", ranks of the inner one of two rings, those of a node for example.
+        sequence_parallelism_mode: "split_gather" or "ring" over the tensor axis, "all_to_all" or "ring_attn" over the
+            sequence axis of sp_size ranks. None is "all_to_all" for sp_size above 1, else "split_gather".
+        enable_sequence_overlap: for "split_gather" and "ring": overlap the gather in backward with the gradients.
+        enable_sequence_regather: for "split_gather": save only the local shard of a gathered activation, and gather
+            it again in backward.
+        inner_ring_size: for "ring_attn": ranks of the inner of two rings, for example those of a node.
         wp_size: neighbours on the data axis (dp and sp together) over which the weights of linear layers are
-            sharded; they gather them layer by layer (InternEvo's isp, arXiv:2401.09149).
-        wp_overlap: gather the next layer's weights while one computes.
+            sharded, and all-gathered layer by layer (InternEvo's isp, arXiv:2401.09149).
+        wp_overlap: prefetch the next layer's weights during the computation of a layer.
         parallel_output: leave logits sharded over the vocabulary after training calls with labels (see
             `VocabParallelLogits`); the loss is computed from sharded logits in any case.
-        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp_size.
+        make_vocab_size_divisible_by: pad the vocabulary to a multiple of this times tp_size.
         initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
             loss scale of fp16; see `zero.precision.PrecisionConfig`.
-        max_norm: clip gradients to this norm; 0 does not.
-        zero_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together; None is 12 on CPUs, and
-            on CUDA 40, or as many as there are replicas.
-        overlap_communication: average gradients over the replicas while the last backward runs, or every one at
+        max_norm: clip gradients to this norm; 0 disables clipping.
+        zero_bucket_size_in_m: bucket size in millions (2**20) of gradient elements. None is 12 on CPUs; on CUDA 40,
+            or the number of replicas if that is larger.
+        overlap_communication: average gradients over the replicas during the last backward, or during every one at
             `zero_stage` 2.
-        overlap_allgather: let `optimizer.step()` return while updated parameters are still gathered, at `zero_stage` 1
-            and 2; whatever uses one waits for it. See docs/zero.md.
-        communication_dtype: the format they are averaged in, "bf16" or torch.bfloat16 for example; None is float32.
-        cpu_offload: keep masters and optimizer states on the CPU, and step there; see docs/zero.md.
-        check_every: all ranks compare their batches and calls in full, with a message, in the first three calls and in
-            every such one; in the others by sums that travel with the gradients' norm.
+        overlap_allgather: let `optimizer.step()` return before updated parameters are all-gathered, at `zero_stage` 1
+            and 2; a module that uses one waits for it. See docs/zero.md.
+        communication_dtype: the format in which gradients are averaged, for example "bf16" or torch.bfloat16; None is
+            float32.
+        cpu_offload: keep master weights and optimizer states on the CPU, and update them there; see docs/zero.md.
+        check_every: compare batches and calls of all ranks in full, with a message, in the first three calls and in
+            every call of this interval. Other calls compare checksums, which are reduced with the gradient norm.
         enable_all_optimization: turn on the three below. See docs/fused.md for them.
-        enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
+        enable_fused_normalization: norms by apex or Liger if installed on CUDA, else by torch's fused kernels.
         enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels, or the
             kernel's name: "flash_attention_3", "sdpa_cudnn", "flex_attention" and others of docs/fused.md.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.
-        enable_fused_loss: the causal loss by chunks of tokens, from what enters the head: float32 logits of a whole
-            microbatch never exist, and training calls with labels leave none.
+        enable_fused_loss: compute the causal loss in chunks of tokens from the input of the head. float32 logits of a
+            full microbatch are never materialized, and training calls with labels return no logits.
         enable_xformers: attention by xFormers, which must be installed.
-        compile_layers: compile each layer as a graph of its own, collectives included; see docs/fused.md.
-        custom_policy: how the model is split, by a policy or a table, for models without one that is registered.
-        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.HYBRID`).
+        compile_layers: compile each layer as a separate graph, collectives included; see docs/fused.md.
+        custom_policy: the sharding of the model, as a policy or a table, for models without a registered one.
+        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.HYBRID`).
 
     Raises:
         RuntimeError: no process group was started.
-        ValueError: what is asked for does not fit; all errors at once, on every rank, before any communication.
+        ValueError: arguments are invalid or do not fit together; all errors at once, on every rank, before any
+            communication.
     """
 
     _unavailable = HYBRID
 
-    def __init__(  # a list of arguments, handed on to a config by name
+    def __init__(  # a list of arguments, passed to a config by name
         self,
         tp_size: int = 1,
         pp_size: int = 1,
@@ -182,14 +185,14 @@ class HybridParallelPlugin(Plugin):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, **others: Any) -> "HybridParallelPlugin":
-        """Make the plugin that an InternEvo configuration asks for; see docs/coming-from-internevo.md.
+        """Make a plugin from an InternEvo configuration; see docs/coming-from-internevo.md.
 
         Args:
             config: the configuration, its `parallel` section alone, or the path of a .py or .json file.
-            others: arguments of the plugin, which go before those of the configuration, or further sections.
+            others: arguments of the plugin, which override those of the configuration, or further sections.
 
         Raises:
-            ValueError: all that is not understood, or cannot be done, at once.
+            ValueError: keys or values are unknown or unsupported; all errors at once.
         """
         arguments = plugin_arguments(config, **others)
         try:
@@ -200,7 +203,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def sp_size(self) -> int:
-        """Ranks over which sequences are sharded."""
+        """Number of ranks over which sequences are sharded."""
         return self.mesh.size("sp")
 
     @property
@@ -228,30 +231,30 @@ class HybridParallelPlugin(Plugin):
         """Compute gradients of a loss from `model(**batch)`, for pp_size=1.
 
         Raises:
-            RuntimeError: under a pipeline, where no rank has the whole graph; or `execute_pipeline` gave the loss, and
-                has computed its gradients.
-            ValueError: the loss has no graph, or the optimizer is not what `booster.boost` returned.
+            RuntimeError: the model has a pipeline, where no rank has the full graph; or the loss is from
+                `execute_pipeline`, which has computed its gradients already.
+            ValueError: the loss has no graph, or the optimizer is not the one that `booster.boost` returned.
         """
         refuse_pipeline("booster.backward(loss, optimizer)", self.mesh)
         sharded = require_boosted(optimizer, ShardedOptimizer, "booster.backward")
         if not isinstance(loss, Tensor):
             raise ValueError(f"booster.backward takes a loss, a tensor, and got a {type(loss).__name__}")
         if isinstance(loss, PipelineLoss):
-            loss.backward()  # raises, and says why
+            loss.backward()  # raises, with the reason
         if not loss.requires_grad:
             raise ValueError(
                 "booster.backward got a loss without a graph: compute it from the outputs of model(**batch), without "
                 "detach(), item() or torch.no_grad()"
             )
-        averages = sharded.reducer.may_launch  # else replicas may run different numbers of backwards
+        averages = sharded.reducer.may_launch  # without it, replicas may run different numbers of backwards
         with naming_failures("backward", None if averages else self.mesh.replica_stage_ranks()):
             sharded.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step.
+        """Accumulate gradients without reducing them: for all but the last of several calls before a step.
 
         Raises:
-            ValueError: model or optimizer are not what `booster.boost` returned.
+            ValueError: model or optimizer are not the ones that `booster.boost` returned.
         """
         self._boosted(model, optimizer, "booster.no_sync")
         return optimizer.no_sync() if isinstance(optimizer, ShardedOptimizer) else nullcontext()
@@ -267,32 +270,32 @@ class HybridParallelPlugin(Plugin):
         *,
         average_loss: bool = True,
     ) -> dict[str, Any]:
-        """Take the next batch and run it through the pipeline: forward, and backward where gradients are on.
+        """Run the next batch through the pipeline: forward, and backward if gradients are enabled.
 
-        Works at pp_size=1 too, where it accumulates gradients over the microbatches. Under `torch.no_grad()`
-        it evaluates. Every rank calls, with equal batches within a replica; this is checked.
+        At pp_size=1 it accumulates gradients over the microbatches. Under `torch.no_grad()` it evaluates.
+        Collective over the world, with equal batches within a replica; this is checked.
 
         Args:
-            data_iter: gives batches: dicts (passed to the model by name), tuples or lists, or tensors.
-            model: what `boost` returned.
-            criterion: from (outputs, inputs) of a microbatch to its loss, or to (loss_sum, weight). None
-                takes `outputs.loss`, or `outputs["loss"]` of a dictionary.
-            optimizer: what `boost` returned; needed where gradients are on.
+            data_iter: yields batches: dicts (passed to the model by name), tuples or lists, or tensors.
+            model: the one that `boost` returned.
+            criterion: a function of (outputs, inputs) of a microbatch that returns its loss, or (loss_sum, weight).
+                None uses `outputs.loss`, or `outputs["loss"]` of a dictionary.
+            optimizer: the one that `boost` returned; required if gradients are enabled.
             return_loss: return the loss, on every rank.
-            return_outputs: return the outputs of the whole batch, True on the ranks of the last stage, "all_ranks" on
-                those of the other stages too, which receive a copy.
-            average_loss: return the loss of all replicas, whose gradient is taken; False returns that of this
-                replica's batch.
+            return_outputs: return the outputs of the full batch. True: on the ranks of the last stage; "all_ranks":
+                on all ranks, where the other stages receive a copy.
+            average_loss: return the loss averaged over the replicas, the one that gradients are computed of. False
+                returns the loss of this replica's batch.
 
         Returns:
             "loss": the mean over replicas of the mean over microbatches, or with (loss_sum, weight) the sum of
             losses over the sum of weights, equal on all ranks; None without `return_loss`. "outputs": None
-            without `return_outputs`, and with True on the ranks of all stages but the last.
+            without `return_outputs`; with True also None on all stages but the last.
 
         Raises:
             StopIteration: the iterator has ended on every rank.
-            ValueError: a batch that cannot be cut, an iterator that ended on some ranks, batches that differ
-                within a replica, gradients that are on for some ranks alone; on every rank alike.
+            ValueError: a batch cannot be split, the iterator ended on some ranks only, batches differ within
+                a replica, or gradients are enabled on some ranks only; raised on every rank.
             RankFailure: another rank failed; names it.
         """
         boosted = self._boosted(model, optimizer, "execute_pipeline")
@@ -317,7 +320,7 @@ class HybridParallelPlugin(Plugin):
             )
 
     def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:
-        """The model, where this plugin has boosted it, and the optimizer with it if one is given."""
+        """Return the model; require that this plugin boosted it, together with the optimizer if one is given."""
         if isinstance(model, OptimizedModule):
             raise ValueError(
                 f"{call} takes the model that booster.boost returned, and not torch.compile's of it: call "
@@ -333,11 +336,11 @@ class HybridParallelPlugin(Plugin):
         return model
 
     def ledger(self, optimizer: ShardedOptimizer | None = None) -> "Ledger":
-        """A context that counts bytes and calls by axis and kind; it knows the memory of `optimizer` too."""
+        """Return a context that counts communication by axis and kind, and reports the memory of `optimizer`."""
         return Ledger(self.mesh, optimizer)
 
     def local_model(self, model: nn.Module) -> LocalModel:
-        """This rank's part of a boosted model."""
+        """Return this rank's shard of a boosted model."""
         boosted = self._boosted(model, None, "saving and loading")
         return LocalModel(
             module=boosted.module,
@@ -348,12 +351,12 @@ class HybridParallelPlugin(Plugin):
         )
 
     def trained(self, optimizer: Optimizer) -> Trained:
-        """The tensors that a boosted optimizer steps on this rank."""
+        """Return the tensors that a boosted optimizer updates on this rank."""
         return trained_shards(require_boosted(optimizer, ShardedOptimizer, "saving and loading"), self.mesh)
 
 
 class Ledger(Traffic):
-    """Counts communication while it is entered, and local memory whenever it is asked.
+    """Count of the communication inside a `with` block, and of local memory.
 
         with plugin.ledger(optimizer) as ledger:
             booster.execute_pipeline(...)
@@ -361,11 +364,11 @@ class Ledger(Traffic):
         if rank == 0:
             print(ledger.table())
 
-    Counting slows a step by some microseconds for every operation: time without it.
+    Counting adds some microseconds to every operation: measure times without it.
 
     Args:
-        mesh: by whose axes messages are counted.
-        optimizer: what `boost` returned; None leaves memory out.
+        mesh: the axes by which messages are counted.
+        optimizer: the one that `boost` returned; None leaves memory out.
     """
 
     def __init__(self, mesh: ParallelMesh, optimizer: ShardedOptimizer | None) -> None:
@@ -379,11 +382,11 @@ class Ledger(Traffic):
 
     @property
     def held(self) -> dict[str, int] | None:
-        """Local bytes, but for activations."""
+        """Bytes of local memory, without activations; None without an optimizer."""
         return None if self._optimizer is None else self._optimizer.held_bytes()
 
     def table(self) -> str:
-        """Both as text."""
+        """Return communication and memory as a text table."""
         lines = [f"{'axis':8}{'kind':24}{'calls':>8}{'MiB':>12}{'MiB sent':>12}"]
         lines += [
             f"{axis:8}{kind:24}{count.calls:8}{count.nbytes / _MEBI:12.3f}{count.sent / _MEBI:12.3f}"

@@ -1,6 +1,6 @@
-"""InternEvo configurations as arguments of HybridParallelPlugin, by one table of keys.
+"""Conversion of InternEvo configurations to arguments of HybridParallelPlugin, by one table of keys.
 
-Keys mean what they mean in InternEvo 0.5 (its launch.py and parallel_context.py); docs/coming-from-internevo.md
+Keys have their meaning of InternEvo 0.5 (its launch.py and parallel_context.py); docs/coming-from-internevo.md
 lists them.
 """
 
@@ -28,10 +28,10 @@ class Key(NamedTuple):
     """A key of a configuration.
 
     Args:
-        kind: of its values, a name of KINDS.
-        argument: of the plugin, which takes the value as it is.
-        allowed: values that change nothing; another one is refused.
-        why: behind a value that is refused.
+        kind: the kind of its values, a name of KINDS.
+        argument: the plugin's argument that takes the value unchanged.
+        allowed: the accepted values, which change nothing; None accepts any.
+        why: the end of the error for a refused value.
     """
 
     kind: str = "any"
@@ -110,9 +110,9 @@ KEYS = {
 }
 SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""} | {"grad_scaler", "parallel"}
 PARALLEL = sorted({path.split(".")[1] for path in KEYS if path.startswith("parallel.")})
-# What else may stand in a section, which becomes no argument; None is anything whose name is not nearly a key's.
+# Further keys of each section, which become no argument. None: any name but a likely misspelling of a known key.
 IGNORED: dict[str, tuple[str, ...] | None] = {
-    "": (  # what is an object here (optimizer, schedulers, batches), or a matter of the script
+    "": (  # given to Echelon as objects (optimizer, schedulers, batches), or handled by the training script
         *("JOB_NAME", "DO_ALERT", "model_type", "adam", "lr_scheduler", "beta2_scheduler", "ckpt", "monitor"),
         *(
             "alert_address",
@@ -129,9 +129,9 @@ IGNORED: dict[str, tuple[str, ...] | None] = {
     "loss": ("moe_loss_coeff", "op_type"),
     **dict.fromkeys(("data", "model", "parallel.sequence_2D", "parallel.expert", "parallel.expert_weight")),
 }
-_CLOSE = 0.85  # num_chunk to num_chunks, and no less
+_CLOSE = 0.85  # similarity of a likely misspelling: num_chunk and num_chunks pass
 
-# Arguments of a mode, besides the sizes. isp splits no layer over its `tensor` ranks: only the sequence.
+# Arguments of a mode, besides the sizes. isp shards no layer over its `tensor` ranks: only the sequence.
 _REGIONS = {
     "enable_sequence_parallelism": True,
     "sequence_parallelism_mode": "split_gather",
@@ -143,10 +143,10 @@ MODES: dict[str, dict[str, Any]] = {
     "fsp": {**_REGIONS, "enable_sequence_regather": True},
     "isp": {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
 }
-# Pipeline modes, with the schedule of one stage on a rank and of several.
+# Pipeline modes, with the schedule for one stage per rank and for several.
 _SCHEDULES = {"1f1b": ("1f1b", "interleaved"), "zbh1": ("zbh1", None), "zbv": ("zbv", "zbv")}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
-# Arguments by the keys that they come from, for errors of the plugin.
+# The configuration key of each argument, to name it in errors of the plugin.
 _KEY_OF = {
     "tp_size": "tensor.size",
     "sp_size": "tensor.size",
@@ -161,16 +161,16 @@ _KEY_OF = {
 def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> dict[str, Any]:
     """Return the keyword arguments of HybridParallelPlugin for an InternEvo configuration.
 
-    What the configuration does not say is left to the plugin's defaults, but for `zero1` and `data.micro_num`, whose
-    absence has a meaning of its own in InternEvo: all ranks, and 1. Sections that are no matter of the plugin (`adam`,
-    `ckpt`, the model's sizes, …) are named once in an info line of the logger "echelon". No communication.
+    Missing keys get the plugin's defaults, except `zero1` and `data.micro_num`, which get InternEvo's: all ranks,
+    and 1. Sections that do not concern the plugin (`adam`, `ckpt`, the model's sizes, …) are listed once in an info
+    line of the logger "echelon". No communication.
 
     Args:
         config: a configuration, the dictionary of its `parallel` section alone, or the path of a .py or .json file.
-        others: further sections by name, and arguments of the plugin, which go before those of the configuration.
+        others: further sections by name, and arguments of the plugin, which override those of the configuration.
 
     Raises:
-        ValueError: with all that is not understood, or cannot be done, at once.
+        ValueError: keys or values are unknown or unsupported; all errors at once.
     """
     config = read_configuration(config)
     sections = {path.split(".")[0] for path in KEYS} | {*PARALLEL}
@@ -192,11 +192,11 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
 
 
 def in_its_words(error: str, arguments: Mapping[str, Any]) -> str:
-    """Add to an error of the plugin the configuration's names of the arguments in it.
+    """Add the configuration keys of the arguments that an error of the plugin names.
 
     Args:
-        error: the plugin's.
-        arguments: those that came of the configuration alone.
+        error: the plugin's error.
+        arguments: the arguments that the configuration set.
     """
     names = [name for name in _KEY_OF if name in arguments and re.search(rf"\b{name}\b", error)]
     if not names:
@@ -209,7 +209,7 @@ def in_its_words(error: str, arguments: Mapping[str, Any]) -> str:
 
 
 class _Given:
-    """The values of a configuration by their paths in KEYS, and what was ignored. Errors are added to a list."""
+    """The values of a configuration by their paths in KEYS, and the ignored keys. Errors are added to a list."""
 
     def __init__(self, config: dict[str, Any], errors: list[str]) -> None:
         self.errors = errors
@@ -225,19 +225,19 @@ class _Given:
         self._take("", {"parallel": bare} | config)
 
     def __call__(self, path: str, default: Any = None) -> Any:
-        """A value that is right, or the default."""
+        """Return the value of a path if it is valid, else the default."""
         return self._values.get(path, default)
 
     def has(self, section: str) -> bool:
-        """Return True where a value of the section, or the section itself, was given."""
+        """Return True if the value or the section was given."""
         return section in self._values
 
     def refuse(self, path: str, value: Any, why: str) -> None:
-        """Note that a value cannot be had."""
+        """Add the error of a refused value."""
         self.errors.append(f"{self._name(path)}={value!r} {why}")
 
     def _name(self, path: str) -> str:
-        """The path as the user wrote it."""
+        """Return the path as the user wrote it."""
         return path.removeprefix("parallel.") if self._is_bare else path
 
     def _take(self, section: str, content: Any) -> None:
@@ -279,7 +279,7 @@ class _Given:
 
 
 def _layout(given: _Given) -> dict[str, Any]:
-    """The sizes of all axes, and how they are used."""
+    """Return the arguments for sizes and modes of all axes."""
     mode, size = given("parallel.tensor.mode", "mtp"), given("parallel.tensor.size", 1)
     if mode not in MODES:
         given.refuse("parallel.tensor.mode", mode, f"must be one of {', '.join(map(repr, MODES))}")
@@ -297,7 +297,7 @@ def _layout(given: _Given) -> dict[str, Any]:
             given.refuse("parallel.weight.size", wp_size, why)
         found["wp_size"] = wp_size
         found["wp_overlap"] = given("parallel.weight.overlap", False)  # InternEvo's default, not the plugin's
-    # `zero1` counts ranks that hold the same weights, and the plugin all neighbours among whom those are.
+    # `zero1` counts ranks with the same weight shard; `zero_size` counts all neighbours, wp_size times as many.
     zero_size = given("parallel.zero1.size", -1)
     zero_size = -1 if zero_size <= 0 else 1 if zero_size == 1 else zero_size * wp_size
     return found | {"zero_stage": 1, "zero_size": zero_size} | _pipeline(given)
@@ -317,7 +317,7 @@ def _pipeline(given: _Given) -> dict[str, Any]:
     elif (style := styles[chunks > 1]) is None or (style == "zbv" and chunks > 2):
         why = f"and num_chunks={chunks} do not go together: ZBH1 has 1 chunk, ZBV 2"
         given.refuse("parallel.pipeline.mode", mode, why)
-    elif size != 1:  # without a pipeline InternEvo looks at none of this
+    elif size != 1:  # without a pipeline InternEvo ignores these keys
         found["pp_style"] = style
         if style == "interleaved":
             overlap = given("parallel.pipeline.interleaved_overlap")
@@ -326,7 +326,7 @@ def _pipeline(given: _Given) -> dict[str, Any]:
 
 
 def _batches(given: _Given) -> dict[str, Any]:
-    """Into how many microbatches a step is cut; nothing where there is no `data`."""
+    """Return the number of microbatches of a step; empty without a section `data`."""
     if not given.has("data"):
         return {}
     count, accumulation = given("data.micro_num", 1), given("data.gradient_accumulation")
@@ -337,7 +337,7 @@ def _batches(given: _Given) -> dict[str, Any]:
 
 
 def _numbers(given: _Given) -> dict[str, Any]:
-    """Arguments that take a value as it is, precision, recomputation and the size of buckets."""
+    """Return arguments that take a value unchanged, precision, recomputation and the bucket size."""
     found = {key.argument: given(path) for path, key in KEYS.items() if key.argument and given.has(path)}
     zero = "hybrid_zero_optimizer"
     overlap, older = given(f"{zero}.overlap_sync_grad"), given(f"{zero}.zero_overlap_communication")
@@ -369,15 +369,14 @@ def _precision(given: _Given) -> str | None:
 
 
 def read_configuration(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Return a configuration as a dictionary, from itself or from a file.
+    """Return a configuration as a dictionary, copied or read from a file.
 
     Args:
-        source: the dictionary, or the path of a Python file, whose variables are the sections, or of a JSON file. Of a
-            Python file constants in capitals, names that begin with an underscore, modules, classes and functions are
-            no sections.
+        source: the dictionary, or the path of a JSON file or of a Python file, whose variables are the sections. In
+            a Python file names in capitals or with a leading underscore, modules, classes and functions are ignored.
 
     Raises:
-        ValueError: it is neither, or no such file, or JSON that cannot be read.
+        ValueError: the source is neither, the file does not exist, or its JSON is invalid.
     """
     if isinstance(source, Mapping):
         return dict(source)

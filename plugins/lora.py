@@ -1,4 +1,4 @@
-"""LoRA by peft: adapters put into a model, and taken out of peft's wrapper to be boosted."""
+"""LoRA by peft: add adapters to a model, and remove peft's wrapper before boosting."""
 
 import copy
 import warnings
@@ -21,18 +21,18 @@ from ..shardformer.layers.lora import adapted
 from ..shardformer.layers.parallel_module import is_of_peft
 from ..shardformer.refusals import is_taken
 
-_PREFIX = "base_model.model."  # of the transformers model, in peft's
+_PREFIX = "base_model.model."  # of the transformers model's names in a PeftModel
 
 
 class Unwrapped(NamedTuple):
-    """A transformers model with adapters in it, as it is boosted, and what peft's wrapper knew of them."""
+    """A transformers model with adapter layers, without peft's wrapper, and the description of its adapters."""
 
     model: nn.Module
     adapters: tuple[Adapter, ...]
 
 
 def require_peft() -> Any:
-    """The package.
+    """Import peft.
 
     Raises:
         ImportError: it is not installed.
@@ -46,7 +46,7 @@ def require_peft() -> Any:
 
 
 def unwrapped(model: nn.Module) -> Unwrapped:
-    """The transformers model inside of a PeftModel with LoRA, and its adapters; any other model as it is."""
+    """Return the transformers model inside a PeftModel with LoRA, and its adapters; any other model unchanged."""
     if not _is_peft_model(model) or peft_model_errors(model):
         return Unwrapped(model, ())
     peft_model: Any = model
@@ -86,8 +86,8 @@ def peft_model_errors(model: nn.Module) -> list[str]:
 
 
 def names_by_key(peft_model: Any, adapter: str) -> dict[str, str]:
-    """The names of an adapter's tensors in the PeftModel, by those in the file."""
-    # peft filters a state by its keys and renames those: given names for tensors, it says which became which.
+    """Return the names of an adapter's tensors in the PeftModel, by their names in the file."""
+    # peft filters a state dict by keys and renames them. With names as values, its result maps new names to old ones.
     names = {name: name for name in peft_model.state_dict(keep_vars=True)}
     state_dict = require_peft().get_peft_model_state_dict
     found: dict[str, str] = state_dict(peft_model, names, adapter_name=adapter, save_embedding_layers=False)
@@ -99,7 +99,7 @@ def _is_peft_model(model: nn.Module) -> bool:
 
 
 def _config_writer(model: nn.Module, config: Any) -> Any:
-    """Make a function that writes peft's configuration: for inference; without a task, with the model's class."""
+    """Return a function that writes peft's configuration in inference mode, with the model's class if without task."""
     written = copy.deepcopy(config)
     written.inference_mode = True
     kind = type(model)
@@ -111,7 +111,7 @@ def _write_config(config: Any, auto_mapping: dict[str, str] | None, folder: Path
     config.save_pretrained(str(folder), auto_mapping_dict=auto_mapping)
 
 
-# The classes of each task of peft, by transformers' own lists.
+# transformers' list of model classes for each task of peft.
 _TASKS = {
     "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "SEQ_2_SEQ_LM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -167,8 +167,8 @@ def enable_lora(
 def _config_errors(model: nn.Module, config: Any, peft: Any) -> list[str]:
     """List reasons why these adapters do not fit this model.
 
-    A task that is another class's than the model's, and names of modules that the model does not have, of which peft
-    would pass over those that others stand beside. Classes that transformers lists nowhere have any task.
+    Checks the task, and names of modules: peft skips an unknown name if another one of the list is found. A model
+    class that transformers lists for no task fits any task.
     """
     if type(config) is not peft.LoraConfig:
         return [f"lora_config is a {type(config).__name__}: give a peft.LoraConfig"]
@@ -199,7 +199,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
-    """A model with adapters from a folder, to be trained on. Each rank reads."""
+    """Return a model with the adapters of a folder, for further training. Each rank reads the folder."""
     peft_model: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     raise_errors(peft_model_errors(peft_model))
     needed, stored = set(names_by_key(peft_model, "default")), set(_stored_names(folder))
@@ -221,7 +221,7 @@ def _stored_names(folder: Path) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings of peft that are none of the caller's, or are raised as errors."""
+    """Silence warnings of peft that the caller cannot act on, or that are raised as errors here."""
     with warnings.catch_warnings():
         # peft 0.21 reads a property that transformers 5.23 has renamed; it can go when peft reads the new one.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -8,7 +8,7 @@ from .base import own_arguments
 from .colossalai import ZERO, unavailable_errors
 from .hybrid_parallel import HybridParallelPlugin
 
-# Arguments that HybridParallelPlugin has under other names, in which its errors speak.
+# Arguments by HybridParallelPlugin's names for them, which its errors use.
 _RENAMED = {"stage": "zero_stage", "reduce_bucket_size_in_m": "zero_bucket_size_in_m"}
 
 
@@ -20,18 +20,18 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         precision: "fp32", "bf16" or "fp16"; None is fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
         initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
             loss scale of fp16.
-        max_norm: clip gradients to this norm; 0 does not.
-        reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together; None is 12 on CPUs,
-            and on CUDA 40, or as many as there are ranks.
-        zero_size: the number of neighbouring ranks over which a stage above 0 shards; -1 or 0 is all of them, 1 none.
-        cpu_offload: keep masters and optimizer states on the CPU, and step there.
+        max_norm: clip gradients to this norm; 0 disables clipping.
+        reduce_bucket_size_in_m: bucket size in millions (2**20) of gradient elements. None is 12 on CPUs; on CUDA 40,
+            or the number of ranks if that is larger.
+        zero_size: the number of neighbouring ranks over which a stage above 0 shards. -1 or 0: all; 1: no sharding.
+        cpu_offload: keep master weights and optimizer states on the CPU, and update them there.
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
-        num_microbatches, microbatch_size: how `execute_pipeline` splits a batch; None takes it whole.
+        num_microbatches, microbatch_size: the split of a batch by `execute_pipeline`; None is one microbatch.
         gradient_accumulation_steps, check_every: see `HybridParallelPlugin`.
-        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.ZERO`).
+        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.ZERO`).
 
     Raises:
-        ValueError: what is asked for does not fit; all errors at once.
+        ValueError: arguments are invalid or do not fit together; all errors at once.
     """
 
     _unavailable = ZERO

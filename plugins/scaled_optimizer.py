@@ -1,4 +1,7 @@
-"""ScaledOptimizer: a torch optimizer behind torch's loss scale. Scaling over pipelines is zero/."""
+"""ScaledOptimizer: a torch optimizer with torch's loss scaling, for TorchDDPPlugin and TorchFSDPPlugin.
+
+HybridParallelPlugin uses `zero.optimizer.ShardedOptimizer` instead.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -17,26 +20,26 @@ from ..zero.clipping import require_clip_norm, require_clip_value, require_finit
 from ..zero.inner_optimizer import EQUAL_OPTIONS, NOT_PICKLED, StepGuard, optimizer_options
 from ..zero.precision import beyond_fp16
 
-# torch's GradScaler has no lowest scale: it halves until it multiplies by 0, and skips every step without a word. The
-# other plugins' defaults give up at this one, after so many overflows in a row.
+# torch's GradScaler has no minimum: it halves the scale down to 0, and then skips every step silently. Training fails
+# here at the scale and the number of consecutive overflows at which the other plugins fail by default.
 _LOWEST_SCALE = 1.0
 _MOST_OVERFLOWS = 2
 _RULE = EQUAL_OPTIONS + ", and the last step was made with these: go on from a checkpoint"
 
 
 class ScaledOptimizer(Optimizer):
-    """A torch optimizer behind a loss scale; what it does not define is the inner optimizer's.
+    """A torch optimizer with loss scaling; all other attributes are those of the inner optimizer.
 
-    A subclass of torch's Optimizer for schedulers that ask; it owns no groups of its own.
+    It derives from torch's Optimizer because schedulers require that, and has no parameter groups itself.
 
     Attributes:
         optim: the inner optimizer.
         scaler: the loss scale.
-        names: of the parameters, in the plain model.
-        last_norm: the last result of `clip_grad_by_norm`, None before: torch measures no norm by itself.
-        group: of all ranks and of no other use: options of the groups are compared in it; None compares nothing.
-        after_step: is called at the end of every step, also of one that was skipped.
-        skipped_steps: how many steps an overflow skipped; without a loss scale none is.
+        names: the parameters' names in the plain model.
+        last_norm: the last result of `clip_grad_by_norm`, None before it; torch computes no norm otherwise.
+        group: all ranks, used only to compare the options of parameter groups; None compares nothing.
+        after_step: called at the end of every step, including skipped ones.
+        skipped_steps: the number of steps skipped for an overflow; 0 without a loss scale.
     """
 
     def __init__(
@@ -50,13 +53,13 @@ class ScaledOptimizer(Optimizer):
         self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
         self._require_equal_options: InFlight[None] | None = None  # of the last step
-        self._clipped: dict[str, float] = {}  # how, since the last step
+        self._clipped: dict[str, float] = {}  # the arguments of clipping since the last step
         self._guard = StepGuard(optimizer)
         self._overflows_in_a_row = 0
-        self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
+        self._is_scaled = False  # True after a backward of a scaled loss, until the next step
         self._is_unscaled = False
-        # Device-side, so that no backward waits: a number per gradient as the last backward left it, and whether any
-        # was written to since. torch's write counts do not move for DTensors.
+        # On the device, so that no backward waits: the gradients' norms after the last backward, and True if one was
+        # written to since. torch's version counters do not change for DTensors.
         self._noted: Tensor | None = None
         self._was_written: Tensor | None = None
 
@@ -67,10 +70,10 @@ class ScaledOptimizer(Optimizer):
         raise TypeError(NOT_PICKLED)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of the loss, scaled where the precision needs it.
+        """Compute gradients of the loss, scaled if the precision needs it.
 
         Raises:
-            RuntimeError: under a loss scale, where those before were clipped and so are not scaled any more.
+            RuntimeError: with a loss scale, the previous gradients were clipped and so are unscaled already.
         """
         if self._is_unscaled:
             self._end_clipping()
@@ -81,18 +84,18 @@ class ScaledOptimizer(Optimizer):
 
     @naming_failures("optimizer.step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, or skip where a scaled gradient overflowed.
+        """Update the parameters, or skip the step if a scaled gradient overflowed.
 
         Args:
             closure: computes the loss and its gradients, through `backward`.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            RuntimeError: under a loss scale, where there are no scaled gradients, or where they overflow although it
-                has fallen to 1.
-            ValueError: options of the groups, as learning rates, or clipping differed between ranks in the step before.
+            RuntimeError: with a loss scale, there are no scaled gradients, or they overflow at a scale of 1.
+            ValueError: options of the parameter groups (e.g. learning rates) or clipping differed between ranks in the
+                previous step.
         """
         loss = None
         if closure is not None:
@@ -110,10 +113,10 @@ class ScaledOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
         if self._is_unscaled:
-            # Clipped and never stepped: GradScaler would take the next ones for unscaled, too.
+            # Clipped without a step: GradScaler would regard the next gradients as unscaled, too.
             self._update_scale()
         self.optim.zero_grad(set_to_none)
-        self._is_scaled &= not set_to_none  # zeros are scaled by anything
+        self._is_scaled &= not set_to_none  # zeros are valid under any scale
         self._was_written = None
         self._note_gradients()
 
@@ -121,17 +124,17 @@ class ScaledOptimizer(Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip the true gradients to a norm, after all backwards of a step; returns the norm before.
+        """Clip the unscaled gradients to a norm, after all backwards of a step; return the norm before clipping.
 
-        Where they are sharded it is that over all shards, by an all-reduce over the shard group.
+        The norm of sharded gradients is that over all shards, by an all-reduce over the shard group.
 
         Args:
-            max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
+            max_norm: gradients of a larger norm are scaled down to it; `inf` only measures.
             norm_type: the p of the norm, `inf` for the largest magnitude.
-            error_if_nonfinite: raise where the norm is infinite or NaN, as an overflow of fp16 makes it.
+            error_if_nonfinite: raise if the norm is infinite or NaN, as after an overflow of fp16.
 
         Raises:
-            RuntimeError: under a loss scale, where there are no scaled gradients.
+            RuntimeError: with a loss scale, there are no scaled gradients.
         """
         require_clip_norm(max_norm, norm_type)
         self._require_scaled("clip_grad_by_norm()")
@@ -146,12 +149,12 @@ class ScaledOptimizer(Optimizer):
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clip every entry of the true gradients to -clip_value … clip_value, after all backwards of a step.
+        """Clip every entry of the unscaled gradients to -clip_value … clip_value, after all backwards of a step.
 
-        An overflow under a loss scale skips the step nevertheless.
+        With a loss scale, an overflow still skips the step.
 
         Raises:
-            RuntimeError: under a loss scale, where there are no scaled gradients.
+            RuntimeError: with a loss scale, there are no scaled gradients.
         """
         require_clip_value(clip_value)
         self._require_scaled("clip_grad_by_value()")
@@ -160,11 +163,11 @@ class ScaledOptimizer(Optimizer):
         torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
 
     def get_grad_norm(self) -> float | None:
-        """`last_norm`, under ColossalAI's name."""
+        """Return `last_norm`; the name is ColossalAI's."""
         return self.last_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
+        """Return the inner optimizer's state."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,7 +175,7 @@ class ScaledOptimizer(Optimizer):
         self.optim.load_state_dict(state_dict)
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """The loss scale and what it has seen, under the names that the other plugins have; None without one."""
+        """Return the loss scale and its counters, in the format of the other plugins; None without a loss scale."""
         if not self.scaler.is_enabled():
             return None
         state = self.scaler.state_dict()
@@ -184,9 +187,9 @@ class ScaledOptimizer(Optimizer):
         }
 
     def install_state(self, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: the inner optimizer's state, the loss scale and the skipped steps.
+        """Restore the inner optimizer's state, the loss scale and the skipped steps from a checkpoint.
 
-        A run in another precision had no loss scale, and then this one's stays.
+        A checkpoint of a run without a loss scale leaves the current one.
         """
         self.optim.load_state_dict(state)
         self.skipped_steps = extra["skipped_steps"]
@@ -201,7 +204,10 @@ class ScaledOptimizer(Optimizer):
         return any(parameter.grad is not None for parameter in self._parameters())
 
     def _require_scaled(self, call: str) -> None:
-        """Say what to do where torch's scaler would fail an assertion, or take gradients for scaled that are not."""
+        """Raise if there are no scaled gradients, or if anything else wrote to them.
+
+        torch's GradScaler would fail an assertion in the first case, and compute wrong numbers in the second.
+        """
         if not self.scaler.is_enabled():
             return
         if not (self._is_scaled and self._has_gradients()):
@@ -219,7 +225,7 @@ class ScaledOptimizer(Optimizer):
             )
 
     def _compare_options(self) -> None:
-        """Compare options between ranks. All-gather of a number, looked at in the next step, so that none waits."""
+        """Compare options between ranks: an asynchronous all-gather of a number, which the next step reads."""
         if self.group is None or self.group.size() == 1:
             return
         require, self._require_equal_options = self._require_equal_options, None
@@ -231,13 +237,13 @@ class ScaledOptimizer(Optimizer):
         )
 
     def _note_gradients(self) -> None:
-        """Take the gradients as they now are for rightly scaled."""
+        """Record the norms of the current gradients as those of correctly scaled ones."""
         self._noted = self._norms() if self._is_scaled and self.scaler.is_enabled() else None
 
     def _watch_writes(self) -> None:
-        """Note whether anything but a backward of this optimizer wrote to scaled gradients, without waiting for it.
+        """Record on the device if anything but `backward` wrote to scaled gradients.
 
-        Zeros may be written: they are as good as dropped. What is unscaled is the user's.
+        Writing zeros is allowed, like dropping them. Unscaled gradients may be changed freely.
         """
         if not self.scaler.is_enabled() or self._is_unscaled or not self._has_gradients():
             return
@@ -247,7 +253,7 @@ class ScaledOptimizer(Optimizer):
         self._was_written = was_written if self._was_written is None else self._was_written | was_written
 
     def _norms(self) -> Tensor:
-        """The norm of this rank's part of each gradient, on the device; 0 where there is none."""
+        """Return the norm of this rank's shard of each gradient, on the device; 0 for a missing one."""
         parameters = self._parameters()
         nothing = torch.zeros((), device=parameters[0].device)
         gradients = [nothing if each.grad is None else each.grad for each in parameters]
@@ -256,7 +262,7 @@ class ScaledOptimizer(Optimizer):
         return torch.stack([norm.float() for norm in torch._foreach_norm(dense)])
 
     def _end_clipping(self) -> None:
-        """Let a backward follow clipped gradients that were dropped, and no others."""
+        """Reset the scaler after clipping; raise if the clipped gradients were not dropped."""
         if self._has_gradients():
             raise RuntimeError(
                 "booster.backward in fp16 after clipping would add scaled gradients to unscaled ones: call "
@@ -265,13 +271,13 @@ class ScaledOptimizer(Optimizer):
         self._update_scale()
 
     def _unscale(self) -> None:
-        """Make the gradients the true ones, once: GradScaler refuses a second time."""
+        """Divide the gradients by the loss scale, once: GradScaler raises on a second call."""
         if not self._is_unscaled:
             self.scaler.unscale_(self.optim)
             self._is_unscaled = True
 
     def _update_scale(self) -> None:
-        """Let the scale fall after an overflow, or grow."""
+        """Decrease the loss scale after an overflow, or let it grow."""
         before = self.scaler.get_scale()
         self.scaler.update()
         overflow = self.scaler.get_scale() < before

@@ -1,4 +1,4 @@
-"""This rank's part of a model and its optimizer, as checkpoints save it."""
+"""This rank's shards of a model and its optimizer, as checkpoints save them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,19 +35,19 @@ from ..zero.optimizer import ShardedOptimizer
 
 
 def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
-    """This rank's shard of a tensor that is sharded as a parameter is. A replicated one may be saved by any rank."""
+    """Describe this rank's shard of a tensor with the placement of a parameter. Any rank may save a replicated one."""
     if isinstance(tensor, DTensor):
         return local_dtensor(name, tensor)
     return local_shard(name, tensor, placement_of(like), _rank(like, mesh))
 
 
 def local_shards(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
-    """Shards of a model's tensors, by name."""
+    """Describe this rank's shards of a model's tensors, by name."""
     return {name: local_of(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
 def local_module(module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapter] = ()) -> LocalModel:
-    """Parameters and persistent buffers of a module that keeps its names and ties; a tied one once."""
+    """Describe parameters and persistent buffers of a module with unchanged names and ties; a tied one once."""
     names, named = TensorNames.of(module), saved_state(module)
     return LocalModel(
         module=module,
@@ -59,7 +59,7 @@ def local_module(module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapt
 
 
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
-    """The tensors that this rank steps: its pieces of parameters, or of shards of them."""
+    """Describe the tensors that this rank updates: its ZeRO slices of parameters, or of their shards."""
     groups: list[list[TrainedPiece]] = [[] for _ in optimizer.param_groups]
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
@@ -89,7 +89,7 @@ def _local_piece(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> 
 
 
 def _install(optimizer: ShardedOptimizer, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Take over a state of this layout; the masters were filled where they are. Collective over the data axis."""
+    """Load a state of this layout. The master weights are already filled in place. Collective over the data axis."""
     optimizer.load_state_dict(
         {
             **state,
@@ -102,7 +102,7 @@ def _install(optimizer: ShardedOptimizer, state: dict[str, Any], extra: Mapping[
 
 
 def _rank(tensor: Tensor, mesh: ParallelMesh) -> int:
-    """This rank on the axis over which a tensor is sharded."""
+    """Return this rank on the axis over which a tensor is sharded; 0 for a replicated one."""
     placement = placement_of(tensor)
     return mesh.rank(placement.axis) if isinstance(placement, Shard) else 0
 
@@ -115,7 +115,7 @@ def trained_parameters(
     extra: Mapping[str, Any],
     install: Callable[[dict[str, Any], Mapping[str, Any]], None],
 ) -> Trained:
-    """The tensors that an optimizer of torch steps on this rank: parameters as they are here, without masters."""
+    """Describe the tensors that a torch optimizer updates on this rank: local parameters, without master weights."""
     groups = [
         [
             TrainedPiece(names[each], each, partial(local_of, like=each, mesh=mesh))
@@ -135,15 +135,15 @@ def trained_parameters(
 
 
 class SplitCheckpoints:
-    """Checkpoints of a model that ShardFormer has split over the tensor axis, like those of a booster.
+    """Checkpoints of a model that ShardFormer has sharded over the tensor axis, in the format of `Booster`.
 
     Args:
-        model: as `ShardFormer.optimize` returned it, without a pipeline.
-        optimizer: torch's, of this rank's parameters.
-        mesh: whose axes the groups of the ShardConfig are.
+        model: the result of `ShardFormer.optimize`, without a pipeline.
+        optimizer: torch's optimizer of this rank's parameters.
+        mesh: the mesh whose groups the ShardConfig has.
 
     Raises:
-        ValueError: no checkpoint of them could be written; all reasons at once.
+        ValueError: no checkpoint of them can be written; all reasons at once.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: ParallelMesh) -> None:
@@ -152,15 +152,15 @@ class SplitCheckpoints:
         self._checkpoints = Checkpoints(mesh)
 
     def save_checkpoint(self, directory: str | Path, step: int, **options: Any) -> Save:
-        """See `Booster.save_checkpoint`, which has the same options but for the model and its optimizer."""
+        """Save a checkpoint; options as for `Booster.save_checkpoint`, without the model and its optimizer."""
         return self._checkpoints.save_step(directory, step, **self._parts(), **options)
 
     def load_checkpoint(self, directory: str | Path, **options: Any) -> Resumed | None:
-        """See `Booster.load_checkpoint`, which has the same options but for the model and its optimizer."""
+        """Load a checkpoint; options as for `Booster.load_checkpoint`, without the model and its optimizer."""
         return self._checkpoints.load_step(directory, **self._parts(), **options)
 
     def save_model(self, checkpoint: str | Path, *, size_per_shard: float = 1024) -> Save:
-        """Write the whole model as a Hugging Face folder; see `Booster.save_model`."""
+        """Write the full model as a Hugging Face folder; see `Booster.save_model`."""
         return self._checkpoints.save_model(
             local_module(self._model, self._mesh),
             checkpoint,
@@ -173,7 +173,7 @@ class SplitCheckpoints:
             self._optimizer,
             {parameter: name for name, parameter in self._model.named_parameters()},
             self._mesh,
-            extra={"scaler": None, "skipped_steps": 0},  # as a plugin in float32 has them
+            extra={"scaler": None, "skipped_steps": 0},  # the values of a plugin in float32
             install=lambda state, extra: self._optimizer.load_state_dict(state),
         )
         return {"model": local_module(self._model, self._mesh), "optimizer": trained}

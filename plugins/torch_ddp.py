@@ -1,4 +1,4 @@
-"""Data parallelism by torch's own wrappers: the base class, and TorchDDPPlugin by DistributedDataParallel."""
+"""Data parallelism by torch's own wrappers: the base class, and TorchDDPPlugin with DistributedDataParallel."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,12 +34,12 @@ from .state import local_module, trained_parameters
 
 
 class TorchModel(BoostedModule):
-    """A model under one of torch's wrappers.
+    """A model in one of torch's wrappers.
 
     Args:
         module: the model itself.
         mesh: all ranks.
-        adapters: what is saved of it as LoRA.
+        adapters: its LoRA adapters, for saving.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapter]) -> None:
@@ -52,10 +52,10 @@ class TorchModel(BoostedModule):
         """Let gradients add up on each rank until a backward outside of the block."""
 
     def free_whole_parameters(self) -> None:
-        """Keep this rank's part of the parameters alone."""
+        """Free gathered parameters; keep this rank's shards."""
 
     def leave_alone(self, names: Collection[str]) -> None:
-        """Leave these buffers as each rank has them."""
+        """Exclude these buffers from synchronization between ranks."""
 
 
 class TorchPlugin(Plugin):
@@ -63,7 +63,7 @@ class TorchPlugin(Plugin):
 
     _precision: str
     _settings: Mapping[str, Any]  # the arguments
-    _accumulates = False  # inside of no_sync, where ranks may run different numbers of backwards
+    _accumulates = False  # True inside no_sync, where ranks may run different numbers of backwards
 
     @property
     def precision(self) -> str:
@@ -93,7 +93,7 @@ class TorchPlugin(Plugin):
         return []
 
     def _compare(self, model: nn.Module) -> None:
-        """Compare what torch does not. Collective over the world."""
+        """Compare what torch does not compare between ranks. Collective over the world."""
 
     @abstractmethod
     def _wrapped(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchModel":
@@ -103,19 +103,19 @@ class TorchPlugin(Plugin):
     def _scaled(
         self, optimizer: Optimizer, boosted: "TorchModel", names: Mapping[Parameter, str]
     ) -> ScaledOptimizer:
-        """Put the optimizer behind a loss scale."""
+        """Wrap the optimizer with loss scaling."""
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Accumulate whole gradients on each rank; the first backward after the block averages them.
+        """Accumulate unsharded gradients on each rank; the first backward after the block averages them.
 
-        They take the memory of one gradient of every parameter on every rank.
+        They need memory for the gradient of every full parameter on every rank.
         """
         if optimizer is not None:
             require_boosted(optimizer, ScaledOptimizer, "booster.no_sync")
         return self._accumulating(self._boosted(model, "booster.no_sync").no_sync())
 
     def local_model(self, model: nn.Module) -> LocalModel:
-        """This rank's part of a boosted model, in the format in which it is stepped."""
+        """Return this rank's shard of a boosted model, in the format that the optimizer updates."""
         boosted = self._boosted(model, "saving and loading")
         boosted.free_whole_parameters()
         return local_module(boosted.module, self.mesh, boosted.adapters)
@@ -126,7 +126,7 @@ class TorchPlugin(Plugin):
         return model
 
     def trained(self, optimizer: Optimizer) -> Trained:
-        """The tensors that a boosted optimizer steps on this rank."""
+        """Return the tensors that a boosted optimizer updates on this rank."""
         scaled = require_boosted(optimizer, ScaledOptimizer, "saving and loading")
         extra = {"scaler": scaled.scaler_state(), "skipped_steps": scaled.skipped_steps}
         return trained_parameters(
@@ -134,10 +134,10 @@ class TorchPlugin(Plugin):
         )
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """Compute gradients, averaged over the ranks while backward runs.
+        """Compute gradients, averaged over the ranks during backward.
 
         Raises:
-            ValueError: the optimizer is not what `booster.boost` returned.
+            ValueError: the optimizer is not the one that `booster.boost` returned.
         """
         scaled = require_boosted(optimizer, ScaledOptimizer, "booster.backward")
         with naming_failures("backward", () if self._accumulates else None):
@@ -156,17 +156,16 @@ class TorchPlugin(Plugin):
 class TorchDDPPlugin(TorchPlugin):
     """Plain data parallelism by torch's DistributedDataParallel. No pipeline: call `model(**batch)`.
 
-    The precision is `Booster`'s `mixed_precision`.
+    The precision is set by `Booster(mixed_precision=...)`.
 
     Args:
         broadcast_buffers, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view,
             static_graph: see torch's DistributedDataParallel.
-        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.DDP`).
+        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.DDP`).
 
     Raises:
         RuntimeError: no process group was started.
-        ValueError: an argument has a value that it cannot have, or one of ColossalAI's asks for what is not
-            available; all errors at once.
+        ValueError: an argument is invalid, or one of ColossalAI's is not available; all errors at once.
     """
 
     precision_option = "mixed_precision"
@@ -188,7 +187,7 @@ class TorchDDPPlugin(TorchPlugin):
         is_size = isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0
         sizes = [] if is_size else [f"bucket_cap_mb={bucket_cap_mb!r} must be a number of MiB above 0"]
         raise_errors([*unavailable, *switch_errors(switches), *sizes])
-        # torch warns of some of its own arguments as deprecated even when they are what they would be anyway.
+        # torch warns of some deprecated arguments even if they are given with their default values.
         usual = {name: parameter.default for name, parameter in signature(TorchDDPPlugin).parameters.items()}
         self._ddp_kwargs = {name: value for name, value in given.items() if value != usual[name]}
         self._settings = given
@@ -237,7 +236,7 @@ class TorchDDPModel(TorchModel):
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())
         device_ids = [mesh.device.index] if is_cuda(mesh.device) else None
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None
-        # A tuple is not registered: parameter names stay those of the model.
+        # A tuple is not registered as a submodule, so parameters keep the model's names.
         self._ddp = (ddp,)
         mark_taken(module)
         self._autocast = partial(
@@ -246,7 +245,7 @@ class TorchDDPModel(TorchModel):
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """torch's wrapper; None where nothing is trained."""
+        """torch's wrapper; None if no parameter is trained."""
         return self._ddp[0]
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -254,18 +253,18 @@ class TorchDDPModel(TorchModel):
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
     def leave_alone(self, names: Collection[str]) -> None:
-        """Do not broadcast these buffers: every forward would replace those of other replicas by those of rank 0."""
+        """Exclude these buffers from the broadcast, by which every forward would overwrite them with rank 0's."""
         if self.ddp is not None:
             self.ddp.parameters_to_ignore |= set(names)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The `generate` of the transformers model, computed in the mixed precision; each rank for itself."""
+        """Call the transformers model's `generate` in the mixed precision; each rank independently."""
         module: Any = self.module
         with self._autocast():
             return module.generate(*args, **kwargs)
 
     def ranks_of_call(self) -> Sequence[int] | None:
-        """All ranks where buffers are broadcast from the first one, else this one alone."""
+        """Return all ranks if buffers are broadcast from the first one, else only this one."""
         return None if self.ddp is not None and self.ddp.will_sync_module_buffers() else ()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,25 +40,26 @@ from .torch_ddp import TorchModel, TorchPlugin
 class TorchFSDPPlugin(TorchPlugin):
     """Data parallelism with parameters, gradients and optimizer states sharded (ZeRO-3), by torch's fully_shard.
 
-    Every transformer layer is gathered when it computes and freed afterwards; the rest of the model is gathered for
-    the whole step. Weights are kept, updated and saved in float32. No pipeline: call `model(**batch)`. In a backward
-    a parameter has to get its gradient on all ranks or on none.
+    The parameters of a transformer layer are all-gathered when it computes and freed afterwards; those of the rest of
+    the model stay gathered during the step. Weights are stored, updated and saved in float32. No pipeline: call
+    `model(**batch)`. In a backward a parameter must get its gradient on all ranks or on none.
 
     Args:
-        precision: "fp32", "bf16" or "fp16": in what layers compute; fp16 scales the loss by torch's GradScaler. None is
-            fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
-        shard_size: ranks over which a model is sharded, neighbours; the groups of so many hold replicas (hybrid
-            sharding). It divides the world size; None is the whole world.
-        cpu_offload: keep shards of parameters, gradients and states on the CPU, where the optimizer then steps.
+        precision: "fp32", "bf16" or "fp16", the precision in which layers compute; fp16 scales the loss by torch's
+            GradScaler. None is fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
+        shard_size: the number of neighbouring ranks over which a model is sharded; groups of this size are replicas
+            (hybrid sharding). It divides the world size; None is all ranks.
+        cpu_offload: keep shards of parameters, gradients and states on the CPU, where the optimizer updates them.
         reshard_after_forward: free a layer after its forward and gather it again for backward. None frees layers
-            and keeps the rest of the model, which backward needs at once; False keeps all, True frees all.
+            and keeps the rest of the model, which backward needs first; False keeps all, True frees all.
         initial_scale, growth_factor, backoff_factor, growth_interval: the loss scale of fp16, as in the other plugins;
-            it shrinks at every overflow.
-        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.FSDP`).
+            it decreases at every overflow.
+        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.FSDP`).
 
     Raises:
         RuntimeError: no process group was started.
-        ValueError: what is asked for does not fit; all errors at once, on every rank, before any communication.
+        ValueError: arguments are invalid or do not fit together; all errors at once, on every rank, before any
+            communication.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class TorchFSDPPlugin(TorchPlugin):
                 "lost: boost a new optimizer, before its first step, of a kind that makes its states in step()",
             ]
         try:
-            # Of the others torch's DTensor takes some, and Muon then departs from one process without a word.
+            # torch's DTensor accepts some other optimizers, but Muon's results then silently differ from one process.
             require_elementwise(optimizer)
         except ValueError as error:
             found.append(str(error))
@@ -169,16 +170,16 @@ def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:
 
 
 class TorchFSDPModel(TorchModel):
-    """A model whose parameters are sharded; `unwrap()` is the model itself.
+    """A model with sharded parameters; `unwrap()` returns the model itself.
 
-    Its layers and then the rest are sharded by fully_shard, which replaces every parameter by a DTensor: this
-    rank's rows of it in float32. Building it is collective over the world.
+    fully_shard shards the layers and then the rest of the model. It replaces every parameter by a DTensor: this
+    rank's rows in float32. The constructor is collective over the world.
 
     Args:
-        module: the model, changed in place. Parameters of 16 bits become float32 masters.
+        module: the model, changed in place. Parameters of 16 bits become float32 master weights.
         mesh: all ranks.
         policy: the keyword arguments of fully_shard.
-        adapters: what is saved of it as LoRA.
+        adapters: its LoRA adapters, for saving.
     """
 
     def __init__(
@@ -195,36 +196,37 @@ class TorchFSDPModel(TorchModel):
         layers = separable_layers(module)
         for layer in layers:
             fully_shard(layer, **policy)
-        # Layers that are freed are gathered in every forward; what stays gathered may be used alone.
+        # Resharded layers are gathered in every forward; without resharding, a rank can run a forward alone.
         always_gathers = bool(layers) and policy["reshard_after_forward"] is not False
         shards = policy["mesh"]
         self._ranks = (
             dist.get_process_group_ranks(shards.get_group(shards.ndim - 1)) if always_gathers else ()
         )
-        self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
+        # A tuple is not registered as a submodule, so every parameter has one name.
+        self.root = (fully_shard(module, **policy),)
         refuse_partial_state(module)
         mark_taken(module)
 
     def ranks_of_call(self) -> Sequence[int]:
-        """The ranks of a shard group, where layers are gathered in every forward."""
+        """Return the ranks of the shard group if layers are gathered in every forward, else none."""
         return self._ranks
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
+        """Compute the outputs; each layer is gathered when it computes. Collective over the shard group."""
         with self.random.call(self.random.draw(self.module)):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The `generate` of the transformers model, whose layers are gathered in every forward. Every rank calls.
+        """Call the transformers model's `generate`. Collective: layers are gathered in every forward.
 
-        Ranks whose texts end early go on computing until all have ended, which costs a reduction for each token.
+        Ranks whose texts end early continue until all ranks are done, which costs a reduction per token.
         """
         module: Any = self.module
         return module.generate(*args, **{"synced_gpus": True, **kwargs})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up whole on every rank until a backward outside of the block."""
+        """Accumulate unsharded gradients on every rank until a backward outside the block."""
         self.root[0].set_requires_gradient_sync(False)
         try:
             yield
@@ -232,12 +234,12 @@ class TorchFSDPModel(TorchModel):
             self.root[0].set_requires_gradient_sync(True)
 
     def free_whole_parameters(self) -> None:
-        """Keep this rank's shards alone, also after a forward without a backward."""
+        """Free gathered parameters, also after a forward without a backward; keep this rank's shards."""
         for module in self._sharded_modules():
             module.reshard()
 
     def unreduced_gradients(self) -> list[Tensor]:
-        """Gradients of a `no_sync` block that wait on this rank, whole."""
+        """Return the unsharded gradients that `no_sync` blocks accumulated on this rank."""
         found = (
             each
             for record, whole in self._whole_parameters()
@@ -246,7 +248,7 @@ class TorchFSDPModel(TorchModel):
         return [each for each in found if each is not None]
 
     def drop_unreduced_gradients(self) -> None:
-        """Forget what a `no_sync` block added up."""
+        """Drop the gradients that `no_sync` blocks accumulated."""
         for record, whole in self._whole_parameters():
             record.unsharded_accumulated_grad = None
             whole.grad = None
@@ -255,10 +257,10 @@ class TorchFSDPModel(TorchModel):
         yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
     def _whole_parameters(self) -> Iterator[tuple[Any, Parameter]]:
-        """Each parameter that was whole before, behind fully_shard's own record of it. Private to torch."""
+        """Yield every unsharded parameter that exists, with fully_shard's record of it. Uses private API of torch."""
         for module in self._sharded_modules():
             state: Any = module._get_fsdp_state()
-            # Before torch 2.13 there was at most one.
+            # Before torch 2.13 a module had at most one group.
             groups: Sequence[FSDPParamGroup] = (
                 state._fsdp_param_groups
                 if hasattr(state, "_fsdp_param_groups")
@@ -270,7 +272,10 @@ class TorchFSDPModel(TorchModel):
 
 
 def separable_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers that can be gathered one by one: no parameter of theirs is used outside. Inner first."""
+    """Return the transformer layers that can be gathered one by one, inner ones first.
+
+    No other module uses a parameter of such a layer.
+    """
     uses = _uses(model)
     found = []
     for layer in reversed(recomputable_layers(model)):
@@ -281,7 +286,7 @@ def separable_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter[Parameter]:
-    """The number of places below the module that hold each parameter; a module in two places counts twice."""
+    """Count the submodules that have each parameter; a module under two names counts twice."""
     return Counter(
         parameter
         for _, part in module.named_modules(remove_duplicate=False)
@@ -291,16 +296,16 @@ def _uses(module: nn.Module) -> Counter[Parameter]:
 
 
 class FSDPOptimizer(ScaledOptimizer):
-    """The user's optimizer behind a loss scale, its groups re-pointed at the sharded parameters.
+    """The user's optimizer with loss scaling, its parameter groups changed to the sharded parameters.
 
-    Groups keep their order and all their settings. With DTensors an overflow on any rank of a shard group is
-    found by all of them, and replicas have equal gradients: all ranks skip the same steps.
+    Groups keep their order and all their settings. With DTensors all ranks of a shard group find an overflow on any
+    of them, and replicas have equal gradients: all ranks skip the same steps.
 
     Args:
-        optimizer: the user's, on the parameters of the plain model, without states.
-        scaler: the loss scale, turned off where the precision needs none.
-        model: the model, sharded.
-        names: the name of each parameter that the plain model had.
+        optimizer: the user's optimizer of the plain model's parameters, without states.
+        scaler: the loss scale, disabled if the precision needs none.
+        model: the sharded model.
+        names: the plain model's parameters with their names.
     """
 
     def __init__(
@@ -317,7 +322,7 @@ class FSDPOptimizer(ScaledOptimizer):
             group["params"] = [shards[names[parameter]] for parameter in group["params"]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shards, or skip on all ranks where a scaled gradient overflowed; see `ScaledOptimizer`.
+        """Update this rank's shards, or skip on all ranks if a scaled gradient overflowed; see `ScaledOptimizer`.
 
         Raises:
             RuntimeError: gradients of a `no_sync` block were never reduced.
@@ -332,29 +337,29 @@ class FSDPOptimizer(ScaledOptimizer):
         return super().step(prepare)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, where this rank has all of it.
+        """Return the inner optimizer's state, if this rank has all of it.
 
         Raises:
-            RuntimeError: this rank has a part; names `booster.save_optimizer`.
+            RuntimeError: this rank has only a shard; names `booster.save_optimizer`.
         """
         if any(is_partial(each) for each in self._parameters()):
             raise RuntimeError(PARTIAL_STATE)
         return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, those that a `no_sync` block added up too."""
+        """Drop the gradients, including those that `no_sync` blocks accumulated."""
         self.model.drop_unreduced_gradients()
         super().zero_grad(set_to_none)
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip the true gradients to a norm over all shards; see `ScaledOptimizer`. Every rank calls."""
+        """Clip the unscaled gradients to a norm over all shards; see `ScaledOptimizer`. Collective."""
         self._require_reduced("clip_grad_by_norm()")
         return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clip every entry of the true gradients; see `ScaledOptimizer`. Every rank calls."""
+        """Clip every entry of the unscaled gradients; see `ScaledOptimizer`. Called on every rank."""
         self._require_reduced("clip_grad_by_value()")
         super().clip_grad_by_value(clip_value)
 
@@ -362,7 +367,7 @@ class FSDPOptimizer(ScaledOptimizer):
         return super()._has_gradients() or bool(self.model.unreduced_gradients())
 
     def _norms(self) -> Tensor:
-        """Of each gradient, and one of all that a `no_sync` block added up, which torch keeps elsewhere."""
+        """Return the norm of each gradient, and one of all that `no_sync` accumulated, which torch stores elsewhere."""
         reduced = super()._norms()
         unreduced = torch.stack([reduced.new_zeros(()), *map(self._norm, self.model.unreduced_gradients())])
         return torch.cat([reduced, unreduced.norm().unsqueeze(0)])
