@@ -1,4 +1,4 @@
-"""Booster: the user's face of all plugins."""
+"""Booster: one training interface for all plugins."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ from ..plugins.torch_ddp import TorchDDPPlugin
 
 
 class Booster:
-    """Wraps what a training script has, so that the same script trains under any plugin.
+    """Wrapper of model, optimizer and data, so that the same script trains with any plugin.
 
     Example:
         booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4))
@@ -30,14 +30,14 @@ class Booster:
         optimizer.step()
 
     Args:
-        plugin: how to train; None is `TorchDDPPlugin()`.
-        mixed_precision: "fp32", "bf16" or "fp16", for TorchDDPPlugin; the others take their own `precision`. None is
-            the same under all: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
-        device: ColossalAI's; None alone.
+        plugin: the way of training; None is `TorchDDPPlugin()`.
+        mixed_precision: "fp32", "bf16" or "fp16", for TorchDDPPlugin; the other plugins have an argument `precision`.
+            None is the same for all: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
+        device: an argument of ColossalAI; must be None.
 
     Raises:
-        ValueError: `plugin` is no plugin, `mixed_precision` is unknown, or given beside a plugin with a precision of
-            its own.
+        ValueError: `plugin` is no plugin, `mixed_precision` is unknown, or it is given with a plugin that has its own
+            argument `precision`.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class Booster:
     ) -> Boosted:
         """Wrap model, optimizer, criterion, dataloader and scheduler, and return them in that order.
 
-        Collective over the world: every rank calls with an equal model. The scheduler may have been built
-        on the optimizer before. A model alone is for evaluation, inference and saving: over several ranks its
-        `backward` raises, but under TorchDDPPlugin and TorchFSDPPlugin, where torch averages its gradients.
+        Collective over the world; the model must be equal on all ranks. The scheduler may be built on the optimizer
+        before. A model without an optimizer is for evaluation, inference and saving: on several ranks its `backward`
+        raises, except with TorchDDPPlugin and TorchFSDPPlugin, where torch averages its gradients.
 
-        A plain DataLoader is sharded over the replicas: each takes `batch_size` samples of its own, in the order that
-        its sampler has for all of them together. One of `plugin.prepare_dataloader`, or with a DistributedSampler, is
-        returned as it is.
+        A plain DataLoader is sharded over the replicas: each gets `batch_size` samples of its own per step, in the
+        global order of its sampler. A dataloader of `plugin.prepare_dataloader`, or one with a DistributedSampler, is
+        returned unchanged.
 
         Raises:
-            ValueError: on every rank, before anything changes: arguments of other types; then all reasons why no
-                checkpoint could be written; then a dataloader that cannot be sharded; then all reasons why model and
-                optimizer do not fit each other or the plugin.
+            ValueError: on every rank, before anything changes. Checks in this order, each with all of its errors: types
+                of the arguments; objects that a checkpoint cannot save; the dataloader; model and optimizer, with each
+                other and with the plugin.
         """
         raise_errors(_type_errors(optimizer, criterion, lr_scheduler))
         if isinstance(model, nn.Module):
@@ -97,7 +97,7 @@ class Booster:
         return boosted
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
-        """Compute gradients of a loss that `model(**batch)` gave; the loss is scaled as the precision needs."""
+        """Compute gradients of a loss of `model(**batch)`; the loss is scaled if the precision needs it."""
         self.plugin.backward(loss, optimizer)
 
     def execute_pipeline(
@@ -111,7 +111,7 @@ class Booster:
         *,
         average_loss: bool = True,
     ) -> dict[str, Any]:
-        """Take the next batch and run it through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
+        """Run the next batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
         return self.plugin.execute_pipeline(
             data_iter,
             model,
@@ -123,7 +123,7 @@ class Booster:
         )
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Inside the block gradients accumulate without being reduced over the data-parallel ranks."""
+        """Accumulate gradients within the block, without reducing them over the data-parallel ranks."""
         return self.plugin.no_sync(model, optimizer)
 
     def save_model(
@@ -137,27 +137,27 @@ class Booster:
         prefix: str | None = None,
         gather_dtensor: bool = True,
     ) -> Save:
-        """Write the model in files that Hugging Face reads, each rank its share of them. Collective over the world.
+        """Write the model in Hugging Face's format; each rank writes a part of the files. Collective over the world.
 
-        No rank gathers the model: the one that writes a tensor is sent the shards of it. Of a model with adapters the
-        weights have the model's own names, and adapters stand beside them under peft's.
+        No rank gathers the full model: the rank that writes a tensor receives its shards. For a model with adapters,
+        the weights are saved under the model's own names, and the adapters next to them in peft's format.
 
         Args:
-            model: what `boost` returned.
-            checkpoint: the file, or with `shard` the folder, in which `from_pretrained` finds the config, too.
+            model: the one that `boost` returned.
+            checkpoint: the file, or with `shard` the folder, which then has the config for `from_pretrained` too.
             shard: write a folder, with files of at most `size_per_shard` and their index.
             size_per_shard: in MiB.
-            use_safetensors: safetensors, or torch's own format (`.bin`), where a file is in memory until written.
-            use_async: copy what is to be written, and return while it is being written.
-            prefix: of the names of the files of a folder, `PREFIX.model.safetensors`: `from_pretrained` finds none,
-                `load_model` takes the file or the index of several.
-            gather_dtensor: True alone: files hold whole tensors, though nothing is gathered.
+            use_safetensors: write safetensors; else torch's format (`.bin`), where a file is in memory until written.
+            use_async: copy the tensors, and return while they are being written.
+            prefix: prefix of file names in a folder, `PREFIX.model.safetensors`. `from_pretrained` does not find them;
+                `load_model` takes the file, or the index of several.
+            gather_dtensor: must be True: files hold full tensors, although no rank gathers the model.
 
         Returns:
-            The save; `wait()` lets one with `use_async` end, and raises what went wrong.
+            The save; with `use_async`, `wait()` waits for its end and raises its error.
 
         Raises:
-            OSError: it could not be written; on every rank. What was there stands.
+            OSError: writing failed; raised on every rank. Existing files are unchanged.
         """
         return self.plugin.checkpoints.save_model(
             self.plugin.local_model(model),
@@ -171,18 +171,18 @@ class Booster:
         )
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
-        """Read a file, or a folder, of any Hugging Face model into a boosted one; each rank reads what it holds.
+        """Load any Hugging Face model from a file or a folder into a boosted one; each rank reads only its shards.
 
-        Collective over the world. Masters of an optimizer follow.
+        Collective over the world. An optimizer's master weights are updated too.
 
         Args:
-            model: what `boost` returned.
-            checkpoint: what `save_model` or `save_pretrained` wrote.
-            strict: refuse tensors that are missing or extra; else those stay as they are, and are left out.
+            model: the one that `boost` returned.
+            checkpoint: the result of `save_model` or `save_pretrained`.
+            strict: refuse missing and extra tensors. Otherwise missing ones stay unchanged, and extra ones are ignored.
 
         Raises:
-            ValueError: tensors are missing or do not fit; lists all of them, and changes nothing.
-            FileNotFoundError: there is nothing of that name.
+            ValueError: tensors are missing or do not fit; lists all of them, and nothing is changed.
+            FileNotFoundError: the path does not exist.
         """
         self.plugin.checkpoints.load_model(self.plugin.local_model(model), checkpoint, strict=strict)
 
@@ -194,18 +194,18 @@ class Booster:
         shard: bool = True,
         gather_dtensor: bool = True,
     ) -> Save:
-        """Write an optimizer's state into a folder, each rank what it holds. Collective over the world.
+        """Write an optimizer's state to a folder; each rank writes its shards. Collective over the world.
 
-        Whatever layout loads it: tensors are stored in the coordinates of whole parameters.
+        Any layout can load it: shards are stored with their position in the full tensors.
 
         Args:
-            optimizer: what `boost` returned.
+            optimizer: the one that `boost` returned.
             checkpoint: the folder.
-            use_async: as of `save_model`.
-            shard, gather_dtensor: True alone: it is a folder of whole tensors in boxes, and nothing is gathered.
+            use_async: see `save_model`.
+            shard, gather_dtensor: must be True: it is a folder, with positions in full tensors. Nothing is gathered.
 
         Raises:
-            OSError: it could not be written; on every rank.
+            OSError: writing failed; raised on every rank.
         """
         return self.plugin.checkpoints.save_optimizer(
             self.plugin.trained(optimizer),
@@ -216,10 +216,10 @@ class Booster:
         )
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
-        """Let an optimizer go on from what `save_optimizer` wrote under any layout. Collective over the world.
+        """Load an optimizer's state that `save_optimizer` wrote under any layout. Collective over the world.
 
         Raises:
-            ValueError: it is of another optimizer, other parameters or other groups; all of it.
+            ValueError: the optimizer, its parameters or its groups differ; all differences at once.
         """
         self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), checkpoint)
 
@@ -228,7 +228,7 @@ class Booster:
         self.plugin.checkpoints.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
-        """Let a scheduler go on from what `save_lr_scheduler` wrote. Collective over the world."""
+        """Load a scheduler's state that `save_lr_scheduler` wrote. Collective over the world."""
         self.plugin.checkpoints.load_lr_scheduler(lr_scheduler, checkpoint)
 
     def save_checkpoint(
@@ -245,27 +245,27 @@ class Booster:
         use_async: bool = False,
         size_per_shard: float = 1024,
     ) -> Save:
-        """Write all that a run needs to go on, under any layout, as `directory/step-…`. Collective over the world.
+        """Save the complete state of a run as `directory/step-…`, loadable under any layout. Collective over the world.
 
-        The folder appears under its name once all of it is on the disk. Weights in it are a Hugging Face folder,
-        `step-…/model`. A failure to write does not end training: the first rank reports it through `logging`, the save
-        knows it on every rank, and the checkpoints that are there stand.
+        The folder gets its name once all files are on the disk. Its weights are a Hugging Face folder, `step-…/model`.
+        A failed write does not end training: the first rank reports it through `logging`, `Save.failure` has it on
+        every rank, and existing checkpoints are unchanged.
 
         Args:
-            directory: of all checkpoints of the run, seen by all ranks.
-            step: its number.
-            model, optimizer, lr_scheduler: as `boost` returned them.
-            dataloader: of `plugin.prepare_dataloader`, whose position is saved.
-            user: plain values to be saved with it, equal on all ranks, or given on the first alone.
-            keep_last: then keep so many of the newest checkpoints alone; None keeps all.
-            use_async: copy what is to be written, and write while training goes on; the next save, or load, waits.
-            size_per_shard: of files of weights, in MiB.
+            directory: the folder of all checkpoints of the run, visible to all ranks.
+            step: the number of the step.
+            model, optimizer, lr_scheduler: the ones that `boost` returned.
+            dataloader: one of `plugin.prepare_dataloader`; its position is saved.
+            user: further plain values to save, equal on all ranks, or given on the first rank only.
+            keep_last: delete older checkpoints, and keep this number of the newest; None keeps all.
+            use_async: copy the tensors, and write them during training; the next save or load waits for it.
+            size_per_shard: maximum size of a file of weights, in MiB.
 
         Returns:
-            The save: `failure`, `done`, and `wait()`, which raises what went wrong.
+            The save: `failure`, `done`, and `wait()`, which raises its error.
 
         Raises:
-            ValueError: what is given cannot be saved, or ranks ask for different saves; on every rank, nothing written.
+            ValueError: an argument cannot be saved, or arguments differ between ranks; on every rank, nothing written.
         """
         return self.plugin.checkpoints.save_step(
             directory,
@@ -291,26 +291,23 @@ class Booster:
         resume: Resume = "auto",
         strict: bool = True,
     ) -> Resumed | None:
-        """Go on from a checkpoint of any layout, once every file equals its hash. Collective over the world.
+        """Resume from a checkpoint of any layout, after checking the hash of every file. Collective over the world.
 
-        Random generators go on where they were under the same layout, and under another one where those of the nearest
-        rank were.
+        Random generators are restored. Under another layout a rank gets those of the nearest rank.
 
         Args:
-            directory: of all checkpoints of the run.
-            model, optimizer, lr_scheduler, dataloader: what goes on, as it was given to `save_checkpoint`.
-            resume: "auto" for the newest that is sound, reported where a damaged one is passed over, or where there is
-                none at all; "must" for the same, which has to be there; the number of a step; None where `directory` is
-                the folder of the step itself.
-            strict: as of `load_model`.
+            directory: the folder of all checkpoints of the run.
+            model, optimizer, lr_scheduler, dataloader: the objects to restore, as for `save_checkpoint`.
+            resume: "auto": the newest valid checkpoint; skipped damaged ones, and finding none, are logged. "must": the
+                same, but one has to exist. A number: that step. None: `directory` is the folder of a step.
+            strict: see `load_model`.
 
         Returns:
-            Which one it is; None where "auto" found none at all.
+            The loaded checkpoint; None if "auto" found none.
 
         Raises:
-            ValueError: it is damaged, with which file and tensor, or does not fit; on every rank, before anything
-                changed.
-            FileNotFoundError: there is no such step, or with "must" none at all; on every rank.
+            ValueError: it is damaged (names file and tensor) or does not fit; on every rank, before anything changes.
+            FileNotFoundError: the step does not exist, or "must" found none; on every rank.
         """
         return self.plugin.checkpoints.load_step(
             directory,
@@ -330,13 +327,13 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """Put adapters into a model by peft, so that they alone are trained. Before `boost`; every rank calls.
+        """Add LoRA adapters to a model by peft, and freeze all other weights. Call it before `boost`, on every rank.
 
         Args:
             model: a plain transformers model; changed in place.
-            pretrained_dir: a folder with saved adapters, to go on training, under any layout.
+            pretrained_dir: a folder with saved adapters, to continue their training, under any layout.
             lora_config: a `peft.LoraConfig`, for new adapters.
-            bnb_quantization_config, quantize: not offered.
+            bnb_quantization_config, quantize: not available.
 
         Returns:
             A `peft.PeftModel`, for the optimizer and for `boost`.
@@ -352,15 +349,15 @@ class Booster:
     ) -> None:
         """Write the adapters of a boosted model to a folder that `PeftModel.from_pretrained` reads.
 
-        `adapter_model.safetensors` and `adapter_config.json`, whole, by rank 0. Collective over the world.
+        Rank 0 writes unsharded `adapter_model.safetensors` and `adapter_config.json`. Collective over the world.
 
         Args:
-            model: what `boost` returned, of what `enable_lora` returned.
-            checkpoint: the folder; made where missing.
-            use_safetensors: or `adapter_model.bin` in torch's format.
+            model: the boosted result of `enable_lora`.
+            checkpoint: the folder; created if missing.
+            use_safetensors: write safetensors; otherwise `adapter_model.bin` in torch's format.
 
         Raises:
-            OSError: rank 0 could not write; on every rank.
+            OSError: rank 0 failed to write; raised on every rank.
             ValueError: the model has no adapters.
         """
         self.plugin.checkpoints.save_adapters(
@@ -369,7 +366,7 @@ class Booster:
 
 
 def _type_errors(optimizer: object, criterion: object, lr_scheduler: object) -> list[str]:
-    """List what `boost` is given beside the model that cannot be what its name says."""
+    """List arguments of `boost` that lack the methods of their kind."""
     given = (
         ("optimizer", optimizer, "param_groups", "a torch optimizer over model.parameters()"),
         ("criterion", criterion, "__call__", "a function of (outputs, inputs)"),

@@ -1,4 +1,4 @@
-"""The one runner of all schedules: it does a rank's actions in order."""
+"""The runner of all schedules: executes a rank's actions in order."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -30,11 +30,11 @@ class StageLike(Protocol):
     is_last: bool
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
-        """The tuple of tensors for the next stage, or on the last stage the model's outputs.
+        """Return the tuple of tensors for the next stage, or on the last stage the model's outputs.
 
         Args:
             microbatch: the same for every stage.
-            received: what the stage before returned; empty on the first.
+            received: the tensors that the previous stage returned; empty on the first.
         """
         ...
 
@@ -44,9 +44,9 @@ class RunResult:
     """The results of a step, on the rank of the last stage; empty on the others.
 
     Args:
-        losses: what the criterion returned (without scale), detached, by microbatch.
-        weights: the weights, where it returned (loss_sum, weight).
-        outputs: the model's outputs by microbatch, detached, where they were to be kept.
+        losses: results of the criterion (without scale), detached, by microbatch.
+        weights: the weights, if the criterion returned (loss_sum, weight).
+        outputs: the model's outputs by microbatch, detached, if requested.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -55,30 +55,29 @@ class RunResult:
 
 
 class Trace:
-    """The computations of a rank, timed while they run.
+    """Times of a rank's computations.
 
-    On CUDA the device's own clock is read, by events in the current stream, and nothing waits for it until
-    `spans` is asked for.
+    On CUDA, events in the current stream read the device's clock; nothing waits for it before `spans` is called.
 
     Args:
-        device: of the computations.
+        device: the device of the computations.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = is_cuda(device)
         self._start: Any = None
-        self._computed: list[tuple[Action, Any, Any]] = []  # each between two seconds, or two events
+        self._computed: list[tuple[Action, Any, Any]] = []  # start and end: seconds, or events
 
     def begin(self) -> None:
-        """Start to time a computation, whose inputs are here."""
+        """Record the start of a computation, whose inputs are available."""
         self._start = self._now()
 
     def end(self, action: Action) -> None:
-        """Note the end of the computation that began last."""
+        """Record the end of the current computation."""
         self._computed.append((action, self._start, self._now()))
 
     def spans(self) -> list[Span]:
-        """All computations in order, in seconds of `time.perf_counter()`, which processes of a machine share."""
+        """Return all computations in order, in seconds of `time.perf_counter()`, which processes of a machine share."""
         if not self._is_cuda:
             return [Span(*computed) for computed in self._computed]
         now = self._now()
@@ -95,22 +94,22 @@ class Trace:
 
 @dataclass(kw_only=True)
 class ScheduleRun:
-    """One step of one rank, whose other ranks run theirs at the same time.
+    """One step of one rank; the other ranks run theirs at the same time.
 
     Args:
         stages: the stages of this rank, by index.
         microbatches: the same on every rank of the pipeline, of any sizes.
-        criterion: from outputs and microbatch to the loss, or to (loss_sum, weight); None only without
-            backwards.
-        transport: to other ranks; None where all stages are here.
-        scale: from the loss to what is differentiated in its place.
+        criterion: a function of outputs and microbatch that returns the loss, or (loss_sum, weight); None only for
+            a schedule without backwards.
+        transport: the transport to other ranks; None if this rank has all stages.
+        scale: a function from the loss to the tensor that is differentiated.
         keep_outputs: keep the last stage's outputs.
         before_forward: called with stage and microbatch before that forward computes.
-        weight_gradients: the queue in which the stages' layers defer weight gradients; None where they do not, and
-            then input gradients bring the weight gradients with them.
-        around_backward: a context for every action that gives gradients to a stage, by the action and whether it is
-            the last for its stage.
-        trace: notes the times of computations.
+        weight_gradients: the queue of the weight gradients that the stages' layers defer. None: they are not deferred,
+            and are computed together with input gradients.
+        around_backward: a context for every action that computes gradients, made from the action and a bool: True for
+            the last one of its stage.
+        trace: records the times of computations.
     """
 
     stages: Mapping[int, StageLike]
@@ -126,29 +125,29 @@ class ScheduleRun:
 
     def __post_init__(self) -> None:
         self._trains = False
-        # Between an action and the one that uses its result, at the stage that computes it, here or on another rank:
+        # From an action until the use of its result, by the stage that computes it, on this rank or another:
         self._handed_on: dict[_Place, tuple[Tensor, ...] | PendingTransfer] = {}  # outputs, detached
         self._gradients: dict[_Place, tuple[Tensor, ...] | PendingTransfer] = {}  # of its inputs
-        # Between a forward and its backward. The graph of an output is kept by its edge, so that the output's
-        # own memory is free once it was sent.
+        # From a forward until its backward. An output's graph is kept by its edge, so that the memory of the output
+        # is free after the send.
         self._received: dict[_Place, list[Tensor]] = {}
         self._edges: dict[_Place, list[GradientEdge | None]] = {}
         self._loss_graphs: dict[_Place, Tensor] = {}
-        # Until the end, by microbatch:
+        # Until the end of the step, by microbatch:
         self._keys: dict[int, Hashable] = {}
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
 
     def run(self, actions: Sequence[Action]) -> RunResult:
-        """Do this rank's actions of a valid schedule, sends and receives included.
+        """Execute this rank's actions of a valid schedule, sends and receives included.
 
         Gradients are added to the parameters of the stages. A schedule without backwards should run under
-        `torch.no_grad()`. Communicates with the neighbouring stages; on return all sends are done.
+        `torch.no_grad()`. Communicates with the neighbouring stages; all sends are complete on return.
 
         Raises:
-            RuntimeError: a peer is lost; names it. Whatever a stage or the criterion raises passes through. After
-                either the transport refuses further steps.
+            RuntimeError: a peer is lost; names it. Exceptions of a stage or the criterion are raised unchanged. After
+                either, the transport refuses further steps.
         """
         self._trains = any(action.op in _GIVE_GRADIENTS for action in actions)
         if self.transport is not None:
@@ -162,7 +161,7 @@ class ScheduleRun:
                 self.transport.close(f"{type(error).__name__}: {error}")
             if self.weight_gradients is not None:
                 self.weight_gradients.forget()
-            if isinstance(error, StopIteration):  # or the caller would take it for the end of the data
+            if isinstance(error, StopIteration):  # the caller would regard it as the end of the data
                 raise RuntimeError("the model or the criterion raised StopIteration") from error
             raise
         return self._result()
@@ -188,7 +187,7 @@ class ScheduleRun:
         )
 
     def _forward(self, action: Action) -> None:
-        """Run a stage on a microbatch; on the last stage the criterion too."""
+        """Run a stage on a microbatch; on the last stage also the criterion."""
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
         received = () if stage.is_first else self._take_inputs(*action.place)
         self._begin()
@@ -213,7 +212,7 @@ class ScheduleRun:
         else:
             gradients = _arrived(self._gradients.pop((action.stage + 1, action.microbatch)))
             self._begin()
-            # The next stage answers every floating tensor; what a frozen stage does not need is dropped.
+            # The next stage sends a gradient for every floating tensor; a frozen stage drops those it does not need.
             pairs = [
                 (edge, gradient)
                 for edge, gradient in zip(self._edges.pop(place), gradients, strict=True)
@@ -229,7 +228,7 @@ class ScheduleRun:
         self._end(action)
 
     def _backward_input(self, action: Action) -> None:
-        """Differentiate a stage, deferring what only its weights need."""
+        """Compute the gradients of a stage's inputs, and defer those of its weights."""
         if self.weight_gradients is None:
             self._backward(action)
             return
@@ -274,7 +273,7 @@ class ScheduleRun:
         return tensors
 
     def _hand_on(self, action: Action, output: Any) -> None:
-        """Keep a stage's outputs for the next one, and their graph for the backward."""
+        """Keep a stage's outputs for the next stage, and their graph for the backward."""
         self._handed_on[action.place] = tuple([tensor.detach() for tensor in output])
         if self._trains:
             self._edges[action.place] = [
@@ -302,7 +301,7 @@ class ScheduleRun:
                 "or item(), or evaluate under torch.no_grad()"
             )
         for given in weight:
-            # A number of Python would take torch's default format, which may be too short for it.
+            # A Python number would get torch's default format, which may be too short for it.
             dtype = given.dtype if isinstance(given, Tensor) else torch.float64
             self._weights[microbatch] = torch.as_tensor(given, dtype=dtype, device=loss.device).detach()
         self._losses[microbatch] = loss.detach()
@@ -310,7 +309,7 @@ class ScheduleRun:
             self._loss_graphs[action.place] = loss
 
     def _key(self, action: Action) -> Hashable:
-        """Decides the shapes of a transfer, known on both ends; evaluation may differ from training."""
+        """Return a key for the shapes of a transfer, known on both ends; evaluation may differ from training."""
         if action.microbatch not in self._keys:
             self._keys[action.microbatch] = (self._trains, signature(self.microbatches[action.microbatch]))
         return self._keys[action.microbatch]
@@ -338,7 +337,7 @@ def _arrived(tensors: tuple[Tensor, ...] | PendingTransfer) -> tuple[Tensor, ...
 
 
 def _differentiate(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Add to all leaves' gradients. As `torch.autograd.backward`, whose checks cost more than a small stage."""
+    """Accumulate gradients in all leaves, as `torch.autograd.backward`, whose checks cost more than a small stage."""
     _engine_run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -1,50 +1,49 @@
-"""Stages of a model: cut out of the whole one without touching its forward.
+"""Stages of a model: cut from the full model without changing its forward.
 
-[Note: whole forward] Every stage calls the whole model with the same microbatch, so the model computes
-masks, positions and per-layer choices as ever. What the stage does not hold is replaced by stand-ins:
+[Note: whole forward] Every stage calls the full model with the same microbatch, so the model computes
+masks, positions and per-layer choices as usual. Modules of other stages are replaced by stand-ins:
 
-    entry modules  -> Placeholder   a zero-stride tensor of the right shape, which nobody reads
+    entry modules  -> Placeholder   a zero-stride tensor of the right shape, whose values are never read
     after them     -> Outline       another one, see [Note: shapes]
     earlier layers -> Passing       return their input
-    the last one   -> Arriving      returns the tensor received from the stage before
-    own layers                      as they are
+    the last one   -> Arriving      returns the tensor received from the previous stage
+    own layers                      unchanged
     the next layer -> Leaving       leaves the forward by an exception that carries its input
     all the rest   -> Absent        holds no parameters and is never called
 
-What stands on a module around the layers (a parameter of its own), and what the plan calls `everywhere`, is on every
-stage; where its result is not read it gets no gradient, and the sum over the stages is the whole one.
+Every stage has the parameters of modules that contain the layers, and the modules that the plan lists as
+`everywhere`. Where their result is not used they get no gradient, and the sum over the stages is the full gradient.
 
-What arrives takes a layer's place and not the embedding's: between the two some models scale, add or
-project once more, and would do it twice.
+The received tensor replaces a layer's output and not the embedding's: some models scale, add or project between the
+two, and would do it twice.
 
-[Note: encoder and decoder] The encoder's layers come first, then the decoder's; a stage may end in the one or
-the other, or between them, and may hold the end of the one and the start of the other. Stages of the decoder
-receive and send two tensors, (hidden states, encoder's output); the stage that ends between them sends one. In
-place of the encoder an Encoded then returns what arrived, in place of the decoder a LeavingEncoder ends the stage
-that ends between them, and a LeavingDecoder is what Leaving is to a decoder's layer. What stands in the encoder
-beside its layers and entries (its last norm) is held with its last layer.
+[Note: encoder and decoder] The encoder's layers come first, then the decoder's. A stage may end in either, or between
+them, and may have the end of the encoder and the start of the decoder. Stages of the decoder receive and send two
+tensors, (hidden states, encoder's output); the stage that ends between them sends one. An Encoded replaces the
+encoder and returns the received tensor. A LeavingEncoder replaces the decoder on the stage that ends between them, and
+a LeavingDecoder does for a decoder's layer what Leaving does elsewhere. Modules of the encoder besides its layers and
+entries (its last norm) are on the stage of its last layer.
 
-[Note: repeated modules] T5 computes its position bias in the first layer of each stack and hands it on, so the first
-layer of every later stage must compute it again, by the same parameters. Parameters stand under one name: that of
-the first layer, whose stand-in adopts the module where the layer itself is not here. The others borrow it.
+[Note: repeated modules] T5 computes its position bias in the first layer of each stack and passes it on. The first
+layer of every later stage must therefore compute it again, with the same parameters. Parameters have one name: that of
+the first layer, whose stand-in adopts the module if the layer itself is on another rank. Other layers borrow it.
 
-[Note: shapes] Where layers return another shape than they take (Swin), or a model computes with the entries' outputs
-before the first layer (timm), what arrives has not the shape that the forward reckons with on the way to the stage's
-first layer. An Outline then runs what it stands for on the meta device, and returns a tensor of the right shape.
+[Note: shapes] Some layers return another shape than they take (Swin), and some models compute with the entries'
+outputs before the first layer (timm). Then the received tensor has not the shape that the forward expects before the
+stage's first layer. An Outline runs the replaced module on the meta device, and returns a tensor of the right shape.
 
-[Note: runs] ALBERT runs one layer many times. Every stage that has a run of it holds it, and its parameters count as
-tied between those stages. Where not all its runs are one stage's, Runs stands for it: it counts them, and only the
-stage's own reach the layer. The layer itself has the place between forwards, see [Note: seats].
+[Note: runs] ALBERT runs one layer many times. Every stage with a run of it has the layer, and its parameters count as
+tied between those stages. If a stage has only some of the runs, a Runs replaces the layer: it counts the runs, and
+calls the layer in those of the stage only. Between forwards the layer itself is in its place, see [Note: seats].
 
-[Note: seats] A rank may hold several stages of one model. At rest its module tree holds what any of them
-holds, so parameters, hooks and modes are those of one model. While a stage runs, its stand-ins take the
-places of what the rank's other stages hold, and afterwards give them back. Where a rank holds one stage there
-is nothing to exchange.
+[Note: seats] A rank may have several stages of one model. Between forwards its module tree has the modules of all of
+them, so parameters, hooks and modes are those of one model. While a stage runs, its stand-ins replace the modules of
+the rank's other stages, and are removed afterwards. With one stage per rank nothing is exchanged.
 
-[Note: packed texts] transformers keeps texts apart whose `position_ids` begin anew within a row, but only in a call
-that has neither an `attention_mask` nor a cache. Whether there is a cache `use_cache` says, in the call or else in the
-config, where it is True by default; some models have none in training. Such a call is made as the user wrote it, in
-training with an EmptyCache, so that its masks are those of `model(**batch)` without Echelon. It is not returned.
+[Note: packed texts] transformers separates packed texts, whose `position_ids` restart within a row, but only in a call
+without `attention_mask` and without cache. `use_cache` decides if there is a cache, in the call or else in the config,
+where it is True by default; some models have none in training. Such a call is made as the user wrote it, in training
+with an EmptyCache, so that its masks are those of `model(**batch)` without Echelon. The cache is not returned.
 """
 
 import dataclasses
@@ -62,8 +61,8 @@ from .known_masks import compiles_masks, is_compiled, mask_of_all
 from .plan import StagePlan, is_within
 from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, note_returns, stage_roles
 
-_STAGES = "_pipeline_stages"  # where a cut model keeps its stages
-_SAYING_WHICH = ("attention_mask", "position_ids")  # tokens see each other
+_STAGES = "_pipeline_stages"  # the attribute of a cut model with its stages
+_SAYING_WHICH = ("attention_mask", "position_ids")  # the arguments that decide which tokens see each other
 
 
 class Seat(NamedTuple):
@@ -75,14 +74,14 @@ class Seat(NamedTuple):
 
 
 class Stage:
-    """One stage as the runner sees it: the whole model's forward, from what arrives to what leaves.
+    """One stage as the runner uses it: the full model's forward, from the received tensors to the sent ones.
 
     Args:
-        model: the model; several stages may have one.
-        index, num_stages: which stage of how many.
-        bounds: where each stage's layers begin and the last one's stop; empty where no plan is known.
-        layer_paths: where the stage's own layers are; empty where no plan is known.
-        inbox: from which the model's stand-ins take what arrived.
+        model: the model; several stages may share one.
+        index, num_stages: the index of the stage, and the number of stages.
+        bounds: the first layer of each stage, and the end of the last one's; empty without a plan.
+        layer_paths: the paths of the stage's own layers; empty without a plan.
+        inbox: the received tensors, for the model's stand-ins.
         seats: see [Note: seats].
         borrowed: see [Note: repeated modules].
     """
@@ -119,21 +118,21 @@ class Stage:
         return [self.model.get_submodule(path) for path in self._layer_paths]
 
     def parameters(self) -> list[Parameter]:
-        """Parameters that the stage's forward uses, each once; one that is tied to another stage's belongs to both."""
+        """Return the parameters of the stage's forward, each once. A parameter tied between stages belongs to both."""
         with self.seated():
             own = list(self.model.parameters())
         borrowed = [parameter for each in self._borrowed for parameter in each.module.parameters()]
         return list(dict.fromkeys([*own, *borrowed]))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
-        """The tensors for the next stage, or on the last stage the model's outputs.
+        """Return the tensors for the next stage, or on the last stage the model's outputs.
 
         Args:
-            microbatch: a dict (passed by name), a tuple or list (by place) or a single tensor.
-            received: what the stage before sent; empty on the first.
+            microbatch: a dict (passed by name), a tuple or list (by position) or a single tensor.
+            received: the tensors from the previous stage; empty on the first.
         """
         args, kwargs = as_arguments(microbatch)
-        # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
+        # No cache: it would save the keys and values of all layers, and a stage has only its own.
         if self._takes_cache:
             kwargs = without_cache(self.model, args, kwargs)
         if self._makes_positions:
@@ -144,7 +143,7 @@ class Stage:
             with self.seated():
                 outputs = self.model(*args, **kwargs)
         except StageExit as stage_exit:
-            # What only passes through gets a graph of its own, so that every output but a frozen one has one.
+            # A received tensor that is sent on unchanged gets a graph here, like all outputs that are not frozen.
             return tuple(
                 tensor.view_as(tensor) if any(tensor is each for each in received) else tensor
                 for tensor in stage_exit.tensors
@@ -158,7 +157,7 @@ class Stage:
 
     @contextmanager
     def seated(self) -> Iterator[None]:
-        """The model as this stage sees it."""
+        """Put this stage's stand-ins into the model."""
         native = [modules[name] for modules, name, _ in self._seats]
         try:
             for seat, module in zip(self._seats, native, strict=True):
@@ -179,17 +178,17 @@ def cut_stages(
     bounds: Sequence[int],
     device: torch.device | None = None,
 ) -> dict[int, Stage]:
-    """Replace in place all of the model that none of these stages holds; parameter names stay what they were.
+    """Replace in place all modules that none of these stages has; parameter names are unchanged.
 
     Args:
-        model: the whole model, in any state of initialization.
-        plan: where its layers are.
+        model: the full model, in any state of initialization.
+        plan: the paths of its layers.
         stages: the stages to keep.
-        bounds: where each stage's layers begin, and where the last one's stop.
-        device: where it will compute; None is where it is.
+        bounds: the first layer of each stage, and the end of the last one's.
+        device: the device of the computation; None is the model's present one.
 
     Returns:
-        The stages by index. `local_stages` finds them again.
+        The stages by index. `local_stages` returns them again.
     """
     paths = plan.layer_paths(model)
     roles = {stage: stage_roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
@@ -218,19 +217,19 @@ def cut_stages(
 
 
 def local_stages(model: nn.Module) -> dict[int, Stage]:
-    """The stages of a cut model by index; a model that was not cut is one stage."""
+    """Return the stages of a cut model by index; a model that was not cut is one stage."""
     return vars(model).get(_STAGES) or {0: Stage(model)}
 
 
 def remember_stages(model: nn.Module, stages: dict[int, Stage]) -> None:
-    """Make `model` the one that these stages call, and that `local_stages` finds them by."""
+    """Attach the stages to the model that they call, for `local_stages`."""
     for stage in stages.values():
         stage.model = model
     vars(model)[_STAGES] = stages
 
 
 def refuse_direct_calls(model: nn.Module) -> None:
-    """Let calls of a cut model that no schedule makes raise RuntimeError, on every rank of the pipeline alike."""
+    """Make calls of a cut model outside of a schedule raise RuntimeError, on every rank of the pipeline."""
     model.register_forward_pre_hook(_refuse_direct_call)
 
 
@@ -246,7 +245,7 @@ def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
 
 
 def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Borrowed]:
-    """Give the first layer of a stage that starts within a stack its repeated modules."""
+    """Give repeated modules to the first layer of a stage that starts within a stack."""
     borrowed = []
     for stack in plan.stacks(model):
         if not stack.first < start < stack.stop:
@@ -265,7 +264,7 @@ def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Bo
 
 
 def _on_no_stage(all_roles: Sequence[Roles]) -> Roles:
-    """Places where every stage has a stand-in, or one around them; with the role of one. Runs hold the layer."""
+    """Return the places that are a stand-in, or inside one, on every stage, each with one role. Runs do not count."""
     found: Roles = {}
     all_roles = [{path: role for path, role in roles.items() if role.kind is not Runs} for roles in all_roles]
     places = [place for roles in all_roles for place in roles.items()]
@@ -277,7 +276,7 @@ def _on_no_stage(all_roles: Sequence[Roles]) -> Roles:
 
 
 def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
-    """Give back the memory of what has left the module tree. A module may also stand where it is kept."""
+    """Free the memory of modules that left the module tree. A module may remain in it under another name."""
     for native in natives:
         for module in native.modules():
             if module not in kept:
@@ -285,7 +284,7 @@ def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
 
 
 class _Casting:
-    """The stand-ins of one model: one for each place and role, whichever stage it serves."""
+    """The stand-ins of one model: one for each place and role, shared by all stages."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.inbox = Inbox()
@@ -295,7 +294,7 @@ class _Casting:
         self._stand_ins: dict[tuple[str, Role], StandIn] = {}
 
     def stand_in(self, path: str, role: Role) -> StandIn:
-        """The stand-in with this role for the native module at a path."""
+        """Return the stand-in with this role for the native module at a path."""
         native = self.native.setdefault(path, self._model.get_submodule(path))
         key = (path, role)
         if key not in self._stand_ins:
@@ -303,7 +302,7 @@ class _Casting:
         return self._stand_ins[key]
 
     def seats(self, roles: Roles) -> list[Seat]:
-        """Places of a stage's stand-ins that others have at rest."""
+        """Return the places where a stage's stand-ins replace other modules while it runs."""
         seats = []
         for path, role in roles.items():
             stand_in = self.stand_in(path, role)
@@ -315,14 +314,14 @@ class _Casting:
 
 
 def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
-    """A batch as the positional and named arguments of a model's call."""
+    """Return a batch as the positional and named arguments of a model's call."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Return True if the model's forward takes this argument, itself or by handing its keywords to its base model."""
+    """Return True if the model's forward takes this argument, directly or by passing its keywords to its base model."""
     named = inspect.signature(model.forward).parameters
     if argument in named:
         return True
@@ -332,32 +331,32 @@ def takes(model: nn.Module, argument: str) -> bool:
 
 
 def argument(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], name: str) -> Any:
-    """An argument of a model's call, given by name or by place; None where it is not given."""
+    """Return an argument of a model's call, given by name or by position; None if it is not given."""
     if name in kwargs or not args:
         return kwargs.get(name)
     return dict(zip(inspect.signature(model.forward).parameters, args, strict=False)).get(name)
 
 
 def depends_on_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a call may have other masks with a cache than without: see [Note: packed texts]."""
+    """Return True if the masks of a call may depend on the presence of a cache: see [Note: packed texts]."""
     is_given = argument(model, args, kwargs, "position_ids") is not None
     return is_given and argument(model, args, kwargs, "attention_mask") is None
 
 
 class EmptyCache(DynamicCache):
-    """A cache that keeps nothing: a layer that is recomputed would append its keys and values once more."""
+    """A cache that saves nothing: a recomputed layer would append its keys and values a second time."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values of this call alone."""
+        """Return the keys and values of this call only."""
         return key_states, value_states
 
 
 def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call that makes no cache; in training an empty one, where the call's masks depend on it.
+    """Return the keywords of a call that makes no cache; in training with an empty one if the masks depend on it.
 
     Args:
-        model: takes `use_cache`.
-        args, kwargs: of its call.
+        model: a model that takes `use_cache`.
+        args, kwargs: the arguments of its call.
     """
     if not depends_on_cache(model, args, kwargs):
         return {**kwargs, "use_cache": False}
@@ -370,19 +369,19 @@ def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> d
 
 
 def makes_positions(model: nn.Module) -> bool:
-    """Return True for a model of transformers that makes positions, and masks by them, where it is given neither."""
+    """Return True for a transformers model that makes positions, and masks from them, if neither is given."""
     named = inspect.signature(model.forward).parameters
     return isinstance(model, PreTrainedModel) and {"input_ids", *_SAYING_WHICH} <= named.keys()
 
 
 def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call, with a mask of all tokens where nothing says which are seen.
+    """Return the keywords of a call, with a mask of all tokens if no argument decides which tokens are seen.
 
     See [Note: questions about masks] in known_masks.py.
 
     Args:
-        model: `makes_positions`.
-        args, kwargs: of its call, on its device.
+        model: a model with `makes_positions`.
+        args, kwargs: the arguments of its call, on its device.
     """
     ids = argument(model, args, kwargs, "input_ids")
     given = (
@@ -395,7 +394,7 @@ def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) ->
 
 
 def drop_cache(outputs: Any) -> Any:
-    """A model's outputs without the cache that it made, of which each rank would have a part."""
+    """Return a model's outputs without its cache, of which each rank would have only its layers'."""
     if isinstance(outputs, tuple):
         return tuple(each for each in outputs if not isinstance(each, Cache))
     if isinstance(getattr(outputs, "past_key_values", None), Cache):

@@ -1,10 +1,10 @@
-"""Stand-ins for modules that a stage does not hold, and which of them takes whose place; see [Note: whole forward].
+"""Stand-ins for modules of other stages, and the roles of a stage; see [Note: whole forward].
 
-[Note: collecting] The outputs of every earlier layer are sent along with those of the stage's own layers, and stand
-in for them: an earlier layer is a Recalled, which returns its output. So whatever a model or transformers collects on
-the way, from what layers return or by hooks on them, is complete on the last stage. Hooks are registered by the class
-of a module, so these stand-ins give the class of what they stand for, and share its hooks: a rank of several stages
-has them all, whichever stage runs first.
+[Note: collecting] The outputs of every earlier layer are sent along with those of the stage's own layers: an earlier
+layer is a Recalled, which returns its received output. So everything that a model or transformers collects from
+layers, by return values or by hooks, is complete on the last stage. transformers registers hooks by the class of
+a module. These stand-ins therefore report the class of the replaced module, and share its hooks: a rank of several
+stages has them all, independent of the stage that runs first.
 """
 
 import inspect
@@ -22,11 +22,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .plan import Stack, StagePlan, is_within
 
-ENCODED = "encoder_hidden_states"  # what decoders of transformers and their layers call the encoder's output
+# The name of the encoder's output in transformers' decoders and their layers.
+ENCODED = "encoder_hidden_states"
 
 
 class StageExit(Exception):
-    """Leaves a model's forward at a stage's end. Not an error: `Stage.forward` catches it."""
+    """Exit from a model's forward at the end of a stage. Not an error: `Stage.forward` catches it."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         super().__init__("the stage's last layer is done")
@@ -34,7 +35,7 @@ class StageExit(Exception):
 
 
 class Inbox:
-    """Tensors from the stage before, for the microbatch that is being computed; one per cut model."""
+    """Tensors from the previous stage, for the current microbatch; one inbox per cut model."""
 
     def __init__(self) -> None:
         self.received: tuple[Tensor, ...] = ()
@@ -42,27 +43,30 @@ class Inbox:
         self.returned: dict[int, Tensor] = {}  # see [Note: collecting]
 
     def begin(self, received: tuple[Tensor, ...]) -> None:
-        """Begin a microbatch, with what arrived for it."""
+        """Start a microbatch, with its received tensors."""
         self.received = received
         self.runs.clear()
         self.returned = dict(enumerate(received))
 
     def take(self) -> tuple[Tensor, ...]:
-        """The tensors that arrived."""
+        """Return the received tensors."""
         if not self.received:
             raise AssertionError("a stage after the first was called without a received tensor")
         return self.received
 
 
 class Role(NamedTuple):
-    """The part of a stand-in, in one place for one stage.
+    """The task of a stand-in at one place, for one stage.
 
     Args:
         kind: its class.
-        arity: of a layer, what it would return (see `StagePlan.arity`).
-        own_runs: of a layer that runs several times, the first of its runs that is the stage's and the one after
-            the last.
-        arrives_as: of a layer that is recalled, which of the tensors that arrive is its output.
+        arity: for a layer: the length of the tuple that it returns, 0 for a tensor (see `StagePlan.arity`).
+        own_runs: for a layer that runs several times: the first run of the stage, and the end of its runs.
+        arrives_as: for a recalled layer: the index of its output among the received tensors.
+    ===
+    # The name of the encoder's output in transformers' decoders and their layers.
+    ENCODED = "encoder_hidden_states"
+    >>>
     """
 
     kind: "type[StandIn]"
@@ -71,14 +75,14 @@ class Role(NamedTuple):
     arrives_as: int = 0
 
 
-Roles = dict[str, Role]  # by path; elsewhere stands what the stage holds
+Roles = dict[str, Role]  # by path; modules without a role are the stage's own
 
 
 class StandIn(nn.Module):
-    """In the place of a module that another stage holds: no parameters, its attributes readable.
+    """Replacement for a module of another stage: without parameters, with readable attributes.
 
-    The native module is kept out of the module tree, for attribute look-ups alone. Where another rank holds
-    it, it has no memory.
+    The native module is kept outside of the module tree, only for attribute look-ups. If another rank has it, its
+    parameters have no memory here.
     """
 
     def __init__(self, native: nn.Module, inbox: Inbox, device: torch.device, role: Role) -> None:
@@ -93,7 +97,7 @@ class StandIn(nn.Module):
             return getattr(self.__dict__["native"], name)
 
     def adopt(self, path: str) -> None:
-        """Hold a module of the native one all the same, under its own path, parameters included."""
+        """Keep a submodule of the native module under its own path, with its parameters."""
         name, _, below = path.partition(".")
         module = self.__dict__["native"].get_submodule(name)
         if below:
@@ -108,10 +112,10 @@ class StandIn(nn.Module):
 
 
 class Placeholder(StandIn):
-    """For an entry module: a tensor in the shape of what it would have returned, without memory.
+    """Stand-in for an entry module: returns a tensor in the shape of its output, without memory.
 
-    Its shape is that of the ids for an embedding, and else that of what arrived. It holds no numbers (nan), so that
-    reading it shows.
+    The shape is that of the ids for an embedding, otherwise that of the received tensor. The values are nan, so that
+    a use of them is noticed.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -123,10 +127,9 @@ class Placeholder(StandIn):
 
 
 class Outline(StandIn):
-    """For what returns another shape than layers do: a tensor in the shape of what it would have returned.
+    """Stand-in for a module that changes shapes: returns tensors in the shapes of its outputs.
 
-    It holds no numbers either (nan; zeros of a format that has none). What is no tensor is returned as it would have
-    been.
+    The values are nan, or zeros in formats without nan. Outputs that are no tensors are returned unchanged.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +146,7 @@ class Outline(StandIn):
 
 
 class Passing(StandIn):
-    """For a layer of an earlier stage."""
+    """Stand-in for a layer of an earlier stage: returns its input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
         return self._as_layer(hidden)
@@ -153,16 +156,16 @@ class Passing(StandIn):
 
 
 class Arriving(Passing):
-    """For the layer right before the stage's first: what the stage before sent."""
+    """Stand-in for the layer before the stage's first: returns the received tensor."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
         return self._as_layer(self.inbox.take()[0])
 
 
 class Runs(Passing):
-    """For a layer that runs several times, where only some of its runs are the stage's.
+    """Stand-in for a layer that runs several times, if the stage has only some of its runs.
 
-    It holds all that the native layer holds, by the same dictionaries, so that what is replaced in it is followed.
+    It shares the dictionaries of the native layer's modules, parameters and buffers, so that it follows replacements.
     """
 
     def __init__(self, native: nn.Module, *args: Any) -> None:
@@ -182,44 +185,44 @@ class Runs(Passing):
 
 
 class Leaving(StandIn):
-    """For the layer right after the stage's last."""
+    """Stand-in for the layer after the stage's last: leaves the forward with its input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raise StageExit((hidden,))
 
 
 class LeavingEncoder(StandIn):
-    """For the decoder, on the stage whose last layer is the encoder's: sends the encoder's output."""
+    """Stand-in for the decoder, on a stage that ends with the encoder's last layer: sends the encoder's output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StageExit((_encoded(self.native, args, kwargs),))
 
 
 class LeavingDecoder(StandIn):
-    """For the decoder's layer right after the stage's last: the encoder's output goes along."""
+    """Stand-in for the decoder's layer after the stage's last: sends its input and the encoder's output."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise StageExit((hidden, _encoded(self.native, (hidden, *args), kwargs)))
 
 
 class Encoded(StandIn):
-    """For the encoder, on the stages after its last layer: what it returned, which arrived last."""
+    """Stand-in for the encoder, on the stages after its last layer: returns its output, the last received tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
         return BaseModelOutput(last_hidden_state=self.inbox.take()[-1])
 
 
 class Absent(StandIn):
-    """For what runs on another stage alone."""
+    """Stand-in for a module that only another stage runs: raises."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError(f"{type(self.native).__name__} was called on a stage that does not hold it")
 
 
 class Borrowed:
-    """A module that stands elsewhere in the model, for one that calls it as its own without listing its parameters.
+    """Reference to a module elsewhere in the model. The borrowing module can call it, but does not list its parameters.
 
-    It is looked up at each call, so another that takes its place is followed.
+    The path is resolved at each call, so replacements are followed.
     """
 
     def __init__(self, owner: nn.Module, path: str) -> None:
@@ -228,26 +231,26 @@ class Borrowed:
 
     @property
     def module(self) -> nn.Module:
-        """The module that stands there now."""
+        """The module now at that path."""
         return self._owner.get_submodule(self._path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while it is being copied, when it has no owner yet
+        if name.startswith("_"):  # also during copying, before it has an owner
             raise AttributeError(name)
         return getattr(self.module, name)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of this shape on the meta device, in float32 if it is of any precision."""
+    """Return a tensor of this shape on the meta device, in float32 for all floating-point formats."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
 def _encoded(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The encoder's output among the arguments of a call of this module."""
+    """Return the encoder's output from the arguments of a call of this module."""
     arguments = inspect.signature(native.forward).bind(*args, **kwargs).arguments
     found = {**arguments, **kwargs}.get(ENCODED)
     if found is None:
@@ -262,7 +265,7 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
 
 
 class _Hooked(StandIn):
-    """Has the hooks of what it stands for."""
+    """Stand-in that shares the hooks of the replaced module."""
 
     def __init__(self, native: nn.Module, *args: Any) -> None:
         super().__init__(native, *args)
@@ -275,24 +278,24 @@ class _Hooked(StandIn):
 
 
 class RecalledEntry(Outline):
-    """For an entry that returns more than a tensor: what it returned, the first of all that arrived."""
+    """Stand-in for an entry that returns more than a tensor: returns its output, the first received tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
         first = self.inbox.take()[0]
-        self.inbox.returned[0] = first  # where the entry is held, the hook on it noted its outline
+        self.inbox.returned[0] = first  # a hook on an entry of this rank recorded its outline
         return (first, *outputs[1:]) if isinstance(outputs, tuple) else first
 
 
 class Recalled(_Hooked, Passing):
-    """For a layer of an earlier stage, or the entry: its output."""
+    """Stand-in for the entry or a layer of an earlier stage: returns its received output."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
         return self._as_layer(self.inbox.take()[self.role.arrives_as])
 
 
 class LeavingWithAll(_Hooked):
-    """For the layer right after the stage's last: the outputs of all layers go along, the last one's as it is here."""
+    """Stand-in for the layer after the stage's last: sends the outputs of all layers, its input as the last one's."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         before = [self.inbox.returned[index] for index in sorted(self.inbox.returned)]
@@ -300,11 +303,11 @@ class LeavingWithAll(_Hooked):
 
 
 def note_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[str]) -> None:
-    """Note what the entry (0) and the layers (from 1) return while a stage runs, where they are held.
+    """Record the outputs of the entry (0) and of the layers (from 1) that this rank has, while a stage runs.
 
     Args:
-        model: cut already.
-        inbox: takes the notes.
+        model: the cut model.
+        inbox: receives the outputs.
         entry, layers: their paths.
     """
     for index, path in enumerate((entry, *layers)):
@@ -321,7 +324,7 @@ def _note(inbox: Inbox, index: int) -> Any:
 
 
 def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Roles:
-    """The stand-ins of the stage of these layers; see [Note: whole forward]."""
+    """Return the roles of a stage with the layers `start` to `stop`; see [Note: whole forward]."""
     roles: Roles = {}
     stacks = plan.stacks(model)
     for stack in stacks:
@@ -345,7 +348,7 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
 
 
 def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> Roles:
-    """Roles in a stack that the stage has no layer of."""
+    """Return the roles in a stack of which the stage has no layer."""
     path = stack.plan.module
     before = (
         _before_roles(model, stack) if module is Encoded else dict.fromkeys(stack.plan.before, Role(Absent))
@@ -354,7 +357,7 @@ def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> Rol
 
 
 def _before_roles(model: nn.Module, stack: Stack) -> Roles:
-    """Roles of what runs before the first layer, on stages that do not hold it; lists of layers one by one."""
+    """Return the roles of modules before the first layer, on stages without them; for lists, of each element."""
     singles: list[str] = []
     for path in stack.plan.leading:
         module = model.get_submodule(path)
@@ -365,7 +368,7 @@ def _before_roles(model: nn.Module, stack: Stack) -> Roles:
 
 
 def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
-    """Roles in a stack that the stage has some layers of, counted within the stack."""
+    """Return the roles in a stack of which the stage has some layers, counted within the stack."""
     roles: Roles = {}
     for path, (first, end) in stack.runs.items():
         arity = 0 if stack.changes_shape(path) else stack.plan.arity
@@ -383,7 +386,7 @@ def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving:
 
 
 def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
-    """Roles in the only stack, where the model reads the outputs of all layers."""
+    """Return the roles in the only stack, if the model reads the outputs of all layers."""
     roles: Roles = {}
     for index, path in enumerate(stack.paths):
         if index < start:
@@ -399,7 +402,7 @@ def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
 
 
 def _rest(model: nn.Module, kept: Sequence[str], under: str = "") -> list[str]:
-    """The outermost modules that hold parameters and are neither kept nor around what is."""
+    """Return the outermost modules with parameters that are not kept and contain no kept module."""
     found: list[str] = []
 
     def visit(module: nn.Module, path: str) -> None:
