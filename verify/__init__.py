@@ -1,1 +1,1 @@
-"""The parity check: any model under any layout against one process."""
+"""Parity check: a model trained under a layout, compared with one process."""

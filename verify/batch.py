@@ -1,4 +1,4 @@
-"""Batches of the parity check: token ids, images, and parts of several kinds."""
+"""Batches of the parity check: token ids, images, and inputs of multimodal models."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,12 +19,12 @@ from .models import (
     ModelChoice,
 )
 
-# B batch, S sequence, P positions of a sound
+# B batch, S sequence, P positions of an audio input
 Batch = dict[str, Tensor]
 
 
 def classified_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Images (B, channels, height, width) of the config's size, and what its head takes beside them."""
+    """Return images (B, channels, height, width) of the config's size, and further inputs of the head."""
     config = choice.config()
     height, width = _pair(config.image_size)
     patch_height, patch_width = _pair(config.patch_size)
@@ -45,9 +45,9 @@ def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
-    """A batch for the model's head: images, sounds, or text of (num_samples, LENGTH) tokens, rows padded to lengths.
+    """Return a batch for the model's head: images, audio, or text of (num_samples, LENGTH) tokens with padded rows.
 
-    A decoder beside an encoder gets (num_samples, TARGET_LENGTH), padded too.
+    The decoder of an encoder-decoder model gets (num_samples, TARGET_LENGTH), padded too.
     """
     drawn = torch.Generator().manual_seed(seed)
     if choice.model_type in MODAL:
@@ -85,9 +85,9 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     labels["seq2seq"] = {"labels": targets.masked_fill(~lasting, -100)}
     if choice.is_encoder_decoder:
         labels["base"] = {"decoder_input_ids": targets.masked_fill(~lasting, 0)}
-        # Such a head reads the state of each row's last end of sequence.
+        # Such a head reads the state of the last end-of-sequence token of each row.
         ids = ids.scatter(-1, lengths.unsqueeze(-1) - 1, END)
-    # Those that pretrain with more than the next token.
+    # Heads of pretraining with another loss besides the next token.
     follows = integers(0, 2, num_samples)
     pretraining = {
         "albert": {"labels": tokens, "sentence_order_label": follows},
@@ -97,7 +97,7 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     }
     if choice.head_name == "pretraining":
         labels["pretraining"] |= pretraining.get(choice.model_type, {})
-    if choice.head_name == "double":  # the next token, and which choice is right
+    if choice.head_name == "double":  # the next token, and the right choice
         labels["double"] = labels["causal"] | {
             "mc_token_ids": lengths - 1,
             "mc_labels": integers(0, 3, num_samples),
@@ -106,9 +106,9 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
 
 
 def loss_of(outputs: object, inputs: object) -> Tensor:
-    """The model's own loss, or both of two heads; where it has none a fixed weighted sum of its outputs.
+    """Return the model's own loss, or the sum of two heads'; without a loss, a fixed weighted sum of its outputs.
 
-    Not of the states of images, which a pipeline's last stage has not: what they become is in the others.
+    Hidden states of images are left out, since a pipeline's last stage lacks them; other outputs depend on them.
     """
     loss = getattr(outputs, "loss", None)
     if loss is not None:
@@ -123,14 +123,14 @@ def loss_of(outputs: object, inputs: object) -> Tensor:
 
 
 def _weighted(output: Tensor) -> Tensor:
-    """The mean of an output by weights that no norm of it makes a constant."""
+    """Return the mean of an output with fixed weights, so that a norm does not make it constant."""
     flat = output.float().flatten(1)
     weights = torch.arange(flat.shape[-1], device=output.device, dtype=torch.float32).cos()
     return (flat * weights).mean()
 
 
 def _tokens(num_samples: int, length: int, drawn: Generator) -> tuple[Tensor, Tensor]:
-    """(B, S) of tokens other than the image's, rows padded to different lengths, and the mask."""
+    """Return tokens (B, S) without the image token, rows padded to different lengths, and the mask."""
     tokens = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (num_samples, length), generator=drawn)
     lengths = torch.randint(length // 2, length + 1, (num_samples, 1), generator=drawn)
     lengths[0] = length
@@ -139,7 +139,7 @@ def _tokens(num_samples: int, length: int, drawn: Generator) -> tuple[Tensor, Te
 
 
 def speech(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Features (B, MELS, 2 P) of a sound, and text where the head has a decoder; to a decoder alone, states."""
+    """Return audio features (B, MELS, 2 P), with text if the head has a decoder. A decoder alone gets hidden states."""
     features = torch.randn(num_samples, MELS, 2 * FRAMES, generator=drawn)
     tokens, mask = _tokens(num_samples, TARGET_LENGTH, drawn)
     labels = tokens.masked_fill(mask == 0, -100)
@@ -164,12 +164,12 @@ def speech(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
 
 
 def image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Images (B, 3, IMAGE_SIDE, IMAGE_SIDE)."""
+    """Return images (B, 3, IMAGE_SIDE, IMAGE_SIDE)."""
     return {"pixel_values": torch.randn(num_samples, 3, IMAGE_SIDE, IMAGE_SIDE, generator=drawn)}
 
 
 def prompted_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Images with two sets each of three points and a box, and a mask."""
+    """Return images with two sets of three points and a box each, and a mask."""
     points = IMAGE_SIDE * torch.rand(num_samples, 2, 3, 2, generator=drawn)
     boxes = IMAGE_SIDE * torch.rand(num_samples, 2, 4, generator=drawn)
     return {
@@ -182,7 +182,7 @@ def prompted_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> B
 
 
 def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Images with text that begins with their places in it, what a language model is to say of both; or one alone."""
+    """Return images with text that starts with image tokens, and the labels of a language model; or one of both."""
     if choice.head_name == "image_embedding":
         return image(choice, num_samples, drawn)
     tokens, mask = _tokens(num_samples, LENGTH, drawn)
@@ -204,7 +204,7 @@ def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch
 
 
 def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Text with the places of an image in its middle, marked in `token_type_ids`: they attend to each other."""
+    """Return text with image tokens in its middle, marked in `token_type_ids`; they attend to each other."""
     before = LENGTH // 4
     tokens, mask = _tokens(num_samples, LENGTH, drawn)
     places = torch.full((num_samples, NUM_PATCHES), IMAGE_TOKEN)

@@ -1,4 +1,4 @@
-"""Comparison of a layout's steps with the reference's: tolerances, and the first quantity that departs."""
+"""Comparison of a layout's steps with the reference: tolerances, and the first quantity outside of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from torch import Tensor
 
 from .reference import StepRecord
 
-# Distances to float32 may exceed a reference's own, in the same 16-bit precision, by this much.
+# Factor by which a distance to float32 may exceed that of the reference in the same 16-bit precision.
 ALLOWED_16_BIT = 1.5
-# A gradient smaller than this share of the largest is zero up to rounding.
+# A gradient smaller than this fraction of the largest is zero up to rounding.
 ZERO_GRADIENT = 1e-6
-# Distances in float32 may exceed those of references whose weights were rounded by this much, after the first step.
+# Factor by which a distance in float32 may exceed those of references with rounded weights, after the first step.
 ALLOWED_ROUNDING = 4.0
-# Gradients of the first step by this much: the run and the reference are both off by as much as rounding makes of them.
+# The same for gradients of the first step: run and reference may both have the full rounding error.
 ALLOWED_ROUNDING_AT_FIRST = 2.0
-# One tensor's distance may exceed the reference's by this much. Seen: up to 4.5, where signs of noise flip.
+# Factor by which one tensor's distance may exceed the reference's. Seen: up to 4.5, where noise changes its sign.
 STRAY = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One quantity beside its reference.
+    """One quantity, compared with its reference.
 
     Args:
         quantity: "loss", "gradient", "norm", "weight", "copy", "loss scale" or "number of skipped steps".
         name: the worst tensor; empty for a scalar.
-        distance: from the reference (in 16 bits: from float32).
+        distance: the distance to the reference (in 16 bits: to float32).
         allowed: the largest distance that agrees.
     """
 
@@ -40,7 +40,7 @@ class Measure:
 
     @property
     def agrees(self) -> bool:
-        """True if it is as near as it has to be; not a number is not."""
+        """True if the distance is allowed; False for NaN."""
         return self.distance <= self.allowed
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class StepComparison:
-    """One step of the layout beside the reference's."""
+    """One step of the layout, compared with the reference's."""
 
     step: int
     loss: float
@@ -58,7 +58,7 @@ class StepComparison:
     measures: tuple[Measure, ...]
 
     def measure(self, quantity: str) -> Measure:
-        """The measure of a quantity: that of its worst tensor."""
+        """Return the measure of a quantity: that of its worst tensor."""
         return next(measure for measure in self.measures if measure.quantity == quantity)
 
 
@@ -73,21 +73,21 @@ def compare_float32(
 ) -> list[StepComparison]:
     """Compare float32 runs tensor by tensor.
 
-    Loss 1e-6 (relative to max(1, loss)). Gradients 1e-5 × max(largest entry of the tensor, 1e-3 × largest of
-    all); where all entries are below 1e-6 × largest of all, that: such a gradient is mathematically zero (a key's
-    bias in BERT, the bias of its span head) and what is left is the noise of its sum. Weights 1e-5 × largest
-    entry + 1e-3 × learning rate, since AdamW divides gradients by their own size; besides what it makes of the
-    distances of the gradients so far, which were compared themselves: distance / epsilon × learning rate for an entry
-    that is itself near epsilon. At most 1e-1 × learning rate, as where it divided noise.
+    Loss: 1e-6 (relative to max(1, loss)). Gradients: 1e-5 × max(largest entry of the tensor, 1e-3 × largest of
+    all). A tensor whose entries are all below 1e-6 × largest of all may differ by that: such a gradient is
+    mathematically zero (a key's bias in BERT, the bias of its span head), and its values are noise of a sum.
+    Weights: 1e-5 × largest entry + 1e-3 × learning rate, since AdamW divides gradients by their own size. To this add
+    the effect of gradient distances, which were compared themselves: distance / epsilon × learning rate for an entry
+    near epsilon. At most 1e-1 × learning rate, as for divided noise.
 
     Args:
         epsilon: AdamW's.
-        bitwise: the first step's loss and gradients must be equal (a pipeline alone, nothing tied). Later
-            steps follow from weights that an update in another memory layout may round differently.
-        rounded: runs of the reference from weights that were moved by a unit in the last place. What a computation in
-            float32 gives is at best the exact result for weights that are so near; so from the second step on, where
-            AdamW has divided by gradients, a quantity may be off by 4 times what lies between these runs and the
-            reference, and a gradient of the first step by twice that.
+        bitwise: loss and gradients of the first step must be equal (a pipeline alone, nothing tied). Weights, and
+            so later steps, may differ: an update in another memory layout may round differently.
+        rounded: runs of the reference from weights that were moved by a unit in the last place. A float32 computation
+            gives at best the exact result for weights this near. From the second step on, where AdamW has divided by
+            gradients, a quantity may be off by 4 times the distance between these runs and the reference; a gradient
+            of the first step by twice that distance.
     """
     compared: list[StepComparison] = []
     shares: dict[str, float] = {}
@@ -125,10 +125,10 @@ def compare_float32(
 def _allowed_gradients(
     own: StepRecord, other: StepRecord, shares: dict[str, float], *, epsilon: float, exact: bool
 ) -> dict[str, float]:
-    """The allowed distance of each gradient in float32.
+    """Return the allowed distance of each gradient in float32.
 
     Args:
-        shares: by name, the share of the learning rate by which a weight may be off; grows by this step's.
+        shares: by name, the fraction of the learning rate by which a weight may be off; this step's is added.
     """
     peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
     largest = max(peaks.values())
@@ -144,7 +144,7 @@ def _allowed_gradients(
 
 
 class Reference(NamedTuple):
-    """A step of one process in 16 bits, and of one in float32 that began with the same weights."""
+    """A step of one process in 16 bits, and a step in float32 from the same weights."""
 
     rounded: StepRecord
     exact: StepRecord
@@ -158,19 +158,19 @@ def compare_16_bit(
     learning_rate: float,
     nearby: Sequence[Sequence[Reference]] = (),
 ) -> list[StepComparison]:
-    """Compare distances to the float32 run: the layout's may be 1.5 times the reference's in the same precision.
+    """Compare distances to a float32 run: the layout's may be 1.5 times the reference's in the same precision.
 
-    A distance is the norm of a difference, over all tensors together: rounding decides the distance of a single
-    small tensor by chance, and where AdamW divides a gradient by its own size the sign of noise. A single
-    tensor may be off by `STRAY` times its reference's distance, so one that is wrong still shows. A distance
-    that happens to be tiny for the reference says nothing: nothing has to be nearer than the rounding, than one
-    entry that AdamW moves the other way, nor than the reference itself was in a step before.
+    A distance is the norm of a difference, over all tensors together. For a single small tensor, rounding makes the
+    distance random, and where AdamW divides a gradient by its own size, the sign of noise does. A single tensor may be
+    off by `STRAY` times its reference's distance, so a wrong one is still found. The reference's distance may be tiny
+    by chance. So three distances are always allowed: that of rounding, that of one entry which AdamW moves in the other
+    direction, and the largest of the reference in earlier steps.
 
     Args:
-        nearby: references of weights so near that they differ by what they are rounded to. Where one entry near zero
-            is moved the other way, or a token near a tie goes to another expert, the reference has that luck or a
-            neighbour has it; so the farthest of all of them counts, once weights have been stepped. The loss, the
-            gradients and the norm of the first step are compared with the reference alone.
+        nearby: references from weights that differ only by rounding. In the reference or in these, an entry near zero
+            may move in the other direction, or a token near a tie may be routed to another expert. After the first
+            update the largest distance of all of them counts. Loss, gradients and norm of the first step are compared
+            with the reference only.
     """
     rounding = torch.finfo(dtype).eps
     compared = []
@@ -194,7 +194,7 @@ def compare_16_bit(
 
 
 def first_departure(comparisons: Sequence[StepComparison]) -> str | None:
-    """The first quantity that departs from the reference, in words, or None."""
+    """Describe the first quantity that departs from the reference; None if all agree."""
     for comparison in comparisons:
         for measure in comparison.measures:
             if not measure.agrees:
@@ -205,7 +205,7 @@ def first_departure(comparisons: Sequence[StepComparison]) -> str | None:
 def _comparison(
     measures: tuple[Measure, ...], own: StepRecord, other: StepRecord, index: int
 ) -> StepComparison:
-    """A step's measures, and those of what has to be equal."""
+    """Return a step's measures, and those of quantities that must be equal."""
     unequal = own.unequal_copies
     equal = (
         Measure(quantity="copy", name=unequal[0] if unequal else "", distance=len(unequal), allowed=0.0),
@@ -220,7 +220,7 @@ def _comparison(
 def _compare_skipped(
     loss: Measure, found: Sequence[StepRecord], other: StepRecord, index: int
 ) -> StepComparison:
-    """A step whose gradients are not finite: the same have some, their norm is not finite, no weight moves."""
+    """Compare a skipped step: the same gradients are not finite, the norm is not finite, and no weight changes."""
     own = found[index]
     before = found[index - 1].weights if index else other.weights
     gradient = _mismatch("gradient", own.gradients, other.gradients)
@@ -236,7 +236,7 @@ def _compare_skipped(
 def _near(
     quantity: Literal["loss", "norm"], found: StepRecord, references: Sequence[Reference], floor: float
 ) -> Measure:
-    """A figure's distance to float32, beside what those of the references allow; the first one's float32 counts."""
+    """Compare a scalar's distance to float32 with those of the references; float32 is that of the first one."""
     usual = max(abs(getattr(each.rounded, quantity) - getattr(each.exact, quantity)) for each in references)
     return Measure(
         quantity=quantity,
@@ -252,7 +252,7 @@ def _near_together(
     references: Sequence[Reference],
     floor: float,
 ) -> Measure:
-    """All tensors' distance to float32 together, under the name of the one that adds most; a stray one first."""
+    """Compare the distance to float32 over all tensors, named by the one that adds most; a stray tensor goes first."""
     own, exact = _tensors(quantity, found), _tensors(quantity, references[0].exact)
     if (mismatch := _mismatch(quantity, own, exact)) is not None:
         return mismatch
@@ -275,19 +275,19 @@ def _tensors(quantity: Literal["gradient", "weight"], record: StepRecord) -> Map
 
 
 def _apart(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """The norm of the difference of all tensors together."""
+    """Return the norm of the difference, over all tensors together."""
     return hypot(*((reference[name] - tensor).norm().item() for name, tensor in exact.items()))
 
 
 def _distance(found: Tensor | None, expected: Tensor) -> float:
-    """The largest difference of two entries; 0 where there is nothing to compare, which is reported as a mismatch."""
+    """Return the largest difference of two entries; 0 if a tensor is missing, which is reported as a mismatch."""
     if found is None or found.shape != expected.shape:
         return 0.0
     return (found.float() - expected).abs().max().item()
 
 
 def _mismatch(quantity: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Measure | None:
-    """The first tensor that is missing, extra or of another shape, as a measure that departs."""
+    """Return the first tensor that is missing, extra or of another shape, as a measure that departs."""
     for name in (*expected, *found):
         if name not in found or name not in expected or found[name].shape != expected[name].shape:
             return Measure(quantity=quantity, name=name, distance=float("inf"), allowed=0.0)
@@ -295,14 +295,14 @@ def _mismatch(quantity: str, found: Mapping[str, Tensor], expected: Mapping[str,
 
 
 def _reach(rounded: float, expected: float) -> float:
-    """The distance that rounded weights allow a number."""
+    """Return the distance of a scalar that rounded weights allow."""
     return ALLOWED_ROUNDING * abs(rounded - expected)
 
 
 def _widen(
     allowed: dict[str, float], rounded: Mapping[str, Tensor], expected: Mapping[str, Tensor], factor: float
 ) -> None:
-    """Allow each tensor at least this factor of the distance that rounded weights cause."""
+    """Raise each tensor's allowed distance to this factor of the distance that rounded weights cause."""
     for name, tensor in expected.items():
         allowed[name] = max(allowed[name], factor * _distance(rounded[name], tensor))
 
@@ -314,7 +314,7 @@ def _scalar(quantity: str, found: float, expected: float, allowed: float) -> Mea
 def _worst(
     quantity: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], allowed: Mapping[str, float]
 ) -> Measure:
-    """The tensor that departs first if any does, else the one nearest to departing."""
+    """Return the first tensor that departs, or else the one nearest to its limit."""
     if (mismatch := _mismatch(quantity, found, expected)) is not None:
         return mismatch
     measures = []

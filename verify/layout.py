@@ -1,4 +1,4 @@
-"""A layout to verify and the training that it goes through, as data."""
+"""A parallel layout to verify and the settings of its training, as data."""
 
 from dataclasses import dataclass
 from math import prod
@@ -15,24 +15,24 @@ AXES = (*mesh.AXES[-1:], *mesh.AXES[:-1])  # in the order of a layout's name: tp
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A parallel layout and the training under it.
+    """A parallel layout and the options of its training.
 
     Args:
         tp, pp, dp, sp: sizes of the axes; their product is the number of processes.
         zero: the ZeRO stage.
         zero_size: the number of replicas over which it shards.
-        overlap_allgather: gather updated parameters while the next forward runs.
+        overlap_allgather: overlap the all-gather of updated parameters with the next forward.
         precision: "fp32", "bf16" or "fp16".
         schedule: a name of the pipeline's schedules.
-        chunks: stages per rank, where the schedule takes any number.
-        microbatches: parts that a batch is cut into; of unequal size with the batches of batch.py.
-        max_norm: clip gradients to this norm; 0 does not.
-        recompute: the share of each stage's layers that is computed again in backward.
-        recompute_modules: of these layers, the modules that are; none is the whole layers.
-        sequence: the mode of sequence parallelism, None for whole sequences.
+        chunks: stages per rank, if the schedule takes any number.
+        microbatches: the number of microbatches; of unequal size with the batches of batch.py.
+        max_norm: clip gradients to this norm; 0 disables clipping.
+        recompute: the fraction of each stage's layers that is recomputed in backward.
+        recompute_modules: the modules of these layers that are recomputed; empty for the full layers.
+        sequence: the mode of sequence parallelism; None for unsharded sequences.
         wp: neighbours on the data axis over which the weights of linear layers are sharded.
-        inner_ring: ranks of the inner one of two rings, 0 for one ring.
-        options: names of further options of the plugin that are switched on.
+        inner_ring: ranks of the inner of two rings; 0 for one ring.
+        options: names of further options of the plugin that are enabled.
     """
 
     tp: int = 1
@@ -56,12 +56,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """The number of its processes."""
+        """The number of processes."""
         return prod(getattr(self, axis) for axis in AXES)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of HybridParallelPlugin that mean the same."""
+        """The equivalent arguments of HybridParallelPlugin."""
         return {
             **{f"{axis}_size": getattr(self, axis) for axis in (*AXES, *mesh.PARTS_OF_DATA)},
             "zero_stage": self.zero,
@@ -89,7 +89,7 @@ class Layout:
         return HybridConfig(**self.arguments)
 
     def errors(self) -> list[str]:
-        """All that is wrong with it, each with what would work."""
+        """List all errors of the layout, each with a value that works."""
         sizes = [
             f"{name}={getattr(self, name)} must be at least 1"
             for name in (*AXES, "chunks")
@@ -121,12 +121,11 @@ class Training:
     """Settings of the training, besides forward, backward and update.
 
     Args:
-        vector_rate: the learning rate of biases and norms, which have a parameter group of their own.
-        frozen: parameters that do not train: none, the lower half of the model (with the embedding), or every
-            second one.
-        overflow_step: the step, from 0, in which the gradients of one rank are not finite; None is none.
-        extra_samples: samples of a replica's batch beyond two for each microbatch, by step + replica, over again
-            from the first. 1 makes microbatches of unequal size.
+        vector_rate: the learning rate of biases and norms, which have a separate parameter group.
+        frozen: the frozen parameters: none, the lower half of the model (with the embedding), or every second one.
+        overflow_step: the step, from 0, in which the gradients of one rank are not finite; None is no step.
+        extra_samples: samples of a replica's batch beyond two for each microbatch, used in turn, by step + replica.
+            1 makes microbatches of unequal size.
     """
 
     vector_rate: float = LEARNING_RATE
@@ -135,7 +134,7 @@ class Training:
     extra_samples: tuple[int, ...] = (1,)
 
     def freeze(self, model: nn.Module) -> None:
-        """Switch off the gradients of frozen parameters."""
+        """Disable the gradients of frozen parameters."""
         parameters = list(model.parameters())
         chosen = {
             "none": [],
@@ -146,5 +145,5 @@ class Training:
             parameter.requires_grad_(False)
 
     def num_samples(self, *, step: int, replica: int, microbatches: int) -> int:
-        """The number of samples of a replica's batch."""
+        """Return the number of samples of a replica's batch."""
         return 2 * microbatches + self.extra_samples[(step + replica) % len(self.extra_samples)]

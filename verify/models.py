@@ -1,4 +1,4 @@
-"""Small models of any type and head, built from their config. Batches for them are batch.py's."""
+"""Small models of any type and head, built from their config. batch.py makes their batches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-# Odd and unequal sizes on purpose: a vocabulary that no number of ranks divides, padded rows of all lengths.
+# Odd and unequal sizes on purpose: a vocabulary that no world size divides, padded rows of all lengths.
 VOCABULARY = 101
 LENGTH = 13
-TARGET_LENGTH = 9  # of what a decoder beside an encoder reads and predicts
+TARGET_LENGTH = 9  # of the texts of an encoder-decoder model's decoder
 END = 2  # the token that ends a sequence
 
-MELS = 8  # of a sound, at each of twice as many times
-FRAMES = 10  # positions of a sound
+MELS = 8  # features of an audio input, at each of 2 × FRAMES times
+FRAMES = 10  # positions of an audio input
 IMAGE_SIDE = 32
-IMAGE_TOKEN = 3  # at an image's places in a text
-NUM_QUERIES = 5  # of those
-NUM_PATCHES = 4  # the same where neighbouring patches of an image are averaged, (2, 2) of (4, 4)
+IMAGE_TOKEN = 3  # at the positions of an image in a text
+NUM_QUERIES = 5  # image tokens in a text
+NUM_PATCHES = 4  # the same if neighbouring patches of an image are averaged, (4, 4) to (2, 2)
 
-# The head that a model type is mostly used with, where that is not "causal".
+# The usual head of a model type, if it is not "causal".
 DEFAULT_HEAD = {
     **dict.fromkeys(("bart", "marian", "mbart", "mt5", "pegasus", "t5", "umt5"), "seq2seq"),
     **dict.fromkeys(
@@ -35,15 +35,15 @@ DEFAULT_HEAD = {
     "whisper": "speech",
 }
 
-# Model types whose batches are not of tokens alone: `MODAL` in batch.py.
+# Model types with other inputs than tokens: `MODAL` in batch.py.
 BATCHES_OF_THEIR_OWN = ("blip-2", "gemma3", "sam", "sam_vision_model", "whisper")
 
-# How far the weights of models of images are moved from where they begin: tokens, position biases and linear biases
-# begin at zero, where a wrong order does not show and SwinV2's cosines of zero vectors have noise for a gradient.
+# Size of a random change to the initial weights of image models. Tokens, position biases and linear biases start at
+# zero, where a wrong order has no effect, and SwinV2's cosines of zero vectors have noise as gradients.
 STIRRED = 0.1
 
-# How far from zero matrices are that begin there, by model type, where that is not 0.02: what is projected by small
-# weights, norms enlarge again, and with it each rounding.
+# Size of matrices that start at zero, by model type, if not 0.02. With small weights, norms amplify the small
+# projections, and with them every rounding error.
 BEGINS = {"gemma3": 0.2}
 
 # Heads that no Auto class of transformers builds, by type and head: the class.
@@ -55,16 +55,16 @@ FURTHER_HEADS = {
     ("gpt2", "double"): "GPT2DoubleHeadsModel",
 }
 
-# Its weights begin so large that a small model's steps make much of their rounding.
+# Smaller initial weights: with T5's own, the steps of a small model amplify rounding.
 _T5: dict[str, object] = {"initializer_factor": 0.5}
 
-# A cache copies keys and values, and products of copies in another order of memory may be rounded otherwise; under a
-# layout there is none.
+# A cache copies keys and values, and products of copies with another memory layout may be rounded differently. Under
+# a parallel layout there is no cache.
 UNCACHED: dict[str, object] = {"use_cache": False}
 
-# Settings of the config that a model type needs besides the usual ones, which are in `ModelChoice.config`.
+# Settings of the config that a model type needs besides the common ones in `ModelChoice.config`.
 _PATCHES = {"image_size": [9, 15], "patch_size": 3, "encoder_stride": 3}
-# Windows that do not fit, and odd heights and widths before they are halved.
+# Windows that do not divide the image, and odd heights and widths before halving.
 _WINDOWS = {
     "image_size": [22, 30],
     "patch_size": 2,
@@ -78,8 +78,8 @@ _WINDOWS = {
     "encoder_stride": 8,
     "out_indices": [0, 1, 3],
 }
-# Of mixtures of experts and of attention with latent keys and values, by the names that configs have for them. A
-# product of many experts at once needs rows of a multiple of 16 bytes, also of a rank's part.
+# Settings of mixtures of experts and of attention with latent keys and values, under all names in configs. A batched
+# product of experts needs rows of a multiple of 16 bytes, also in a rank's shard.
 EXPERTS: dict[str, object] = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -97,7 +97,7 @@ EXPERTS: dict[str, object] = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 6,
 }
-# With small weights norms of a region's output divide by next to nothing and swell the rounding.
+# With small weights, norms of a region's output divide by almost zero and amplify rounding.
 _STEADY: dict[str, object] = {"initializer_range": 0.2}
 _GEMMA: dict[str, object] = {"sliding_window": 5, "final_logit_softcapping": 2.0, **_STEADY}
 SETTINGS: dict[str, dict[str, object]] = {
@@ -112,16 +112,14 @@ SETTINGS: dict[str, dict[str, object]] = {
     "qwen3_moe": {"mlp_only_layers": [1]},
     "bloom": UNCACHED,
     "falcon": UNCACHED,
-    # As many layers as there are by default; every other one sees the last tokens alone.
+    # As many layers as by default; every other one attends only to the last tokens.
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5, **UNCACHED},
     "gptj": {"rotary_dim": 4, **UNCACHED},
-    # Weights of the usual size are small beside a step, and norms of what is small enlarge each rounding of one.
+    # Weights of the usual size are small compared with a step, and norms of small values amplify rounding.
     "glm4": {"initializer_range": 0.1},
     "opt": {"ffn_dim": 48, "init_std": 0.1},
-    "albert": {
-        "embedding_size": 24,
-        "initializer_range": 0.1,
-    },  # else its samples are alike behind the layers
+    # With smaller weights, all samples are alike after the layers.
+    "albert": {"embedding_size": 24, "initializer_range": 0.1},
     "electra": {"embedding_size": 24},
     "vit": _PATCHES,
     "deit": _PATCHES,
@@ -133,7 +131,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "out_indices": [1, 2, 3, 4],
     },
     "swin": _WINDOWS,
-    # Its norms stand behind the layers: what is small there brings its rounding with it.
+    # Its norms follow the layers: they amplify small values, with their rounding.
     "swinv2": {**_WINDOWS, "initializer_range": 0.02, "layer_norm_eps": 0.1},
     "blip-2": {
         "text_config": {"model_type": "t5"},
@@ -143,17 +141,17 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "blip_2_vision_model": {"image_size": IMAGE_SIDE, "patch_size": 8, "initializer_range": 0.02},
     "gemma3": {
-        # Layers that see all tokens and the last ones by turns.
+        # Layers that attend to all tokens and to the last ones, alternately.
         "text_config": {"sliding_window_pattern": 2},
         "mm_tokens_per_image": NUM_PATCHES,
         "image_token_index": IMAGE_TOKEN,
     },
-    # Published models have no head on their vision model; of another width than the language model.
+    # Published models have no head on the vision model. Its width differs from the language model's.
     "siglip_vision_model": {
         "image_size": IMAGE_SIDE,
         "patch_size": 8,
         "hidden_size": 48,
-        "num_hidden_layers": 2,  # with four, the gradients of the first are further from exact than is allowed
+        "num_hidden_layers": 2,  # with four, rounding in the first layer's gradients exceeds the tolerance
         "vision_use_head": False,
     },
     "marian": {"decoder_vocab_size": VOCABULARY},
@@ -182,7 +180,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
 }
 
-# And what one of its heads needs: who rebuilds an image takes it to be square.
+# Settings that one head of a model type needs; heads that reconstruct an image assume that it is square.
 HEAD_SETTINGS: dict[tuple[str, str], dict[str, object]] = {
     ("albert", "pretraining"): {"num_labels": 2},
     ("vit", "masked_image"): {"image_size": 15},
@@ -192,14 +190,14 @@ HEAD_SETTINGS: dict[tuple[str, str], dict[str, object]] = {
         "use_relative_position_bias": False,
         "use_shared_relative_position_bias": True,
     },
-    # Batch norms of more than a few numbers; older releases take the image to be square.
+    # Batch norms over more than a few values; older releases assume a square image.
     ("beit", "segmentation"): {"image_size": 18, "pool_scales": [2, 3], "initializer_range": 0.2},
     ("swin", "masked_image"): {"image_size": 24},
     ("swinv2", "masked_image"): {"image_size": 24},
 }
 
 
-# The Auto class that builds each head; None where FURTHER_HEADS names the class.
+# The Auto class that builds each head; None if FURTHER_HEADS names the class.
 HEADS: dict[str, str | None] = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal": "AutoModelForCausalLM",
@@ -235,8 +233,8 @@ class ModelChoice:
     Args:
         model_type: `config.model_type` of transformers.
         head: a key of HEADS; None is the usual one of the type.
-        tied: a language-model head shares the embedding's weight.
-        num_layers: the number of layers; of an encoder and a decoder each, where a model has both.
+        tied: tie the head of a language model to the embedding's weight.
+        num_layers: the number of layers; in an encoder-decoder model, of encoder and decoder each.
         settings: further settings of its config, as (name, value).
     """
 
@@ -248,17 +246,17 @@ class ModelChoice:
 
     @property
     def head_name(self) -> str:
-        """The head, the usual one where none was chosen."""
+        """The head; the usual one by default."""
         return self.head or DEFAULT_HEAD.get(self.model_type, "causal")
 
     @property
     def described_head(self) -> str:
-        """The head, and that it is tied where it is."""
+        """The head, marked if it is tied."""
         return f"{self.head_name}, tied" if self.tied else self.head_name
 
     @property
     def is_of_images(self) -> bool:
-        """True if its input is images alone."""
+        """True if images are its only input."""
         main_input = getattr(heads_of(self.model_type)[self.head_name], "main_input_name", "")
         return main_input == "pixel_values" and self.model_type not in BATCHES_OF_THEIR_OWN
 
@@ -268,7 +266,7 @@ class ModelChoice:
         return bool(self.config().is_encoder_decoder)
 
     def errors(self) -> list[str]:
-        """All that is wrong with it, each with what would work."""
+        """List all errors of the choice, each with a value that works."""
         found = []
         if self.model_type not in transformers.CONFIG_MAPPING:
             found.append(
@@ -300,7 +298,7 @@ class ModelChoice:
         return []
 
     def config(self) -> PretrainedConfig:
-        """Its config: small, without dropout."""
+        """Return its config: small, without dropout."""
         blank = AutoConfig.for_model(self.model_type)
         chosen = self._chosen(self.model_type, blank, dict(self.settings))
         return AutoConfig.for_model(self.model_type, **chosen)
@@ -308,9 +306,9 @@ class ModelChoice:
     def _chosen(
         self, model_type: str, blank: PretrainedConfig, own: Mapping[str, object]
     ) -> dict[str, object]:
-        """The settings of a config, and of the configs inside it, that differ from transformers' own, in `blank`."""
+        """Return the settings of a config and its nested configs; `blank` has transformers' defaults."""
         settings = self._wished()
-        if hasattr(blank, "kv_lora_rank"):  # every head has keys and values of its own
+        if hasattr(blank, "kv_lora_rank"):  # every head has its own keys and values
             settings["num_key_value_heads"] = settings["num_attention_heads"]
         own = {
             **SETTINGS.get(model_type, {}),
@@ -318,7 +316,8 @@ class ModelChoice:
             **own,
         }
         known = {
-            blank.attribute_map.get(name, name): value  # older releases check some by their own names
+            # Older releases check some of them under the config's own names.
+            blank.attribute_map.get(name, name): value
             for name, value in settings.items()
             if name == "num_labels"
             or (
@@ -341,7 +340,7 @@ class ModelChoice:
         for name in blank.sub_configs:
             inner = getattr(blank, name) or blank.sub_configs[name]()
             given = cast(Mapping[str, Any], chosen.get(name, {}))
-            # In older releases some have no type, and others one by which no config can be looked up.
+            # In older releases some nested configs have no type, or one for which no config can be looked up.
             own_type = inner.model_type or f"{model_type}_{name.removesuffix('_config')}"
             inner_type = given.get("model_type", own_type)
             inner = type(inner)() if inner_type == own_type else AutoConfig.for_model(inner_type)
@@ -349,7 +348,7 @@ class ModelChoice:
         return chosen
 
     def _wished(self) -> dict[str, object]:
-        """Settings of every config that has them."""
+        """Return the settings that apply to every config with such a name."""
         return dict(
             vocab_size=VOCABULARY,
             hidden_size=32,
@@ -376,18 +375,18 @@ class ModelChoice:
         )
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The model, in float32, equal for equal seeds, in training mode."""
+        """Build the model, in float32 and training mode; equal seeds give equal models."""
         torch.manual_seed(seed)
         model = self._from_config().float()
         for parameter in model.parameters():
             if self.is_of_images:
                 parameter.data += STIRRED * torch.randn_like(parameter)
-            elif parameter.ndim > 1 and not parameter.any():  # as trained ones are not: some tables begin so
+            elif parameter.ndim > 1 and not parameter.any():  # some tables start at zero
                 nn.init.normal_(parameter, std=BEGINS.get(self.model_type, 0.02))
         return model.train()
 
     def build_on_meta(self) -> nn.Module:
-        """The model without memory, for checks."""
+        """Build the model on the meta device, for checks."""
         with torch.device("meta"):
             return self._from_config()
 
@@ -395,19 +394,19 @@ class ModelChoice:
         model: Any = heads_of(self.model_type)[self.head_name](self.config())
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if not self.tied and head is not None and head.weight is embedding.weight:
-            # T5 ties whatever its config says; T5 1.1 has weights of its own in the head all the same.
+            # T5 always ties the head, whatever its config says. T5 1.1 has a separate weight in the head.
             head.weight = nn.Parameter(torch.randn_like(head.weight) * head.in_features**-0.5)
         return model
 
 
 def _is_derived(config: PretrainedConfig, name: str) -> bool:
-    """True if a setting follows from others and cannot be given."""
+    """Return True if a setting follows from others and cannot be given."""
     found = getattr(type(config), name, None)
     return isinstance(found, property) and found.fset is None
 
 
 def heads_of(model_type: str) -> dict[str, type[nn.Module]]:
-    """The heads that transformers has for a model type, and the class of each; two may be one class."""
+    """Return the heads that transformers has for a model type, with their classes; two heads may share a class."""
     config_class = transformers.CONFIG_MAPPING[model_type]
     found = {}
     for head, auto in HEADS.items():

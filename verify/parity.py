@@ -1,4 +1,7 @@
-"""The parity check: a model under a layout beside one process, step by step. The one process is reference.py."""
+"""Parity check: a model trained under a layout and in one process, compared step by step.
+
+The one process is in reference.py.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,14 +34,14 @@ from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
 from .reference import StepRecord
 
-LOSS_SCALE = 2.0**8  # the first scale of fp16 runs: high enough to show if it is not taken out again
-ROUNDINGS = (1, 2, 3)  # seeds for references with moved weights, which show how much rounding is amplified
-# How far weights are moved in 16 bits, in units in the last place: every eighth of them is rounded the other way then,
-# enough for all that follows to be rounded anew, and the weights stay as near as rounding brings them anyway.
+LOSS_SCALE = 2.0**8  # the initial scale of fp16 runs: large enough that a missing division is found
+ROUNDINGS = (1, 2, 3)  # seeds of references with moved weights, which measure how much rounding is amplified
+# Size of the change of weights in 16 bits, in units in the last place. Every eighth weight is then rounded to the other
+# side. This is enough to change all later roundings, and no more than rounding itself changes the weights.
 MOVED_16_BIT = 1 / 8
 AS_USUAL = Training()
 
-Batches = list[dict[str, Tensor]]  # of a step, by replica
+Batches = list[dict[str, Tensor]]  # the batches of a step, by replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +49,8 @@ class Report:
     """The result of a parity check; equal on every rank.
 
     Args:
-        steps: by step, each quantity beside its reference.
-        departure: the first quantity that departs, in words; None where all agree.
+        steps: by step, the comparison of each quantity with its reference.
+        departure: a description of the first quantity that departs; None if all agree.
     """
 
     steps: tuple[StepComparison, ...]
@@ -55,7 +58,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """True if everything was within tolerance."""
+        """True if every quantity was within tolerance."""
         return self.departure is None
 
 
@@ -67,16 +70,16 @@ def parity(
     num_steps: int = 3,
     seed: int = 0,
 ) -> Report:
-    """Train a model under a layout and in one process, and compare every step's numbers.
+    """Train a model under a layout and in one process, and compare the numbers of every step.
 
     Collective over the world, which must have `layout.world_size` ranks. The reference runs on rank 0 and its device.
 
     Args:
         choice: the model.
-        layout: how it is parallelized.
-        training: what its steps go through.
+        layout: the parallel layout.
+        training: the settings of its steps.
         num_steps: optimizer steps.
-        seed: of the model's weights and of the batches.
+        seed: the seed of the model's weights and of the batches.
 
     Raises:
         ValueError: model and layout do not fit; all reasons at once.
@@ -94,7 +97,7 @@ def parity(
 
 
 def drawn_batches(choice: ModelChoice, layout: Layout, training: Training, step: int, seed: int) -> Batches:
-    """The batch of each replica in a step, from 0."""
+    """Return the batch of each replica in a step, counted from 0."""
     return [
         make_batch(
             choice,
@@ -111,10 +114,10 @@ def compare_with_one_process(
     training: Training,
     found: Sequence[StepRecord],
 ) -> list[StepComparison]:
-    """Train the model in one process, and compare a run with it whose parts had these layouts and batches.
+    """Train the model in one process, and compare it with a run whose parts had these layouts and batches.
 
-    Steps in float32, as long as those before were too, are compared in float32; what follows one of 16 bits is
-    compared as such. Where either departs, more references with moved weights show what rounding may account for.
+    Float32 steps before the first 16-bit step are compared in float32; all others as 16-bit steps. If a comparison
+    departs, references with moved weights are added, which measure the effect of rounding.
     """
     steps = [
         [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
@@ -130,7 +133,7 @@ def compare_with_one_process(
         return reference.train(
             model,
             steps[: len(dtypes)],
-            # By the kernel that boosted optimizers choose: one that rounds otherwise can move a number across zero.
+            # The kernel that boosted optimizers choose: another rounding can change the sign of a number near zero.
             make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate, fused=True),
             criterion=loss_of,
             dtype=dtypes[0],
@@ -151,8 +154,8 @@ def compare_with_one_process(
             train([torch.float32] * exact),
             learning_rate=rate,
             epsilon=EPSILON,
-            bitwise=_gives_equal_bits(model, first)
-            and not is_cuda(device),  # whose atomic sums have no order
+            # CUDA's atomic sums have no fixed order.
+            bitwise=_gives_equal_bits(model, first) and not is_cuda(device),
         )
         compared = compare()
         if first_departure(compared) is not None:
@@ -170,7 +173,7 @@ def _compare_16_bit(
     train: Callable[[Sequence[torch.dtype], nn.Module], list[StepRecord]],
     rate: float,
 ) -> list[StepComparison]:
-    """Compare all steps, some of them in 16 bits, with what one process makes of them in both formats."""
+    """Compare all steps, some of them in 16 bits, with one process in both formats."""
 
     def references(model: nn.Module) -> list[Reference]:
         both = zip(train(dtypes, model), train([torch.float32] * len(dtypes), model), strict=True)
@@ -186,15 +189,15 @@ def _compare_16_bit(
 
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
-    """True if the first step in float32 adds up nothing in another order than one process."""
-    # The gradients of an encoder's output are summed in another order where its decoder has several stages.
+    """Return True if the first step in float32 sums all numbers in the order of one process."""
+    # The gradients of an encoder's output are summed in another order if the decoder has several stages.
     is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
     return is_pipeline_alone and is_one_stack and not _is_shared(model)
 
 
 def _moved(model: nn.Module, unit: float) -> Iterator[nn.Module]:
-    """Copies of a model, one for each of ROUNDINGS, whose weights are moved by up to this share, up or down."""
+    """Yield copies of a model, one per seed of ROUNDINGS, with weights moved up or down by at most this fraction."""
     for seed in ROUNDINGS:
         moved = copy.deepcopy(model)
         generator = torch.Generator().manual_seed(seed)
@@ -205,7 +208,7 @@ def _moved(model: nn.Module, unit: float) -> Iterator[nn.Module]:
 
 
 class Run(NamedTuple):
-    """A model that is trained under a layout, on this rank."""
+    """A model trained under a layout, on this rank."""
 
     layout: Layout
     booster: Booster
@@ -214,7 +217,7 @@ class Run(NamedTuple):
 
 
 def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
-    """Parallelize a model as the layout says. Collective over the world."""
+    """Parallelize a model under a layout. Collective over the world."""
     plugin = HybridParallelPlugin(
         **layout.arguments,
         initial_scale=LOSS_SCALE,
@@ -231,12 +234,12 @@ def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
 def take_steps(
     run: Run, training: Training, batches: Sequence[Batches], *, first_step: int = 0
 ) -> list[StepRecord]:
-    """Train on the batches of each step, and record it: whole on rank 0, elsewhere without tensors.
+    """Train on the batches of each step and record it: unsharded on rank 0, without tensors on the others.
 
     Collective over the world.
 
     Args:
-        first_step: the number of the first of them, of the whole run.
+        first_step: the number of the first step, counted over the full run.
     """
     _, booster, boosted, optimizer = run
     mesh = boosted.mesh
@@ -244,7 +247,7 @@ def take_steps(
     for step, replicas in enumerate(batches, start=first_step):
         batch = replicas[mesh.rank("dp")]
         is_last = all(mesh.rank(axis) == mesh.size(axis) - 1 for axis in ("dp", "sp", "tp"))
-        # One rank's loss: the last stage, wherever the schedule has it, is who computes one.
+        # One rank's loss: only ranks of the last stage compute one.
         criterion = _overflowing if step == training.overflow_step and is_last else loss_of
         loss_scale = optimizer.loss_scale
         output = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
@@ -274,7 +277,7 @@ def take_steps(
 def make_optimizer(
     model: nn.Module, *, vector_rate: float = LEARNING_RATE, fused: bool | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices alone, as fine-tuning scripts have it."""
+    """Return AdamW with weight decay on matrices only, as in fine-tuning scripts."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -290,14 +293,14 @@ def make_optimizer(
 def gather_whole(
     local: Mapping[str, Tensor], like: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
-    """All tensors of the model, whole, on global rank 0; an empty dict elsewhere.
+    """Gather the full tensors of the model on global rank 0; an empty dict elsewhere.
 
     Collective over the world: all-gather over the axis of each placement, then over pp; tensors of other stages are
-    on the CPU. Replicas (over dp and sp, and of tied tensors on several stages) are taken once.
+    on the CPU. Only one replica (over dp and sp, and of tied tensors on several stages) is gathered.
 
     Args:
-        local: this rank's shard of every tensor of its stage, by name, in one order on all ranks of an axis.
-        like: tensors by the same names that are sharded alike and know their placement, as parameters do.
+        local: this rank's shard of every tensor of its stage, by name, in the same order on all ranks of an axis.
+        like: by the same names, tensors with the same placement that know it, as parameters do.
         mesh: the mesh.
     """
     own = {
@@ -314,20 +317,20 @@ def gather_whole(
 
 
 def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -> Tensor:
-    """A tensor that is whole on its axis, from the shards of all its ranks."""
+    """All-gather the shards of a tensor over its axis; return the full tensor."""
     if not isinstance(placement, Shard) or placement.size == 1:
         return local
     return placement.whole(begin_gather(local, mesh.group(placement.axis)).wait().unbind(0))
 
 
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole float32 tensors on rank 0, by parameter name, from all ranks' shards. Collective over the world."""
+    """Gather full float32 tensors on rank 0, by parameter name. Collective over the world."""
     whole = gather_whole(tensors, boosted.local_parameters, boosted.mesh)
     return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
 
 
 def _weights(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
-    """This rank's float32 weights by name: the masters, and frozen ones as they are."""
+    """Return this rank's float32 weights by name: master weights, and frozen ones in their own format."""
     masters = optimizer.masters()
     return {
         name: masters.get(name, parameter.detach()) for name, parameter in boosted.local_parameters.items()
@@ -335,9 +338,9 @@ def _weights(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> dict
 
 
 def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> tuple[str, ...]:
-    """Names of the weights whose replicas differ between ranks. Collective over the world.
+    """Return the names of weights whose replicas differ between ranks. Collective over the world.
 
-    Over data ranks, tensor ranks and stages; parameters, and their masters.
+    Compares parameters and their master weights, over data ranks, tensor ranks and stages.
     """
     mesh, masters = boosted.mesh, optimizer.masters()
     own = {}
@@ -353,20 +356,20 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
 
 
 def _overflowing(outputs: object, inputs: object) -> Tensor:
-    """The model's loss, whose backward finds infinities, as where a number left the range of its format."""
+    """Return the model's loss with infinite gradients, as after an overflow of a 16-bit format."""
     loss = loss_of(outputs, inputs)
     loss.register_hook(lambda gradient: gradient * inf)
     return loss
 
 
 def _equal_everywhere(*values: float) -> list[float]:
-    """Numbers that all ranks must have alike: `nan` where they do not, and `inf` for what is not finite."""
+    """Compare numbers over all ranks; return `nan` for those that differ, and `inf` for those that are not finite."""
     own = [value if isfinite(value) else inf for value in values]
     return [found[0] if len(set(found)) == 1 else nan for found in zip(*gather_objects(own), strict=True)]
 
 
 def _is_shared(model: nn.Module) -> bool:
-    """True if parameters are used in several places, so that a pipeline adds up their gradients in another order."""
+    """Return True if parameters have several uses, so that a pipeline sums their gradients in another order."""
     with_duplicates = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     policy = policy_for(model)
     policy.set_model(model)
@@ -375,4 +378,4 @@ def _is_shared(model: nn.Module) -> bool:
     if is_tied or plan is None:
         return is_tied
     several = any(len(plan.layers_of(model, name)) > 1 for name, _ in model.named_parameters())
-    return several or plan.collects(model)  # the outputs of whose layers are used in several places
+    return several or plan.collects(model)  # then outputs of layers have several uses

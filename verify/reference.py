@@ -1,4 +1,7 @@
-"""The reference: one process, a plain torch loop. It imports nothing of Echelon, to share no mistake with it."""
+"""The reference: a plain torch training loop in one process.
+
+It imports nothing of Echelon, to share none of its bugs.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +20,9 @@ class StepRecord:
         loss: the mean over replicas and microbatches.
         norm: the norm of all gradients, before clipping.
         gradients: by parameter name, before clipping, float32.
-        weights: by parameter name after the step, float32 (in 16 bits the masters, of what is trained).
-        loss_scale: the factor of the losses of the step in their backward.
-        skipped: the number of skipped steps, this one included: their gradients were not finite.
+        weights: by parameter name, after the step, float32 (in 16 bits the master weights of trained parameters).
+        loss_scale: the loss scale of the step's backwards.
+        skipped: the number of skipped steps so far, including this one; their gradients were not finite.
         unequal_copies: weights whose replicas differ between two ranks after the step.
     """
 
@@ -44,22 +47,22 @@ def train(
     overflow_step: int | None = None,
     changes: Mapping[int, torch.dtype] | None = None,
 ) -> list[StepRecord]:
-    """Train a copy of the model on one process.
+    """Train a copy of the model in one process.
 
-    With a 16-bit dtype a copy of that dtype computes, gradients are added up in float32, and the optimizer
-    updates float32 weights that are copied back. A step whose gradients are not finite updates nothing, and in
+    With a 16-bit dtype a copy in that dtype computes, gradients are accumulated in float32, and the optimizer
+    updates float32 weights that are copied back. A step with non-finite gradients updates nothing, and in
     fp16 halves the loss scale.
 
     Args:
-        model: float32, on the device that computes; left as it is. Records are on the CPU.
-        steps: by step, by replica, the microbatches.
+        model: float32, on the device of the computation; not changed. Records are on the CPU.
+        steps: by step and by replica, the microbatches.
         make_optimizer: builds the optimizer for a model.
-        criterion: from outputs and microbatch to a loss.
-        dtype: in which the first step, and all up to a change, are computed.
-        max_norm: clip to this norm; 0 does not.
-        loss_scale: in fp16 multiplied onto every loss at first, and taken out of the gradients again.
+        criterion: a function of outputs and microbatch that returns a loss.
+        dtype: the format of the first step, and of all up to a change.
+        max_norm: clip to this norm; 0 disables clipping.
+        loss_scale: the initial loss scale in fp16; gradients are divided by it.
         overflow_step: the step in which the last replica's gradients are not finite.
-        changes: steps before which another dtype begins, with a loss scale of its own.
+        changes: by step, a dtype that begins with it, with a new loss scale.
     """
     masters = copy.deepcopy(model)
     optimizer = make_optimizer(masters)
@@ -102,7 +105,7 @@ def _gradients(
     scale: float,
     overflows: bool,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and the float32 gradients of the parameters that got any, without the scale."""
+    """Return the loss, and the float32 gradients of all parameters that have one, without the scale."""
     sums: dict[str, Tensor] = {}
     losses = []
     own = next(worker.parameters())
@@ -130,7 +133,7 @@ def _gradients(
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     # In float64: torch's own float32 sum loses 1e-3 of the norm of 24 million entries on CPUs.
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
     return torch.linalg.vector_norm(torch.stack(norms)).item()
@@ -149,7 +152,7 @@ def _update(
 
 @torch.no_grad()
 def _publish(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
-    """Bring the masters into what computes; copies of the masters, and of what is frozen as it computes."""
+    """Copy the master weights into the computing model; return copies of them, and of frozen computing parameters."""
     weights = {}
     for (name, master), parameter in zip(masters.named_parameters(), worker.parameters(), strict=True):
         if worker is not masters:
@@ -159,7 +162,7 @@ def _publish(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
 
 
 def _worker(masters: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model that computes: the masters, or a copy of another dtype; buffers (rotary frequencies) stay."""
+    """Return the computing model: the masters themselves, or a copy of another dtype with unchanged buffers."""
     if dtype is torch.float32:
         return masters
     worker = copy.deepcopy(masters)

@@ -1,6 +1,6 @@
-"""A run that is saved and goes on under other layouts, beside one process that never stopped.
+"""A run that is saved and resumed under other layouts, compared with one uninterrupted process.
 
-Tensors are gathered from the ranks without the boxes of checkpoints, to share no mistake with them.
+Tensors are gathered from the ranks without the code of checkpoints, to share none of its bugs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +38,10 @@ PARAMETER, MASTER = "parameter/", "master/"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a run, which begins from what the one before saved.
+    """A part of a run; it starts from the checkpoint of the previous part.
 
     Args:
-        layout: how it is parallelized.
+        layout: its parallel layout.
         num_steps: optimizer steps.
     """
 
@@ -54,13 +54,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """A run in parts, each under a layout and in processes of its own.
+    """A run in parts, each under its own layout and in new processes.
 
     Args:
         choice: the model.
-        parts: in their order.
-        training: what the steps go through, counted from the first part's.
-        seed: of the model's weights and of the batches.
+        parts: the parts, in order.
+        training: the settings of the steps, counted from the start of the first part.
+        seed: the seed of the model's weights and of the batches.
     """
 
     choice: ModelChoice
@@ -69,14 +69,14 @@ class Relay:
     seed: int = 0
 
     def first_step(self, number: int) -> int:
-        """The number of steps before a part."""
+        """Return the number of steps before a part."""
         return sum(part.num_steps for part in self.parts[:number])
 
     def batches(self, number: int) -> list[Batches]:
-        """The batches of each step of a part, by replica.
+        """Return the batches of each step of a part, by replica.
 
-        A step has the same samples whatever the number of replicas: those that the layout with most microbatches
-        draws, dealt out to as many replicas as the part's has.
+        The samples of a step do not depend on the number of replicas: they are drawn for the layout with the most
+        microbatches, and distributed over the replicas of the part.
         """
         layouts = [part.layout for part in self.parts]
         drawing = max(layouts, key=lambda each: each.dp * each.microbatches)
@@ -92,11 +92,12 @@ class Relay:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """All that a run carries from step to step.
+    """The state that a run carries from step to step.
 
     Args:
-        tensors: "parameter/NAME" as it computes, "master/NAME" as it is stepped, "STATE/NAME" of the optimizer.
-        values: plain ones by name: states that are numbers, options of parameter groups, loss scale, skipped steps.
+        tensors: "parameter/NAME" in the computing format, "master/NAME" in the optimizer's, "STATE/NAME" of the
+            optimizer's state.
+        values: plain values by name: scalar states, options of parameter groups, loss scale, skipped steps.
     """
 
     tensors: Mapping[str, Tensor]
@@ -105,11 +106,11 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The course of a part.
+    """The result of a part.
 
     Args:
         records: its steps.
-        loaded: its contents at the beginning; None for the first part.
+        loaded: its contents at the start; None for the first part.
         saved: its contents at the end; None for the last.
     """
 
@@ -120,12 +121,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Handover:
-    """Contents that were loaded beside those that were saved.
+    """The contents that a part loaded, compared with those that the previous part saved.
 
     Args:
         step: the number of steps before it.
-        num_tensors: the number of those that were compared.
-        differing: names of tensors and values that are not the same.
+        num_tensors: the number of compared tensors.
+        differing: names of tensors and values that differ.
     """
 
     step: int
@@ -143,20 +144,20 @@ class Handover:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeReport(Report):
-    """A parity report over all parts, and the handovers between them."""
+    """A parity report over all parts, with the handovers between them."""
 
     handovers: tuple[Handover, ...]
 
 
 def run_part(relay: Relay, number: int, folder: Path) -> None:
-    """Train a part, from the checkpoint of the one before, save one for the next, and write its outcome.
+    """Train a part from the checkpoint of the previous one, save one for the next, and write its outcome.
 
     Collective over the world, which has the size of the part's layout.
 
     Args:
-        folder: of this relay alone; the parts run in their order.
+        folder: a folder of this relay only; the parts run in order.
     """
-    # Other weights than the run's own, which show that loading replaced them.
+    # Other weights than the run's, so that a failure to load them is found.
     model = relay.choice.build(relay.seed + number)
     relay.training.freeze(model)
     run = boosted_under(relay.parts[number].layout, model, relay.training)
@@ -177,7 +178,7 @@ def run_part(relay: Relay, number: int, folder: Path) -> None:
 
 
 def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
-    """Compare all parts, which have run, with one process that never stopped. In one process alone."""
+    """Compare all completed parts with one uninterrupted process. Runs in one process."""
     outcomes = [read_outcome(number, folder) for number in range(len(relay.parts))]
     handovers = []
     for number in range(1, len(outcomes)):
@@ -201,13 +202,13 @@ def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
 
 
 def write_outcome(outcome: Outcome, number: int, folder: Path) -> None:
-    """Write a part's outcome beside its checkpoint."""
+    """Write a part's outcome next to its checkpoint."""
     torch.save(outcome, _path(number, folder))
 
 
 def read_outcome(number: int, folder: Path) -> Outcome:
-    """The outcome that `write_outcome` wrote."""
-    found: Outcome = torch.load(_path(number, folder), weights_only=False)  # this run's own file
+    """Return the outcome that `write_outcome` wrote."""
+    found: Outcome = torch.load(_path(number, folder), weights_only=False)  # written by this run
     return found
 
 
@@ -216,7 +217,7 @@ def _path(number: int, folder: Path) -> Path:
 
 
 def _first_departure(steps: Sequence[StepComparison], handovers: Sequence[Handover]) -> str | None:
-    """The first departure in the order of the run."""
+    """Return the first departure in the order of the run."""
     for handover in handovers:
         departure = first_departure(steps[: handover.step])
         if departure is not None or handover.differing:
@@ -225,7 +226,7 @@ def _first_departure(steps: Sequence[StepComparison], handovers: Sequence[Handov
 
 
 def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Contents:
-    """The contents, whole on global rank 0; elsewhere without tensors. Collective over the world."""
+    """Gather the contents, unsharded, on global rank 0; without tensors elsewhere. Collective over the world."""
     states, numbers = _states(optimizer)
     kinds = {MASTER: optimizer.masters(), **states}
     tensors = _whole(model, PARAMETER, model.tensors())
@@ -238,10 +239,10 @@ def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Con
 
 
 def differing(saved: Contents, loaded: Contents) -> list[str]:
-    """Names of what is not the same, bit for bit.
+    """Return the names of contents that are not equal, bit for bit.
 
-    Where the precision changed parameters must be what was stepped before, rounded; a loss scale that only one of the
-    precisions has is left out.
+    After a change of precision, parameters must be the rounded master weights. A loss scale that only one of the
+    precisions has is ignored.
     """
     expected = {name: _expected(name, saved, loaded.tensors.get(name)) for name in saved.tensors}
     found = [
@@ -262,7 +263,7 @@ def differing(saved: Contents, loaded: Contents) -> list[str]:
 
 
 def _expected(name: str, saved: Contents, loaded: Tensor | None) -> Tensor:
-    """The tensor to be found under a name: the saved one, or in another format its master in that."""
+    """Return the expected tensor of a name: the saved one, or in another format its rounded master weight."""
     present = saved.tensors[name]
     if loaded is None or loaded.dtype is present.dtype:
         return present
@@ -271,7 +272,7 @@ def _expected(name: str, saved: Contents, loaded: Tensor | None) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, so that a NaN equals itself and zeros of two signs differ."""
+    """Compare bit for bit, so that a NaN equals itself and zeros of two signs differ."""
     return (
         one.dtype is other.dtype
         and one.shape == other.shape
@@ -288,11 +289,11 @@ def _whole(model: HybridParallelModule, prefix: str, local: Mapping[str, Tensor]
 
 
 def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], dict[str, set[float]]]:
-    """States by kind and parameter of this rank's stage, and those that are numbers of all ranks.
+    """Return tensor states of this rank's stage by kind and parameter, and scalar states of all ranks.
 
-    Collective over the world. Ranks that shard a parameter each have its numbers: different ones are all there.
+    Collective over the world. Ranks that shard a parameter each have its scalars; all different values are returned.
     """
-    names: dict[str, set[str]] = {}  # of parameters, by the kind that some rank has of them
+    names: dict[str, set[str]] = {}  # names of parameters by kind of state, over all ranks
     numbers: dict[str, set[float]] = {}
     for tensors, scalars in gather_objects(_own_states(optimizer)):
         for kind, name in tensors:
@@ -303,7 +304,7 @@ def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], 
 
 
 def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], list[tuple[str, float]]]:
-    """Kind and parameter of the states that this rank has a part of; and names and values of numbers."""
+    """Return kind and parameter of this rank's tensor states, and names and values of its scalar states."""
     tensors, scalars = [], []
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
@@ -316,7 +317,7 @@ def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], lis
 
 
 def _gathered(optimizer: ShardedOptimizer, kind: str, names: set[str]) -> dict[str, Tensor]:
-    """The states of a kind in their parameters' shapes. Collective over the data axis."""
+    """Gather the states of a kind in the shapes of their parameters. Collective over the data axis."""
     found: dict[str, Tensor] = {}
     for bucket in optimizer.buckets:
         whole = bucket.partition.gathered(_flat(optimizer, bucket, kind))
@@ -325,7 +326,7 @@ def _gathered(optimizer: ShardedOptimizer, kind: str, names: set[str]) -> dict[s
 
 
 def _flat(optimizer: ShardedOptimizer, bucket: Bucket, kind: str) -> Tensor:
-    """This rank's states of a kind, each where its master lies in the bucket's slice."""
+    """Return this rank's states of a kind in one tensor, each at the offset of its master in the bucket's slice."""
     flat = torch.zeros_like(bucket.masters)
     first = bucket.partition.index * bucket.masters.numel()
     for slot in bucket.slots:
@@ -336,5 +337,5 @@ def _flat(optimizer: ShardedOptimizer, bucket: Bucket, kind: str) -> Tensor:
 
 
 def _state(optimizer: ShardedOptimizer, slot: Slot) -> dict[str, Any]:
-    """The optimizer's state of this rank's piece of a parameter; empty where it has none."""
+    """Return the optimizer's state of this rank's slice of a parameter; empty if it has none."""
     return {} if slot.piece is None else optimizer.inner.state.get(slot.piece, {})
