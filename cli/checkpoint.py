@@ -1,6 +1,6 @@
-"""`echelon checkpoint`: look into checkpoints, compare and check them.
+"""`echelon checkpoint`: inspect, compare and verify checkpoints.
 
-torch is imported inside functions: help is answered without it.
+torch is imported inside functions, so that help needs no torch.
 """
 
 import json
@@ -39,9 +39,9 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List tensors, with their files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what is in a checkpoint. No tensor is read.
+    """Show the contents of a checkpoint. No tensor is read.
 
-    Exit status: 0 shown, 1 something is damaged, 2 bad arguments.
+    Exit status: 0 shown, 1 damaged, 2 bad arguments.
     """
     from ..checkpoint.inspect import list_tensors, open_folder, plain, summarize
 
@@ -74,9 +74,9 @@ def diff(
         typer.Option(help="Let |a − b| be this share of a tensor's largest entry; with 0 every bit counts."),
     ] = 0.0,
 ) -> None:
-    """Compare two checkpoints: tensors, options of the optimizer, scheduler, position in the data, and all else.
+    """Compare two checkpoints: tensors, options of the optimizer, scheduler, position in the data, and all other state.
 
-    Of Hugging Face folders the models alone. Exit status: 0 nothing differs, 1 something does or is damaged,
+    Of Hugging Face folders only the models are compared. Exit status: 0 equal, 1 different or damaged,
     2 bad arguments.
     """
     from ..checkpoint.difference import Comparison
@@ -106,13 +106,13 @@ def diff(
 
 @checkpoint.command()
 def verify(directory: Folder) -> None:
-    """Read every byte of a checkpoint: all files are there, their hashes are right, and they fit together.
+    """Read every byte of a checkpoint: check that all files exist, match their hashes, and fit together.
 
-    Of a Hugging Face folder the index and the config are compared with the files. Exit status: 0 sound, 1 damaged
+    Of a Hugging Face folder the index and the config are compared with the files. Exit status: 0 valid, 1 damaged
     (each file and tensor is named), 2 bad arguments.
     """
     (folder,) = found_folders("verify", directory)
-    with reported("verify"):  # a file that cannot be read may be sound
+    with reported("verify"):  # an unreadable file may be valid
         findings = examined(folder)
     for note in findings.notes:
         typer.echo(f"note: {note}", err=True)
@@ -132,7 +132,7 @@ REMOVED = {
 
 
 def removed(context: typer.Context, arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Refuse a command that there is no more, and name its replacement."""
+    """Refuse a command that was removed, and name its replacement."""
     name = str(context.info_name)
     refuse(f"checkpoint {name}", [f"there is no such command any more: {REMOVED[name]}"])
 
@@ -142,7 +142,10 @@ for _name in REMOVED:
 
 
 def found_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> list[Path]:
-    """The folders that paths mean, named on stderr where they are others; ends with all errors where one is missing."""
+    """Return the checkpoint folders of some paths, and name those on stderr that are not the given ones.
+
+    Ends the command with all errors if one is missing.
+    """
     from ..checkpoint.inspect import find_folder
 
     found, errors = [], list(errors)
@@ -159,7 +162,7 @@ def found_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> lis
 
 
 def examined(folder: Path) -> "Findings":
-    """All damage of a checkpoint, after every byte was read."""
+    """Read every byte of a checkpoint, and return all damage."""
     from ..checkpoint.inspect import examine
 
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -169,7 +172,7 @@ def examined(folder: Path) -> "Findings":
 
 @contextmanager
 def reported(command: str) -> Iterator[None]:
-    """Report what cannot be read or written, and leave with status 1."""
+    """Report errors of reading and writing, and exit with status 1."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -179,7 +182,7 @@ def reported(command: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(total: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Bytes on stderr, on a terminal."""
+    """Show the number of bytes on stderr, if it is a terminal."""
     from tqdm import tqdm
 
     with tqdm(
@@ -189,7 +192,7 @@ def progress_bar(total: int, what: str) -> Iterator[Callable[[int], object]]:
 
 
 def show_summary(summary: Mapping[str, Any]) -> None:
-    """Print a checkpoint's facts, its kinds of tensors and its files."""
+    """Print a checkpoint's metadata, its kinds of tensors and its files."""
     from ..checkpoint.inspect import plain
 
     facts = [
@@ -251,7 +254,7 @@ def _difference_cells(each: "Difference") -> tuple[str, ...]:
 
 
 def shown_bytes(count: int) -> str:
-    """A number of bytes with its unit."""
+    """Format a number of bytes with its unit."""
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

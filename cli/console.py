@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 BAD_ARGUMENTS = 2
-WIDTH = 160  # table width when the output is not a terminal
+WIDTH = 160  # width of tables if the output is not a terminal
 
 
 def refuse(command: str, errors: Sequence[str]) -> None:
-    """Report all errors and leave with status 2; without errors do nothing."""
+    """Print all errors and exit with status 2; without errors do nothing."""
     for error in errors:
         typer.echo(f"echelon {command}: {error}", err=True)
     if errors:
@@ -21,10 +21,10 @@ def refuse(command: str, errors: Sequence[str]) -> None:
 def show_table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, sections: Iterable[int] = ()
 ) -> None:
-    """Print a table; a column whose heading begins with ">" is aligned to the right, others fold long texts.
+    """Print a table. Columns whose heading starts with ">" are right-aligned; others wrap long texts.
 
     Args:
-        sections: row numbers, counted from 1, after which a line is drawn.
+        sections: numbers of the rows, counted from 1, that are followed by a line.
     """
     table = Table(title=title or None, title_justify="left", show_header=any(headings))
     for heading in headings:

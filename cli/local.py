@@ -18,11 +18,11 @@ Answer = TypeVar("Answer")
 def run_on_processes(
     work: Callable[..., Answer], arguments: tuple[Any, ...], *, num_processes: int, timeout_seconds: float
 ) -> list[Answer] | str:
-    """Run a function on processes of one thread each, which form a group, and wait until all have ended.
+    """Run a function on processes of one thread each that form a group, and wait until all have ended.
 
     Args:
-        work: called with the rank and `arguments`; found by its name in its module, as pickle does.
-        timeout_seconds: timeout of a collective; it raises when a peer has not joined by then.
+        work: called with the rank and `arguments`; must be importable, for pickle.
+        timeout_seconds: timeout of a collective; a rank raises if a peer has not joined by then.
 
     Returns:
         The answers by rank, or an error message if a rank failed.

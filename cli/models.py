@@ -1,4 +1,4 @@
-"""`echelon models`: the last results of the parity check as a table, by name, and as the page docs/models.md."""
+"""`echelon models`: the last results of the parity check, as a table, for one model, and as docs/models.md."""
 
 import json
 import re
@@ -15,16 +15,16 @@ from rich.console import Console
 
 from .console import refuse, show_table
 
-# By head and layout: True where the layout trained as one process does.
+# By head and layout: True if the layout trained like one process.
 Outcomes = Mapping[str, Mapping[str, bool]]
 
 SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
-# Features that a model can be trained with besides a layout, in the words of the matrix.
+# Features that a model can be trained with besides a layout, by their names in the matrix.
 FEATURES = (
     *("lazy initialization", "flash attention", "xFormers", "fused operators", "fused norm"),
     *SEQUENCE_MODES,
 )
-PASSED, FAILED, REFUSED = "yes", "no", "refused: "  # the last with the reason behind it
+PASSED, FAILED, REFUSED = "yes", "no", "refused: "  # the last is followed by the reason
 SHARDED_WEIGHTS = "sharded weights"
 AXES = {"tp2·fp32": "TP", "pp2·fp32": "PP"}
 SHARDED = (*SEQUENCE_MODES, SHARDED_WEIGHTS)
@@ -59,14 +59,14 @@ it agrees, of those that were tried.
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A model type's part of the matrix.
+    """The results of a model type.
 
     Args:
         model_type: `config.model_type` of transformers.
-        heads: those that were tried.
-        cells: by layout, for how many heads it was tried, and for how many it agreed.
+        heads: the tested heads.
+        cells: by layout, the number of tested heads, and of those that agreed.
         features: by feature, PASSED, FAILED, or REFUSED and the reason.
-        source: "table" where Echelon has a table of it, "plan" where it is derived from transformers' own.
+        source: "table" if Echelon has a table for it, "plan" if it is derived from transformers' own plan.
     """
 
     model_type: str
@@ -76,29 +76,29 @@ class ModelRow:
     source: str
 
     def cell(self, layout: str) -> str:
-        """The cell of a layout in a table: yes, a number of heads, no, or nothing where it was not tried."""
+        """Return the cell of a layout in a table: yes, a number of heads, no, or empty if not tested."""
         tried, agreed = self.cells.get(layout, (0, 0))
         if not tried:
             return ""
         return "yes" if tried == agreed else f"{agreed} of {tried}" if agreed else "no"
 
     def feature_cell(self, feature: str) -> str:
-        """The cell of a feature in a table: yes, no, a dash where it is refused, or nothing where it was not tried."""
+        """Return the cell of a feature in a table: yes, no, a dash if it is refused, or empty if not tested."""
         outcome = self.features.get(feature, "")
         return "–" if outcome.startswith(REFUSED) else outcome
 
 
 def kept_matrix() -> dict[str, Any]:
-    """The last results: versions, and outcomes by model type, head and layout.
+    """Return the last results: versions, and outcomes by model type, head and layout.
 
-    Under "features" those by model type and feature, under "tables" the model types that have a table.
+    Outcomes by model type and feature are under "features", model types with a table under "tables".
     """
     found: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text())
     return found
 
 
 def rows_of(kept: Mapping[str, Any]) -> list[ModelRow]:
-    """A row for each model type of what `kept_matrix` gives, in alphabetical order."""
+    """Return a row for each model type of `kept_matrix`, in alphabetical order."""
     outcomes: Mapping[str, Outcomes] = kept["rows"]
     features: Mapping[str, Mapping[str, str]] = kept.get("features", {})
     tables: Sequence[str] = kept.get("tables", ())
@@ -115,7 +115,7 @@ def rows_of(kept: Mapping[str, Any]) -> list[ModelRow]:
 
 
 def _cells(of_heads: Outcomes) -> dict[str, tuple[int, int]]:
-    """By layout, the number of heads that tried it, and of those that agreed."""
+    """Return by layout the number of tested heads, and of those that agreed."""
     cells: dict[str, tuple[int, int]] = {}
     for outcomes in of_heads.values():
         for layout, agreed in outcomes.items():
@@ -125,7 +125,7 @@ def _cells(of_heads: Outcomes) -> dict[str, tuple[int, int]]:
 
 
 def refusals(rows: Sequence[ModelRow]) -> dict[tuple[str, str], list[str]]:
-    """The model types that refuse a feature for a reason, by both."""
+    """Return the model types that refuse a feature, by feature and reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for feature in FEATURES:
         for row in rows:
@@ -136,13 +136,13 @@ def refusals(rows: Sequence[ModelRow]) -> dict[tuple[str, str], list[str]]:
 
 
 def layouts_of(rows: Sequence[ModelRow]) -> list[str]:
-    """The layouts that any row has, those of most rows first."""
+    """Return the layouts of all rows, most frequent first."""
     counts = Counter(layout for row in rows for layout in row.cells)
     return sorted(counts, key=lambda layout: (-counts[layout], len(layout), layout))
 
 
 def page(kept: dict[str, Any]) -> str:
-    """The matrix as a page of the documentation."""
+    """Return the matrix as a page of the documentation."""
     rows = rows_of(kept)
     columns = columns_of(rows)
     cells = (
@@ -161,13 +161,13 @@ def page(kept: dict[str, Any]) -> str:
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
+    """Return the lines of a Markdown table."""
     lines = (f"| {' | '.join(cells)} |" for cells in (headings, *rows))
     return [next(lines), "|" + "---|" * len(headings), *lines]
 
 
 def columns_of(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]:
-    """The columns of the matrix: the text of a row's cell, by the column's heading."""
+    """Return the columns of the matrix: by heading, a function from a row to the text of its cell."""
     layouts = [layout for layout in layouts_of(rows) if layout not in AXES and not _sharded_by(layout)]
     return {
         **{heading: partial(ModelRow.cell, layout=layout) for layout, heading in AXES.items()},
@@ -177,7 +177,7 @@ def columns_of(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]
 
 
 def _sharded_by(layout: str) -> str:
-    """The mode by which a layout shards sequences, or SHARDED_WEIGHTS; nothing where it shards neither."""
+    """Return the mode by which a layout shards sequences, or SHARDED_WEIGHTS; empty if it shards neither."""
     parts = layout.split("·")
     if any(re.fullmatch(r"wp\d+", part) for part in parts):
         return SHARDED_WEIGHTS
@@ -185,20 +185,20 @@ def _sharded_by(layout: str) -> str:
 
 
 def _sharded_cell(row: ModelRow, by: str) -> str:
-    """In how many layouts of a kind a model agrees, of how many; nothing where it was not tried."""
+    """Return the numbers of agreeing and of tested layouts of a kind; empty if none was tested."""
     found = [row.cells[layout] for layout in row.cells if _sharded_by(layout) == by]
     tried, agreed = (sum(each[place] for each in found) for place in (0, 1))
     return f"{agreed} of {tried}" if tried else ""
 
 
 def versions(kept: dict[str, Any]) -> str:
-    """The commit and the releases that the results are of."""
+    """Return the commit and the releases of the results."""
     commit = f", commit {kept['commit']}" if "commit" in kept else ""
     return f"torch {kept['torch']}, transformers {kept['transformers']}{commit}"
 
 
 def _other_lines(kept: dict[str, Any]) -> list[str]:
-    """The cells whose results are of another commit than the others', by commit."""
+    """List the cells whose results are from another commit than the rest, by commit."""
     by_commit: dict[str, list[str]] = {}
     for cell, commit in kept.get("others", {}).items():
         by_commit.setdefault(commit, []).append(cell)
@@ -213,7 +213,7 @@ def _other_lines(kept: dict[str, Any]) -> list[str]:
     return [*heading, *lines] if lines else []
 
 
-# The columns of the table on a terminal, which has room for 80 characters: heading, and the page's own column.
+# The columns of the table on a terminal of 80 characters: heading, and the heading of the page's column.
 SHORT = {
     "TP": "TP",
     "PP": "PP",
@@ -250,9 +250,9 @@ def models(
 ) -> None:
     """Show the last results of the parity check: every model type, all its heads, tied and untied, and its features.
 
-    "yes": every head trains under the layout as in one process, over three steps and unequal microbatches. A terminal
-    gets a table of 80 columns with a legend, a pipe the page in full. `echelon verify` tries a single layout here
-    and now.
+    "yes": every head trains under the layout like in one process, over three steps and unequal microbatches.
+    A terminal shows a table of 80 columns with a legend, a pipe gets the full page. `echelon verify` tests a single
+    layout on this machine.
     """
     kept, console = kept_matrix(), Console()
     rows = rows_of(kept)
@@ -272,7 +272,7 @@ def models(
 
 
 def rows_named(name: str, rows: Sequence[ModelRow]) -> list[ModelRow]:
-    """The row of a model type, or where there is none of that name, those that begin with it."""
+    """Return the row of a model type, or else all rows whose names start with the given one."""
     wanted = name.lower()
     exact = [row for row in rows if row.model_type.lower() == wanted]
     return exact or [row for row in rows if row.model_type.lower().startswith(wanted)]
@@ -285,7 +285,7 @@ def _unknown(name: str, rows: Sequence[ModelRow]) -> str:
 
 
 def short_lines(rows: Sequence[ModelRow]) -> list[str]:
-    """A line for each model type, of at most 80 characters, between headings."""
+    """Return a line of at most 80 characters for each model type, below a line of headings."""
     columns = columns_of(rows)
     headings = ["model type", "by", "hd", *SHORT, "more"]
     lines = aligned([headings, *([*_short(row, columns), _more(row)] for row in rows)], between=" ")
@@ -303,7 +303,7 @@ def _more(row: ModelRow) -> str:
 
 
 def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
-    """Lines of cells, each column as wide as its widest."""
+    """Return lines of cells, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         between.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -312,7 +312,7 @@ def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
 
 
 def show_row(row: ModelRow, layouts: Sequence[str]) -> None:
-    """Print the full results of a model type: heads, features with the usual head, and layouts in this order."""
+    """Print all results of a model type: heads, features with the usual head, and layouts in this order."""
     features = [
         (
             row.feature_cell(each),

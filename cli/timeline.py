@@ -1,6 +1,6 @@
-"""`echelon timeline`: a pipeline's schedule as a picture, simulated or measured on local processes.
+"""`echelon timeline`: draw a pipeline's schedule, simulated or measured on local processes.
 
-torch is imported inside functions: help and simulations need none.
+torch is imported inside functions: help and simulations do not need it.
 """
 
 import os
@@ -22,13 +22,13 @@ from .console import refuse, show_table
 if TYPE_CHECKING:
     from ..verify.models import ModelChoice
 
-LAYERS_PER_STAGE = 2  # of the model that is measured, unless --layers is given
+LAYERS_PER_STAGE = 2  # of the measured model, unless --layers is given
 WARMUP_STEPS = 2
-HEAD_MULTIPLE = 8  # a ModelChoice has 4 heads, and rotary positions need heads of even size
-SAMPLES = 8  # of a microbatch
+HEAD_MULTIPLE = 8  # a ModelChoice has 4 heads, whose size must be even for rotary positions
+SAMPLES = 8  # per microbatch
 MILLISECONDS = 1e3
-MOST_APART = 1e6  # costs: a box that is lost in the rounding of the clock cannot be drawn
-COSTS = (1e-100, 1e100)  # what adds up to a number
+MOST_APART = 1e6  # largest ratio of costs: a box that is lost in the rounding of the clock cannot be drawn
+COSTS = (1e-100, 1e100)  # the range of costs whose sums are finite
 FOR_MEASURING = ("model", "layers", "hidden", "steps", "seed", "timeout")
 
 
@@ -39,8 +39,8 @@ class Pipeline:
     Args:
         style: a name of the pipeline's schedules.
         num_ranks: pipeline ranks.
-        num_microbatches: of one step.
-        num_chunks: stages per rank; 1 also where the style makes another number of its own.
+        num_microbatches: microbatches of one step.
+        num_chunks: stages per rank; 1 also for a style with a fixed number.
     """
 
     style: str
@@ -49,14 +49,14 @@ class Pipeline:
     num_chunks: int = 1
 
     def errors(self) -> list[str]:
-        """All that is wrong with it, each with what would work."""
+        """List all errors of the sizes, each with a value that works."""
         sizes = {"pp": self.num_ranks, "microbatches": self.num_microbatches}
         found = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
         return found + style_errors(self.style, self.num_chunks, self.num_ranks)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of HybridParallelPlugin that mean the same."""
+        """Return the equivalent arguments of HybridParallelPlugin."""
         return {
             "pp_size": self.num_ranks,
             "pp_style": self.style,
@@ -66,19 +66,19 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """The number of stages of the pipeline."""
         return len(build_stage_ranks(self.style, self.num_ranks, self.num_chunks))
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages of each rank."""
+        """The number of stages of each rank."""
         return self.num_stages // self.num_ranks
 
     def simulate(self, stage_costs: Costs) -> Timeline:
-        """Its timeline.
+        """Return its simulated timeline.
 
         Args:
-            stage_costs: of one microbatch through one stage.
+            stage_costs: the costs of one microbatch on one stage.
         """
         schedule = build_schedule(self.style, self.num_ranks, self.num_microbatches, self.num_chunks)
         return simulate(schedule, stage_costs)
@@ -118,10 +118,10 @@ def timeline(
         float, typer.Option(help="With --measure: seconds until a process that hangs is given up.")
     ] = 300.0,
 ) -> None:
-    """Draw when each rank of a pipeline computes what, and print bubbles and peak activations.
+    """Draw the computations of each rank of a pipeline over time, and print bubbles and peak activations.
 
-    With --measure, local processes of one thread each, one for each rank, train a small model. What they did in
-    the median step is drawn above a simulation with the mean costs that were measured. Exit status: 0 drawn,
+    With --measure, local processes of one thread each, one per rank, train a small model. Their computations in
+    the median step are drawn above a simulation with their mean costs. Exit status: 0 drawn,
     1 a process failed, 2 bad arguments.
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
@@ -148,7 +148,7 @@ def timeline(
 
 
 def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
-    """Print the figures of each panel, and draw; ends the command if the file cannot be written."""
+    """Print the figures of each panel, and draw; end the command if the file cannot be written."""
     for panel in panels:
         ranks = enumerate(zip(panel.timeline.spans, panel.timeline.peak_shares, strict=True))
         rows = (
@@ -172,10 +172,10 @@ def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
 
 
 def parse_costs(text: str) -> Costs:
-    """Costs from "F,B,W".
+    """Parse costs from "F,B,W".
 
     Raises:
-        ValueError: they are not three positive numbers that a clock can add up.
+        ValueError: they are not three positive numbers with a finite sum.
     """
     try:
         forward, backward_input, backward_weight = numbers = [float(part) for part in text.split(",")]
@@ -191,7 +191,7 @@ def parse_costs(text: str) -> Costs:
 
 
 def out_errors(out: Path) -> list[str]:
-    """All reasons why nothing can be drawn to this file."""
+    """List all reasons why nothing can be drawn to this file."""
     errors = []
     if out.suffix.lower() not in SUFFIXES:
         errors.append(f"out={str(out)!r} must end in one of {', '.join(SUFFIXES)}")
@@ -214,7 +214,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 def small_model(
     model_type: str, pipeline: Pipeline, *, num_layers: int | None, hidden_size: int
 ) -> "ModelChoice":
-    """The model to measure."""
+    """Return the model to measure."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     from ..verify.models import ModelChoice
@@ -235,14 +235,14 @@ def small_model(
 def measuring_errors(
     pipeline: Pipeline, choice: "ModelChoice", *, hidden_size: int, num_steps: int
 ) -> list[str]:
-    """All reasons why this model cannot be measured."""
+    """List all reasons why this model cannot be measured."""
     from ..plugins.hybrid_config import HybridConfig
     from .verify import sharding_errors
 
     errors = [] if num_steps >= 1 else [f"steps={num_steps} must be at least 1"]
     if hidden_size < 1 or hidden_size % HEAD_MULTIPLE:
         errors.append(f"hidden={hidden_size} must be a positive multiple of {HEAD_MULTIPLE}")
-        choice = replace(choice, settings=())  # for the errors that do not follow from this one
+        choice = replace(choice, settings=())  # to find errors that do not follow from this one
     errors += choice.errors()
     if errors or pipeline.errors():
         return errors
@@ -252,7 +252,7 @@ def measuring_errors(
 def measured_panels(
     pipeline: Pipeline, choice: "ModelChoice", *, num_steps: int, seed: int, timeout_seconds: float
 ) -> list[Panel]:
-    """Measure on local processes, and simulate with their mean costs; end the command if a process fails."""
+    """Measure on local processes, and simulate with the mean costs; end the command if a process fails."""
     spans = measure(pipeline, choice, num_steps=num_steps, seed=seed, timeout_seconds=timeout_seconds)
     if isinstance(spans, str):
         typer.echo(spans, err=True)
@@ -273,9 +273,9 @@ def measured_panels(
 def measure(
     pipeline: Pipeline, choice: "ModelChoice", *, num_steps: int, seed: int, timeout_seconds: float
 ) -> list[list[Span]] | str:
-    """The spans of every rank in the median step, in milliseconds from the first one's start; or how a process failed.
+    """Measure the spans of every rank in the median step, in milliseconds from its start.
 
-    Starts a process for each rank.
+    Starts a process for each rank. Returns an error message if one fails.
     """
     from .local import run_on_processes
 
@@ -289,7 +289,7 @@ def measure(
 
 
 def median_step(steps_by_rank: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
-    """The step of median length, of an even number the shorter one, in milliseconds from its start.
+    """Return the step of median length, in milliseconds from its start; of an even number the shorter middle one.
 
     Args:
         steps_by_rank: by rank and step, spans in seconds of one clock.
@@ -311,7 +311,7 @@ def _from_start(step: Sequence[Sequence[Span]]) -> list[list[Span]]:
 
 
 def mean_costs(spans_by_rank: Sequence[Sequence[Span]]) -> Costs:
-    """Mean cost of each kind of computation over all stages; a backward in one part counts half for each of its two."""
+    """Return the mean cost of each kind of computation; half of an undivided backward counts for each of its parts."""
     lengths: dict[Op, list[float]] = {}
     for spans in spans_by_rank:
         for action, start, end in spans:
@@ -352,6 +352,6 @@ def _train(
 
 
 def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use; on Linux alone
+    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use; only on Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

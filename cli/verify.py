@@ -1,6 +1,6 @@
-"""`echelon verify`: the parity check on local processes, also of a run that goes on under further layouts.
+"""`echelon verify`: the parity check on local processes, also for a run resumed under further layouts.
 
-torch is imported inside functions: help is answered without it.
+torch is imported inside functions, so that help needs no torch.
 """
 
 import shlex
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..verify.models import ModelChoice
     from ..verify.resume import Part, Relay, ResumeReport
 
-# Options that a part takes from the one before it unless it sets them; all others begin at their defaults.
+# Options that a part inherits from the previous one unless it sets them; all others have their defaults.
 KEPT = ("precision", "microbatches", "steps")
-# Options of the whole run, which no part sets.
+# Options of the run, which its parts cannot set.
 OF_THE_RUN = ("model", "head", "tied", "layers", "max_norm", "seed", "timeout", "then")
 
 
@@ -66,14 +66,14 @@ def verify(
 ) -> None:
     """Train a small model under a layout and in one process, and compare every step.
 
-    Starts tp * pp * dp * sp local processes. Exit status: 0 all agree, 1 something departs (the first is named) or
+    Starts tp * pp * dp * sp local processes. Exit status: 0 all agree, 1 a quantity departs (the first is named) or
     a process failed, 2 bad arguments.
     """
     run(context)
 
 
 def run(context: typer.Context) -> None:
-    """Check a run whose first part has the options of `verify`; ends with its exit status."""
+    """Check a run whose first part has the options of `verify`; end the command with its exit status."""
     from ..verify.models import ModelChoice
     from ..verify.resume import Part, Relay
 
@@ -101,10 +101,10 @@ def run(context: typer.Context) -> None:
 def further_options(
     context: typer.Context, texts: Sequence[str]
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The options of each further part, by the names of `verify`'s arguments, and all errors in the texts.
+    """Return the options of each further part, by the names of `verify`'s arguments, and all errors in the texts.
 
     Args:
-        context: of `verify` with the options of the first part; it ends with status 2 at words that it does not have.
+        context: the context of `verify` with the options of the first part; exits with status 2 for unknown words.
         texts: the value of each `--then`.
     """
     found: list[Mapping[str, Any]] = []
@@ -132,7 +132,7 @@ def further_options(
 
 
 def layout_of(options: Mapping[str, Any]) -> "Layout":
-    """The layout of a part's options."""
+    """Return the layout with a part's options."""
     from ..verify.layout import Layout
 
     sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
@@ -141,7 +141,7 @@ def layout_of(options: Mapping[str, Any]) -> "Layout":
 
 
 def part_errors(choice: "ModelChoice", parts: Sequence["Part"]) -> list[str]:
-    """All that is wrong with a model and the parts of its run; of the model once."""
+    """List all errors of a model and the parts of its run; those of the model once."""
     first, *further = parts
     errors = argument_errors(choice, first.layout, first.num_steps)
     if choice.errors():
@@ -154,7 +154,7 @@ def part_errors(choice: "ModelChoice", parts: Sequence["Part"]) -> list[str]:
 
 
 def argument_errors(choice: "ModelChoice", layout: "Layout", num_steps: int) -> list[str]:
-    """All that is wrong with a model, a layout and a number of steps, found without starting a process."""
+    """List all errors of a model, a layout and a number of steps, without starting a process."""
     layout_errors = layout.errors()
     errors = [*layout_errors, *([] if num_steps >= 1 else [f"steps={num_steps} must be at least 1"])]
     model_errors = choice.errors()
@@ -164,7 +164,7 @@ def argument_errors(choice: "ModelChoice", layout: "Layout", num_steps: int) -> 
 
 
 def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
-    """All reasons why this model cannot be sharded this way."""
+    """List all reasons why this model cannot be sharded under this config."""
     from ..shardformer.shard_former import policy_for
     from ..shardformer.sharder import split_errors
     from ..shardformer.weight_sharding import plan_weight_sharding
@@ -186,7 +186,7 @@ def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
 
 
 def run_relay(relay: "Relay", *, timeout_seconds: float) -> "ResumeReport | str":
-    """The report on a run, on local processes that are new for each part; or how one of them failed."""
+    """Run all parts on local processes, new ones for each part; return the report, or an error message."""
     from .local import run_on_processes
 
     answers: Sequence[ResumeReport | None] | str = []
@@ -201,7 +201,7 @@ def run_relay(relay: "Relay", *, timeout_seconds: float) -> "ResumeReport | str"
             if isinstance(answers, str):
                 return f"part {number + 1}, under {part.layout}:\n{answers}" if relay.parts[1:] else answers
     report = answers[0]
-    assert report is not None  # of rank 0 in the last part
+    assert report is not None  # rank 0 returns it in the last part
     return report
 
 
@@ -214,7 +214,7 @@ def _run_part(rank: int, relay: "Relay", number: int, folder: Path) -> "ResumeRe
 
 
 def show(report: "ResumeReport", *, title: str) -> None:
-    """Print a report as a table, a row for each step: distances, each with its share of what is allowed."""
+    """Print a report as a table, one row per step: distances, each as a fraction of the allowed one."""
     headings = (">step", ">loss", ">reference", ">loss off by", ">norm off by")
     rows = []
     for step in report.steps:
