@@ -1,1 +1,1 @@
-"""Echelon's speed beside that of others: one script per subject, and what the scripts share."""
+"""Benchmarks of Echelon and other libraries: one script per subject, and shared modules."""

@@ -1,4 +1,4 @@
-"""The arguments that benchmarks have in common. What one takes besides stands in its own script."""
+"""Arguments shared by the benchmarks; each script adds its own."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ _TINY = {"hidden": 64, "layers": 4, "vocabulary": 128, "sequence": 16, "rounds":
 
 
 def workload_parser(description: str) -> argparse.ArgumentParser:
-    """A parser of the workload's size, and of the file for what was measured."""
+    """Return a parser for the size of the workload, and the file for the results."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,7 +27,7 @@ def workload_parser(description: str) -> argparse.ArgumentParser:
 
 
 def common_parser(description: str) -> argparse.ArgumentParser:
-    """A parser of the workload's size, the rounds, and what is written."""
+    """Return a parser for the size of the workload, the rounds, and the output files."""
     parser = workload_parser(description)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5, help="steps of each contender that are not timed")
@@ -42,18 +42,18 @@ def common_parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments as given, after --quick has made the defaults tiny."""
+    """Parse the arguments; --quick replaces defaults by tiny values."""
     if parser.parse_args().quick:
         parser.set_defaults(**_TINY)
     return parser.parse_args()
 
 
 def workload_of(arguments: argparse.Namespace, **others: int) -> Workload:
-    """The workload of the arguments; what they do not say is given besides."""
+    """Return the workload of the arguments; `others` are values that they lack."""
     sizes = [name for name in Workload.__dataclass_fields__ if name not in others]
     return Workload(**{name: getattr(arguments, name) for name in sizes}, **others)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The measurement that a benchmark was asked for, for its JSON."""
+    """Return the settings of a benchmark, for its JSON."""
     return {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}

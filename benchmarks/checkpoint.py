@@ -1,10 +1,10 @@
-r"""The time of saving a run beside torch.distributed.checkpoint of the same bytes, and what training loses by it.
+r"""Time to save a run, compared with torch.distributed.checkpoint of the same bytes, and its cost for training.
 
     python benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --layouts tp2 --folder /mnt/fast
 
-Every round saves each layout's run once in each way, in a rotating order: by torch alone, by Echelon, and by Echelon
-beside training, which takes steps meanwhile. A ratio is the median of the rounds' ratios. Run it on an idle machine.
+Every round saves the run of each layout once in each way, in a rotating order: by torch alone, by Echelon, and by
+Echelon in the background of training steps. A ratio is the median of the rounds' ratios. Run it on an idle machine.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 RANKS = 2
 PLAIN, SAVED, STALL, SLOWER, WHOLE = "plain", "saved", "stall", "slower steps", "until done"
-_SAME_BYTES = 0.02  # of the bytes of tensors: what indices and archives add
+_SAME_BYTES = 0.02  # relative to the bytes of tensors: the size of indices and archives
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measure_layout(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of every round by what was measured, of the slowest rank, and the bytes. Collective over the world."""
+    """Return the seconds of every round by measurement, of the slowest rank, and the bytes. Collective."""
     training = SavedTraining(name, workload_of(arguments, microbatches=1), **LAYOUTS[name])
     clock = Clock(default_device())
     folders = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else ""]
@@ -69,7 +69,7 @@ def measure_layout(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def rounds_of(
     training: SavedTraining, clock: Clock, folder: Path, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """See `measure_layout`."""
+    """Run the rounds of `measure_layout`."""
     ways: list[Callable[[], dict[str, float]]] = [
         lambda: {PLAIN: clock.time(lambda: training.save_plainly(folder))},
         lambda: {SAVED: clock.time(lambda: training.save(folder, use_async=False).wait())},
@@ -87,7 +87,7 @@ def rounds_of(
 
 
 def beside(training: SavedTraining, clock: Clock, folder: Path) -> dict[str, float]:
-    """A save beside training: how long it stops it, and by how much it slows the steps until all ranks are done."""
+    """Save in the background of training. Return how long training stops, and how much its steps slow down."""
     usual = median(clock.time(lambda: step(training)) for _ in range(3))
     saves = []
     stall = clock.time(lambda: saves.append(training.save(folder, use_async=True)))
@@ -100,14 +100,14 @@ def beside(training: SavedTraining, clock: Clock, folder: Path) -> dict[str, flo
 
 
 def everywhere(is_done: bool) -> bool:
-    """Return True if all ranks have ended. Communicates."""
+    """Return True if all ranks are done. Collective over the world."""
     every: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(every, is_done)
     return all(every)
 
 
 def require_same_bytes(training: SavedTraining, folder: Path) -> dict[str, int]:
-    """Save both ways once more, and compare what lies in the files.
+    """Save both ways once more, and compare the sizes of the files.
 
     Raises:
         ValueError: one is larger by more than a fiftieth.
@@ -126,7 +126,7 @@ def require_same_bytes(training: SavedTraining, folder: Path) -> dict[str, int]:
 
 
 def clean(folder: Path, *, again: bool = True) -> None:
-    """Remove what was saved. Collective over the world."""
+    """Remove the saved files. Collective over the world."""
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
@@ -136,12 +136,12 @@ def clean(folder: Path, *, again: bool = True) -> None:
 
 
 def ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The medians of the rounds' ratios to torch's own save."""
+    """Return the medians of the rounds' ratios to torch's own save."""
     return {name: report.ratio(found[name], found[PLAIN]) for name in (SAVED, STALL, SLOWER, WHOLE)}
 
 
 def tell(results: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Print the tables and the last line; write the file that is asked for."""
+    """Print the tables and the last line; write the requested file."""
     for layout, found in results["layouts"].items():
         found["ratios"] = ratios(found)
         rows = []

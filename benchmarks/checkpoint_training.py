@@ -1,4 +1,4 @@
-"""A training run that is saved, by Echelon and by torch alone. How long that takes is checkpoint.py's."""
+"""A training run that Echelon and torch alone can save, for checkpoint.py."""
 
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,25 @@ class SavedTraining(EchelonBatch):
     """A layout of HybridParallelPlugin that can be saved. All methods are collective over the world.
 
     Args:
-        name, workload, layout: as of `EchelonBatch`.
+        name, workload, layout: see `EchelonBatch`.
     """
 
     def __init__(self, name: str, workload: Workload, **layout: Any) -> None:
         super().__init__(name, workload, **layout)
-        step(self)  # states are made in the first
+        step(self)  # the first step creates the optimizer states
 
     def save(self, directory: Path, *, use_async: bool) -> Save:
-        """A whole checkpoint of it."""
+        """Save a full checkpoint."""
         return self.booster.save_checkpoint(
             directory, 1, model=self._model, optimizer=self._optimizer, use_async=use_async
         )
 
     def save_plainly(self, directory: Path) -> None:
-        """The same tensors by `torch.distributed.checkpoint.save` as it comes, each rank what it holds."""
+        """Save the same tensors by plain `torch.distributed.checkpoint.save`; each rank passes its shards."""
         dcp.save(self._own(), checkpoint_id=directory)
 
     def _own(self) -> dict[str, Tensor]:
-        """Tensors equal on all ranks under one name, of which torch saves one, and pieces under names of their own."""
+        """Return replicated tensors under one name, which torch saves once, and slices under separate names."""
         plugin, own = self.booster.plugin, f"rank {dist.get_rank()}"
         found = {}
         for name, held in plugin.local_model(self._model).tensors.items():

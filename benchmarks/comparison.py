@@ -1,4 +1,4 @@
-"""A benchmark whose contenders all train the same model: check, rounds, tables. Who takes part is not here."""
+"""A benchmark in which all contenders train the same model: checks, rounds and tables."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,16 @@ def compare(
     measure_more: Callable[[Sequence[C]], dict[str, Any]] = lambda contenders: {},
     show_more: Callable[[Mapping[str, Any]], None] = lambda results: None,
 ) -> None:
-    """Check the contenders against one process, time them, and say what was found. Collective over the world.
+    """Check the contenders against one process, time them, and report the results. Collective over the world.
 
     Args:
         contenders: Echelon's own, and others.
-        workload: what they compute.
-        arguments: of `common_parser`.
-        main: the contender that the last line is about.
-        layout: over what the ranks are spread, for the title.
-        measure_more: what else is measured after the rounds, on every rank.
-        show_more: shows it, on one.
+        workload: the computation.
+        arguments: the arguments of `common_parser`.
+        main: the contender of the last line.
+        layout: the axis of the ranks, for the title.
+        measure_more: further measurements after the rounds, on every rank.
+        show_more: shows their results, on one rank.
     """
     device = default_device()
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
@@ -53,7 +53,7 @@ def compare(
 
 
 def summary(seconds: Mapping[str, Sequence[float]], main: str) -> dict[str, Any]:
-    """The contenders' medians and ratios, and the number of the last line."""
+    """Return the contenders' medians and ratios, and the number of the last line."""
     best_peer = report.fastest(seconds, [name for name in seconds if not name.startswith("echelon")])
     rows = report.compared(seconds, best_peer)
     return {
@@ -69,7 +69,7 @@ def tell(
     arguments: argparse.Namespace,
     show_more: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Print the tables and the last line; write the files that are asked for."""
+    """Print the tables and the last line; write the requested files."""
     found = results["summary"]
     rows = [report.timing_cells(name, row) for name, row in report.by_median(found["contenders"])]
     note = report.conditions(results["machine"], arguments.rounds)

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark, and the checks that all compute the same. What they are built of is not here."""
+"""Contenders of a benchmark, and the checks that they all compute the same."""
 
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
@@ -9,39 +9,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of the largest entry. Orders of summation differ by some 1e-6; a wrong scale, mask or label by far more.
+# Relative to the largest entry. Another order of summation differs by some 1e-6; a wrong scale, mask or label by more.
 TOLERANCE = 1e-4
 
 
 class Contender(Protocol):
-    """One way of training the workload on the processes of the run. All methods are called on every rank."""
+    """A way of training the workload on the processes of the run. All methods are called on every rank."""
 
     name: str
 
     def compute(self) -> None:
-        """Loss and gradients of the batch."""
+        """Compute loss and gradients of the batch."""
 
     def update(self) -> None:
-        """Step the optimizer and forget the gradients."""
+        """Step the optimizer and drop the gradients."""
 
     def forget(self) -> None:
-        """Forget the gradients without a step."""
+        """Drop the gradients without a step."""
 
     def loss(self) -> Tensor | None:
-        """The mean loss of the last `compute`; None on a rank that does not know it. May communicate."""
+        """Return the mean loss of the last `compute`; None on a rank without it. May communicate."""
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """This rank's gradients after `compute`, by the model's parameter names. May communicate."""
+        """Return this rank's gradients after `compute`, by the model's parameter names. May communicate."""
 
 
 def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str, dict[str, float]]:
-    """Relative distance of each contender's loss and gradients from the reference's; the largest of all ranks.
+    """Return the relative distance of each contender's loss and gradients from the reference; the largest of all ranks.
 
     Communicates. Every parameter of the model must be on some rank.
 
     Args:
-        contenders: each is run once, and its gradients are forgotten.
-        reference: the same work in one process, run here on every rank.
+        contenders: each runs once, and its gradients are dropped.
+        reference: the same computation in one process, run here on every rank.
 
     Raises:
         ValueError: a contender departs by more than `TOLERANCE`.
@@ -64,9 +64,9 @@ def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str
 
 
 def require_equal_training(contenders: Sequence[Contender]) -> dict[str, float]:
-    """The losses of contenders that took equally many steps: no step may have been left out, or been another.
+    """Return the losses of contenders after the same number of steps; finds skipped and wrong steps.
 
-    Communicates. Each is run once, and its gradients are forgotten.
+    Communicates. Each runs once, and its gradients are dropped.
 
     Raises:
         ValueError: one is further than `TOLERANCE` from the median of all.

@@ -1,9 +1,9 @@
-"""A picture of loss curves that should lie on each other, and of how far they do not. What is drawn is curves.py."""
+"""Plot of loss curves that should be equal, and of their differences, for curves.py."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Of the pipeline's pictures: they also stay apart in the three kinds of colour blindness.
+# The colours of the pipeline's pictures, which stay distinct in the three kinds of colour blindness.
 _COLOURS = ("#1f4db8", "#db541f", "#914799")
 _DASHES = ("-", "--", ":")
 # Text stays text, and equal curves give equal files.
@@ -13,13 +13,13 @@ _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 8.5
 def draw_curves(
     path: Path, reference: Sequence[float], curves: Mapping[str, Sequence[float]], *, level: tuple[str, float]
 ) -> None:
-    """Draw the losses by step, and below them their relative differences from the reference's.
+    """Draw the losses by step, and below them their relative differences from the reference.
 
     Args:
-        path: a file whose ending matplotlib knows.
+        path: a file with an extension of matplotlib.
         reference: drawn as a broad line below the others.
-        curves: by name.
-        level: a name and a loss, drawn across.
+        curves: losses by name.
+        level: a name and a loss, drawn as a horizontal line.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,10 +1,10 @@
-r"""Loss curves of a Llama on real text: Echelon's layouts beside a plain torch loop in one process.
+r"""Loss curves of a Llama on real text: Echelon's layouts, compared with a plain torch loop in one process.
 
     python benchmarks/curves.py --plot curves.svg
     python benchmarks/curves.py --data ../shared/data/tinyshakespeare --steps 200
 
-A layout is a run of examples/language/llama/pretrain.py, as a user starts it. By default the text is a part of
-Python's own library. It ends with status 1 if a loss or a gradient norm departs from the plain loop's.
+A layout is a run of examples/language/llama/pretrain.py, started as users do. By default the text is a part of
+Python's own library. The exit status is 1 if a loss or a gradient norm departs from the plain loop's.
 """
 
 import argparse
@@ -29,16 +29,16 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "language" / "llama"
 sys.path.append(str(EXAMPLE))
 import data as texts  # noqa: E402, of the example; imports nothing of Echelon either
 
-# By name: processes, and what pretrain.py is told besides.
+# By name: the number of processes, and further arguments of pretrain.py.
 LAYOUTS = {
     "dp2·zero2": (2, "--tp_size 1 --pp_size 1 --zero_stage 2"),
     "tp2·dp2·zero1": (4, "--tp_size 2 --pp_size 1 --zero_stage 1"),
     "tp2·pp2": (4, "--tp_size 2 --pp_size 2"),
 }
-# Several buckets even for so small a model, and gradients that add up over microbatches.
+# Several buckets even for this small model, and gradient accumulation over microbatches.
 COMMON = "--precision fp32 --zero_bucket_size_in_m 0.25 --num_microbatches 4 --eval_every 0"
-# Relative, in any step. Orders of summation begin at 1e-7 and training amplifies them. Weights that are off by 1e-6
-# from the start move losses by 2e-7 and norms by 3e-5, a learning rate 1 % higher losses by 1e-3.
+# Relative, in any step. Another order of summation differs by 1e-7, which training amplifies. Initial weights that are
+# off by 1e-6 change losses by 2e-7 and norms by 3e-5; a learning rate 1 % higher changes losses by 1e-3.
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-3
 HELD_OUT = 64  # sequences that pretrain.py does not train on
@@ -62,7 +62,7 @@ class Departure:
 
 
 def main() -> int:
-    """Run everything; the exit status."""
+    """Run everything; return the exit status."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
@@ -98,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, training: Training, folder: Path) -> dict[str, Any]:
-    """The curves of the reference and of every layout, their departures, seconds, and facts of the text."""
+    """Return the curves of the reference and of every layout, their departures, seconds, and facts about the text."""
     files, errors = texts.library_files() if arguments.data is None else texts.files_of(arguments.data)
     if errors:
         raise SystemExit("\n".join(errors))
@@ -130,12 +130,12 @@ def measure(arguments: argparse.Namespace, training: Training, folder: Path) -> 
 
 
 def trained_on(sequences: datasets.Dataset) -> datasets.Dataset:
-    """The sequences that pretrain.py trains on."""
+    """Return the sequences that pretrain.py trains on."""
     return sequences.select(range(len(sequences) - HELD_OUT))
 
 
 def run_layout(name: str, arguments: argparse.Namespace, training: Training, folder: Path) -> Curve:
-    """Run pretrain.py under a layout, on the texts and the config that are in a folder.
+    """Run pretrain.py under a layout, on the texts and the config in a folder.
 
     Raises:
         RuntimeError: it failed.
@@ -168,14 +168,14 @@ def run_layout(name: str, arguments: argparse.Namespace, training: Training, fol
 
 
 def departure(curve: Curve, reference: Curve) -> Departure:
-    """Distance of a curve from the reference."""
+    """Return the distance of a curve from the reference."""
     return Departure(
         loss=max(relative(curve.losses, reference.losses)), norm=max(relative(curve.norms, reference.norms))
     )
 
 
 def relative(found: Sequence[float | None], expected: Sequence[float]) -> list[float]:
-    """Differences by step; infinite where there is no number."""
+    """Return differences by step; infinite for a missing number."""
     return [
         float("inf") if one is None or one != one else abs(one - other) / abs(other)
         for one, other in zip(found, expected, strict=True)
@@ -183,7 +183,7 @@ def relative(found: Sequence[float | None], expected: Sequence[float]) -> list[f
 
 
 def curve_errors(departures: Mapping[str, Departure]) -> list[str]:
-    """Layouts whose curves are not the reference's, in words."""
+    """Describe the layouts whose curves differ from the reference."""
     return [
         f"the {what} of {name} departs from the reference's by {distance:.1e} of it; {allowed:.0e} is allowed"
         for name, each in departures.items()
@@ -196,7 +196,7 @@ def curve_errors(departures: Mapping[str, Departure]) -> list[str]:
 
 
 def tell(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Print the table; write the files that are asked for."""
+    """Print the table; write the requested files."""
     facts, reference, seconds = results["facts"], results["reference"], results["seconds"]
     rows = [["plain torch", "1", f"{reference.losses[-1]:.4f}", "", "", f"{seconds['reference']:.0f}"]]
     for name, curve in results["curves"].items():

@@ -1,4 +1,4 @@
-"""Common base of contenders that give each rank its samples of a batch."""
+"""Base class of contenders that give each rank its samples of a batch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,17 +13,17 @@ from echelon.zero.bucket import ShardedGradient
 
 
 class DataParallel(OneBatch):
-    """Replicas of a model, sharded or not, over all ranks of the run; each has its samples of the batch."""
+    """Replicas of a model, sharded or not, over all ranks of the run; each computes its samples of the batch."""
 
     def loss(self) -> Tensor:
-        """The mean loss of all ranks' samples. One all-reduce."""
+        """Return the mean loss of all ranks' samples. One all-reduce."""
         assert self._loss is not None
         mean = self._loss / dist.get_world_size()
         dist.all_reduce(mean)
         return mean
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Parameters, gradients and optimizer states on this rank; the optimizer may hold other parameters."""
+        """Return parameters, gradients and optimizer states on this rank; the optimizer may have other parameters."""
         groups = self._optimizer.param_groups
         parameters = [*self._model.parameters(), *(each for group in groups for each in group["params"])]
         return {
@@ -31,22 +31,22 @@ class DataParallel(OneBatch):
             "gradients": [
                 each.grad
                 for each in parameters
-                # At stage 2 a placeholder stands for a gradient of which the ranks have slices.
+                # At stage 2 a placeholder replaces a sharded gradient.
                 if each.grad is not None and not isinstance(each.grad, ShardedGradient)
             ],
             "states": list(_tensors_in(self._states().values())),
         }
 
     def _states(self) -> Mapping[Any, dict[str, Any]]:
-        """The optimizer's state on this rank, by parameter."""
+        """Return the optimizer's state on this rank, by parameter."""
         return self._optimizer.state
 
 
 def own_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
-    """This rank's part of the batch: as many samples as each other rank has.
+    """Return this rank's samples of the batch; all ranks have the same number.
 
     Raises:
-        ValueError: the ranks do not divide the batch.
+        ValueError: the batch is not divisible by the number of ranks.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if workload.batch % num_ranks:

@@ -1,4 +1,4 @@
-"""The contender that HybridParallelPlugin is, where every rank is given the whole batch. Which layouts are not here."""
+"""The contender for layouts of HybridParallelPlugin in which every rank gets the full batch."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,8 +17,8 @@ class EchelonBatch(OneBatch):
     """A layout of HybridParallelPlugin in float32, without a pipeline, called as a user would.
 
     Args:
-        name: how it is called.
-        workload: what is computed.
+        name: its name in the tables.
+        workload: the computation.
         layout: arguments of the plugin.
     """
 
@@ -36,10 +36,10 @@ class EchelonBatch(OneBatch):
         )
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """The context in which a microbatch's backward adds to the gradients."""
+        """Return a context in which a microbatch's backward accumulates gradients."""
         return self._optimizer.reducer.accumulating()
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Gradients by name, gathered to the first rank. Communicates over the world."""
+        """Return gradients by name, gathered on the first rank. Communicates over the world."""
         self._optimizer.reduce_gradients()
         return gather_whole(self._optimizer.gradients(), self._model.local_parameters, self._plugin.mesh)

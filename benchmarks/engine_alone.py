@@ -1,4 +1,4 @@
-"""The cost of an engine by itself: stages of one tiny linear layer, so that hardly any time is arithmetic."""
+"""The overhead of a pipeline engine: with stages of one tiny linear layer, hardly any time is arithmetic."""
 
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -20,25 +20,25 @@ from echelon.pipeline.schedules import build_schedule
 from echelon.pipeline.transport import Transport
 
 _WIDTH = 8
-# With the stages of a rank; those whose backwards are whole in both, so that the actions are the same.
+# Schedules with their stages per rank; only those with undivided backwards, so that both engines run the same actions.
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 class Engine(Protocol):
-    """A schedule over tiny stages."""
+    """A schedule with tiny stages."""
 
     def step(self) -> None:
-        """All forwards and backwards of a batch."""
+        """Run all forwards and backwards of a batch."""
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of this rank's layers."""
+        """Return the gradients of this rank's layers."""
 
     def forget(self) -> None:
         """Drop the gradients."""
 
 
 class _TinyStage:
-    """A stage as Echelon's runner takes it."""
+    """A stage with the interface of Echelon's runner."""
 
     def __init__(self, layer: nn.Module, index: int, num_stages: int) -> None:
         self.index = index
@@ -47,13 +47,13 @@ class _TinyStage:
         self._layer = layer
 
     def forward(self, microbatch: Tensor, received: tuple[Tensor, ...]) -> Any:
-        """One linear layer, on what arrived or on the microbatch."""
+        """Apply one linear layer to the received tensor or the microbatch."""
         output = self._layer(microbatch if self.is_first else received[0])
         return output if self.is_last else (output,)
 
 
 class EchelonEngine:
-    """Echelon's runner and transport, with the batch cut as the plugin does."""
+    """Echelon's runner and transport; the batch is split as by the plugin."""
 
     def __init__(self, style: str, mesh: ParallelMesh, num_microbatches: int) -> None:
         rank, size = mesh.rank("pp"), mesh.size("pp")
@@ -71,7 +71,7 @@ class EchelonEngine:
         self._num_microbatches = num_microbatches
 
     def step(self) -> None:
-        """All forwards and backwards of a batch."""
+        """Run all forwards and backwards of a batch."""
         microbatches = split(self._batch, num_microbatches=self._num_microbatches, microbatch_size=None)
         run = ScheduleRun(
             stages=self._stages,
@@ -83,7 +83,7 @@ class EchelonEngine:
         run.run(self._actions)
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of this rank's layers."""
+        """Return the gradients of this rank's layers."""
         return _gradients(self._layers)
 
     def forget(self) -> None:
@@ -98,7 +98,7 @@ class TorchEngine:
         rank, size = mesh.rank("pp"), mesh.size("pp")
         held = stages_of(style, rank, size)
         self._layers = _layers(len(held), mesh.device)
-        # Given, so that no stage asks another for its shape.
+        # Given shapes, so that stages do not exchange them.
         given, passed = (
             torch.ones(1, _WIDTH, device=mesh.device, requires_grad=needed) for needed in (False, True)
         )
@@ -124,11 +124,11 @@ class TorchEngine:
         self._target = batch if rank == size - 1 else None
 
     def step(self) -> None:
-        """All forwards and backwards of a batch."""
+        """Run all forwards and backwards of a batch."""
         self._schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of this rank's layers."""
+        """Return the gradients of this rank's layers."""
         return _gradients(self._layers)
 
     def forget(self) -> None:
@@ -145,7 +145,7 @@ ENGINES: Mapping[str, Callable[[str, ParallelMesh, int], Engine]] = {
 def time_engines(
     mesh: ParallelMesh, *, num_microbatches: int, rounds: int, warmup: int
 ) -> list[dict[str, Any]]:
-    """Time both engines under each of `STYLES`, in turn. Communicates over the world, which is the pipeline.
+    """Time both engines under each of `STYLES`, alternately. Communicates over the world, which is the pipeline.
 
     Returns:
         By style: the microseconds per forward or backward of a rank by engine (medians, of the slowest rank),

@@ -1,9 +1,9 @@
-"""Prints which files and functions of Echelon boost and one warm training step enter, by layout.
+"""Print the files and functions of Echelon that boost and one warm training step enter, by layout.
 
 python benchmarks/entered.py            # counts
 python benchmarks/entered.py --list     # and the names
 
-Four processes train a small Llama. A function counts where any rank enters it; a module's own body does not.
+Four processes train a small Llama. A function counts if any rank enters it; the body of a module does not count.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2·dp2·zero1": {"tp_size": 1, "pp_size": 2, "zero_stage": 1},
     "tp2·dp2·zero2": {"tp_size": 2, "pp_size": 1, "zero_stage": 2},
 }
-WARM = 3  # steps before the one that counts: what is learnt in the first is known by then
+WARM = 3  # steps before the measured one: the first ones record orders that later ones use
 Entered = set[tuple[str, str]]
 
 
@@ -61,7 +61,7 @@ def recorded() -> Iterator[Entered]:
 
 
 def trained(layout: dict[str, int]) -> tuple[Entered, Entered]:
-    """Functions that boost enters on this rank, and those of the step after `WARM` others."""
+    """Return the functions that boost enters on this rank, and those of the step after `WARM` others."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -94,19 +94,19 @@ def trained(layout: dict[str, int]) -> tuple[Entered, Entered]:
 
 
 def of_all_ranks(own: Entered) -> Entered:
-    """The union over the ranks. Collective."""
+    """Return the union over the ranks. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return set().union(*found)
 
 
 def lines_in(entered: Entered) -> int:
-    """All lines of the files that were entered."""
+    """Count all lines of the entered files."""
     return sum((ROOT / path).read_text().count("\n") for path in {path for path, _ in entered})
 
 
 def described(name: str, entered: Entered, *, is_listed: bool) -> list[str]:
-    """A table's line, and on request the functions of each file."""
+    """Return a line of the table, and on request the functions of each file."""
     files = sorted({path for path, _ in entered})
     lines = [f"| {name} | {len(files)} | {len(entered)} | {lines_in(entered):,} |"]
     if is_listed:

@@ -1,4 +1,4 @@
-"""A world of two ranks of which one is here, over torch's "fake" process group. Who is timed is not here."""
+"""A world of two ranks with a single process, over torch's "fake" process group."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +18,13 @@ RANKS = 2
 
 @contextmanager
 def fake_world() -> Iterator[None]:
-    """Be the first of `RANKS` ranks, of which the others say what this one says."""
+    """Run as the first of `RANKS` ranks; collectives behave as if the others had the same data."""
     assert fake_pg  # registers the backend
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
     measure = clipping.norm_over_all_ranks
 
     def agreed(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """The sums of codes are those of one rank, so others would seem to differ."""
+        """Report agreement: the sums of checksums contain one rank only, so ranks would seem to differ."""
         norm, is_agreed = measure(*given, **named)
         return norm, torch.ones_like(is_agreed)
 
@@ -33,7 +33,7 @@ def fake_world() -> Iterator[None]:
             (clipping, "norm_over_all_ranks", agreed),
             (dist, "recv", lambda x, *_, **__: x.fill_(1)),  # votes of torch's pipeline
             (failures._Watch, "wait_for_all", lambda _: None),
-            (agree, "_Watched", lambda work: work),  # which never says that it is completed
+            (agree, "_Watched", lambda work: work),  # the fake group's work never reports completion
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

@@ -1,12 +1,12 @@
-r"""Host time: what a layer, a region, an action of a pipeline and an optimizer's step cost the processor.
+r"""Host time: CPU time of a layer, a region, an action of a pipeline and an optimizer's step.
 
     python benchmarks/host_time.py --json host.json
 
-On a GPU the host has to be ahead of the kernels, so its time per layer bounds the speed. One process is a rank of two
-over torch's "fake" process group, which sends nothing, and tensors are so small that what is computed is next to
-nothing. All contenders run in every round, in a rotating order; times are of the processor, so that others on the
-machine disturb little. The last line is what Echelon's tensor parallelism adds to a layer of transformers, forward and
-backward, over what DTensor's adds, and `step()` of a model of 300 parameters.
+On a GPU the host has to run ahead of the kernels, so its time per layer bounds the speed. The process is one rank of
+two over torch's "fake" process group, which sends nothing, and tensors are so small that arithmetic takes almost no
+time. All contenders run in every round, in a rotating order. Times are CPU times of the process, so that other load on
+the machine has little effect. The last line has two results: the time that Echelon's tensor parallelism adds to
+a transformers layer, forward and backward, relative to DTensor's; and `step()` of a model of 300 parameters.
 """
 
 import argparse
@@ -40,14 +40,14 @@ from echelon.cluster.mesh import ParallelMesh
 
 PLAIN, OURS, DTENSOR = "transformers", "echelon", TorchTensor.names["plain"]
 PARTS = ("layer", "attention", "mlp")  # the last two are one region each
-# With several stages a rank is told shapes by the other one, which is not there.
+# With several stages per rank, a rank receives shapes from the other one, which does not exist.
 ONE_STAGE = [style for style, stages in STYLES.items() if stages == 1]
 # A Llama has 9 parameters in a layer, and 3 besides.
 STEPPED_LAYERS, STEPPED_PARAMETERS = 33, 300
-STEPPED_HIDDEN = 16  # so narrow that norms and updates cost next to no arithmetic
-STEPPED = "echelon stage 1"  # of the last line
+STEPPED_HIDDEN = 16  # so narrow that norms and updates need almost no arithmetic
+STEPPED = "echelon stage 1"  # the contender of the last line
 
-# By name what runs once, and returns seconds of the parts that it is made of.
+# By name: a function that runs once, and returns the seconds of its parts.
 Works = Mapping[str, Callable[[], Sequence[float]]]
 Seconds = dict[str, list[Sequence[float]]]
 
@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    # Regions by themselves shrink what goes through them, and denormals are slow.
+    # Repeated regions alone shrink the activations to denormals, which are slow.
     torch.set_flush_denormal(True)
     transformers.logging.set_verbosity_error()
     workload = workload_of(arguments, microbatches=1)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def times(works: Works, *, rounds: int, warmup: int) -> Seconds:
-    """Seconds of each round, by what runs."""
+    """Return the seconds of each round, by contender."""
     found: Seconds = {name: [] for name in works}
     names = list(works)
     for number, index in in_turn(len(names), rounds=rounds, warmup=warmup):
@@ -95,7 +95,7 @@ def times(works: Works, *, rounds: int, warmup: int) -> Seconds:
 
 
 def layer_works(workload: Workload) -> dict[str, Works]:
-    """By part of a layer what runs that of all layers, one after the other, for each contender."""
+    """Return by part of a layer and by contender a function that runs this part of all layers in sequence."""
     device = default_device()
     ours = EchelonBatch(OURS, workload, tp_size=RANKS)
     models: dict[str, Any] = {
@@ -114,7 +114,7 @@ def layer_works(workload: Workload) -> dict[str, Works]:
 
 
 def calls_of(layer: nn.Module, rotary: Any) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The parts of a layer, each as transformers calls it."""
+    """Return the parts of a layer, each called as by transformers."""
 
     def attention(hidden: Tensor) -> Tensor:
         return layer.self_attn(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)[0]
@@ -130,11 +130,11 @@ def through(
     hidden: Tensor,
     around: Callable[[], AbstractContextManager[None]],
 ) -> tuple[float, float]:
-    """Seconds for each part, forward and backward. Gradients are kept and added to, as those of a later microbatch.
+    """Return the seconds for each part, forward and backward. Gradients accumulate, as in a later microbatch.
 
     Args:
-        parts: through which the hidden states go.
-        hidden: what goes in.
+        parts: the parts, called in sequence.
+        hidden: the input of the first part.
         around: the context of the backward.
     """
     start = process_time()
@@ -153,7 +153,7 @@ def through(
 
 
 def engine_works(style: str, num_microbatches: int) -> Works:
-    """For each engine, a function that runs a batch on the first rank of a pipeline of tiny stages."""
+    """Return for each engine a function that runs a batch on the first rank of a pipeline of tiny stages."""
     mesh = ParallelMesh(pp=RANKS)
 
     def work(engine: Any) -> tuple[float]:
@@ -167,11 +167,11 @@ def engine_works(style: str, num_microbatches: int) -> Works:
 
 
 def step_works(workload: Workload) -> Works:
-    """For each data-parallel contender, a function that trains a step of a model of 300 parameters."""
+    """Return for each data-parallel contender a function that trains a step of a model of 300 parameters."""
     sizes = {name: getattr(workload, name) for name in Workload.__dataclass_fields__}
     many = Workload(**sizes | {"layers": STEPPED_LAYERS, "hidden": STEPPED_HIDDEN, "microbatches": 1})
     makers: dict[str, Callable[[], Any]] = contender_makers(many, default_device())
-    del makers[TorchZero.name]  # it asks other ranks for their parts
+    del makers[TorchZero.name]  # it receives shards from other ranks
     contenders = [OneProcess(many, default_device(), works=True), *(make() for make in makers.values())]
     for each in contenders:
         if each.name == TorchDDP.name:
@@ -180,7 +180,7 @@ def step_works(workload: Workload) -> Works:
 
 
 def summed(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's sum: the fake group has no result for the one that DDP makes by itself."""
+    """Sum gradients for DDP: the fake group returns no result for DDP's own sum."""
     dist.all_reduce(bucket.buffer(), async_op=True)
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
@@ -188,7 +188,7 @@ def summed(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def trained(contender: DataParallel | OneProcess) -> tuple[float, float]:
-    """Seconds of forward and backward, and of the optimizer's step with what forgets the gradients."""
+    """Return the seconds of forward and backward, and of the optimizer's step with `zero_grad`."""
     start = process_time()
     contender.compute()
     middle = process_time()
@@ -201,7 +201,7 @@ def trained(contender: DataParallel | OneProcess) -> tuple[float, float]:
 
 
 def summary(results: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
-    """Medians in milliseconds, of layers what is added to transformers' too, and the numbers of the last line."""
+    """Return medians in milliseconds, for layers also the time added to transformers', and the last line's results."""
     layers = {
         part: {
             name: {**medians(seconds, ("forward", "backward")), **added(seconds, found[PLAIN])}
@@ -231,12 +231,12 @@ def summary(results: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
 
 
 def medians(seconds: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
-    """The median of each part, in milliseconds."""
+    """Return the median of each part, in milliseconds."""
     return {name: median(each) * 1e3 for name, each in zip(names, zip(*seconds, strict=True), strict=True)}
 
 
 def added(seconds: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The median of what each round takes more than the same round of plain layers, in milliseconds."""
+    """Return the median of the time that a round adds to the same round of plain layers, in milliseconds."""
     more = [
         [ours - theirs for ours, theirs in zip(*both, strict=True)]
         for both in zip(seconds, plain, strict=True)
@@ -245,7 +245,7 @@ def added(seconds: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) 
 
 
 def ratio_of_added(found: Seconds) -> float:
-    """The median of the rounds' ratios of what Echelon and DTensor add, forward and backward together."""
+    """Return the median of the rounds' ratios of the times that Echelon and DTensor add, forward plus backward."""
     rounds = zip(*(map(sum, found[name]) for name in (OURS, DTENSOR, PLAIN)), strict=True)
     return median((ours - plain) / (theirs - plain) for ours, theirs, plain in rounds)
 
@@ -260,7 +260,7 @@ def show(found: Mapping[str, Any], note: str) -> None:
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, float]], note: str) -> None:
-    """Print one of them."""
+    """Print one table."""
     columns = list(next(iter(rows.values())))
     cells = [[name, *(f"{value:.3f}" for value in row.values())] for name, row in rows.items()]
     report.show(f"{title}, ms", ["contender", *columns], cells, note=note)

@@ -1,4 +1,4 @@
-"""Processes that a benchmark measures, and their start."""
+"""Start of the processes of a benchmark."""
 
 import os
 import sys
@@ -12,13 +12,13 @@ from echelon import launch_from_torch
 
 
 def enter(num_ranks: int, *, option: str, matmul: str) -> None:
-    """Be one of `num_ranks` processes of one thread each, with a process group over all of them.
+    """Become one of `num_ranks` processes of one thread each, with a process group over all of them.
 
-    Where torchrun did not start this process, it is replaced by a torchrun that runs the script again.
+    A process that torchrun did not start is replaced by a torchrun that runs the script again.
 
     Args:
-        num_ranks: how many processes the benchmark runs on.
-        option: the argument that said so, for the error.
+        num_ranks: the number of processes of the benchmark.
+        option: the argument that sets it, for the error.
         matmul: see `torch.set_float32_matmul_precision`.
 
     Raises:

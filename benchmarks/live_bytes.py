@@ -1,7 +1,7 @@
-"""The bytes that a piece of work has alive, counted by the tensors that torch's operations make. Times are rounds.py.
+"""Live bytes of a computation, counted by the tensors that torch's operations create.
 
-Resident memory would show what gloo and the allocator keep as well, and hooks of saved tensors miss what an autograd
-function keeps beside them. Here every storage that an operation makes is watched until it is freed.
+Resident memory would include memory of gloo and the allocator, and hooks of saved tensors miss other tensors that
+an autograd function keeps. Here every storage that an operation creates is counted until it is freed.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from echelon.shardformer.sequence.before_layers import PartTensor
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts the storages made inside it which are still there.
+    """A context that counts the live storages created inside it.
 
     Attributes:
-        now: bytes alive.
-        peak: the most that there were.
-        kept: those alive when the first backward inside began: what forward keeps for it, and its outputs.
+        now: live bytes.
+        peak: the maximum of `now`.
+        kept: live bytes at the start of the first backward inside: saved by forward, with its outputs.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class LiveBytes(TorchDispatchMode):
         self._known: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it makes; a DTensor's operation is counted on its local tensors."""
+        """Run an operation and count its new storages; an operation on a DTensor is counted on its local tensors."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         if self.kept is None and torch._C._current_graph_task_id() >= 0:  # type: ignore[attr-defined]
             self.kept = self.now
         for given in tree_leaves((args, kwargs)):
-            self._meet(given, is_made=False)  # a view of what was there before makes nothing
+            self._meet(given, is_made=False)  # a view of an existing storage adds nothing
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             self._meet(each, is_made=True)
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def training_bytes(compute: Callable[[], None]) -> tuple[int, int]:
-    """Bytes that a forward keeps for its backward, and the most that both need, the gradients that they make included.
+    """Return the bytes that a forward keeps for its backward, and the peak of both, including the new gradients.
 
     Args:
         compute: runs both, once.
@@ -73,12 +73,12 @@ def training_bytes(compute: Callable[[], None]) -> tuple[int, int]:
 
 
 def bytes_before_layers(compute: Callable[[], None], *, embedding: nn.Module, first_layer: nn.Module) -> int:
-    """The most that is needed before the first layer begins, and after backward is through with it, in bytes.
+    """Return the peak bytes before the first layer's forward and after its backward.
 
     Args:
         compute: runs forward and backward, once.
-        embedding: its output is what layers begin with.
-        first_layer: is given that as its first argument.
+        embedding: its output is the input of the layers.
+        first_layer: gets that as its first argument.
     """
     with LiveBytes() as live:
         most: list[int] = []
@@ -90,7 +90,7 @@ def bytes_before_layers(compute: Callable[[], None], *, embedding: nn.Module, fi
             live.peak = live.now
 
         def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-            part = output.part if isinstance(output, PartTensor) else None  # what is there of the output
+            part = output.part if isinstance(output, PartTensor) else None  # this rank's shard of the output
             (output if part is None else part).register_hook(arrive)
 
         handles = (

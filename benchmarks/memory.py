@@ -1,8 +1,8 @@
-"""Bytes of contenders' own tensors. Times are rounds.py.
+"""Bytes of contenders' own tensors.
 
-The most that a step needs is not measured here: the contenders share their processes, whose resident memory shows only
-the largest of them, and torch's profiler misses what gloo's threads free, so that its peaks differ from run to run.
-zero_memory.py measures it, in processes of their own.
+The peak of a step is not measured here. The contenders share their processes, whose resident memory shows only
+the largest of them. torch's profiler misses memory that gloo's threads free, so that its peaks differ from run to run.
+zero_memory.py measures the peak, in separate processes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 
 
 class Holder(Contender, Protocol):
-    """A contender that shows its tensors."""
+    """A contender that lists its tensors."""
 
     def tensors(self) -> Mapping[str, Iterable[Tensor]]:
-        """Tensors of this rank, by kind; they may share memory."""
+        """Return the tensors of this rank, by kind; they may share memory."""
 
 
 def measure_held(contenders: Sequence[Holder]) -> dict[str, dict[str, int]]:
-    """Bytes by contender and kind of tensor, between backward and the optimizer's step. Communicates.
+    """Return bytes by contender and kind of tensor, between backward and the optimizer's step. Communicates.
 
     Args:
-        contenders: each has stepped before, so that it has its optimizer's states. Each is run once, and its
-            gradients are forgotten.
+        contenders: each has taken a step, so that it has its optimizer's states. Each runs once, and its gradients
+            are dropped.
 
     Returns:
         The largest of all ranks.
@@ -44,39 +44,39 @@ def measure_held(contenders: Sequence[Holder]) -> dict[str, dict[str, int]]:
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """The memory behind some tensors, shared memory once; of a DTensor what is on this rank."""
+    """Return the memory of some tensors, shared memory once; for a DTensor that of its local shard."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def held_at_stage(stage: int, *, elements: int, num_ranks: int) -> dict[str, int]:
-    """The bytes that a stage of ZeRO is to hold on a rank, in float32 with AdamW.
+    """Return the expected bytes of a ZeRO stage on a rank, in float32 with AdamW.
 
     Args:
         stage: 0, 1 or 2.
-        elements: of all parameters.
-        num_ranks: that share out.
+        elements: the number of elements of all parameters.
+        num_ranks: the number of ranks over which states and gradients are sharded.
     """
     part = elements // num_ranks
     return {
         "parameters": 4 * elements,
         "gradients": 4 * (part if stage == 2 else elements),
-        "masters": 0,  # the parameters are their own
+        "masters": 0,  # in float32 the parameters are the masters
         "states": 8 * (part if stage else elements),
     }
 
 
 def require_held(name: str, held: Mapping[str, int], expected: Mapping[str, int], *, padding: int) -> None:
-    """Compare what a contender holds with what it is to hold.
+    """Compare the bytes of a contender's tensors with the expected ones.
 
     Args:
-        name: the contender's.
-        held, expected: bytes by kind; kinds that nothing is said of are not compared.
-        padding: elements that it may hold in addition, of each kind.
+        name: the contender's name.
+        held, expected: bytes by kind; kinds without an expected number are not compared.
+        padding: elements of padding that are allowed for each kind.
 
     Raises:
-        ValueError: it holds less, or more than that.
+        ValueError: it has fewer bytes, or more than the padding allows.
     """
     errors = [
         f"{held[kind]} bytes of {kind} instead of {size}"

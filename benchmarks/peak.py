@@ -1,4 +1,4 @@
-"""The most memory that a piece of work needs, of a process that does nothing else. What is held is memory.py."""
+"""Peak memory of a computation, in a process that does nothing else."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,19 +9,19 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see proc(5)
 
-# For the processes that are measured: what is freed goes back to the system at once, so that resident memory is memory
-# in use. It costs time.
+# For measured processes: freed memory returns to the system at once, so that resident memory is memory in use. This
+# costs time.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 class Meter:
-    """Memory above what the process needed when the meter was made: of CUDA's allocator, or resident.
+    """Memory above the level at the meter's creation: of CUDA's allocator, or resident.
 
     Args:
-        device: where the work computes.
+        device: the device of the computation.
 
     Raises:
-        OSError: resident memory cannot be measured here; it takes Linux with /proc.
+        OSError: resident memory cannot be measured here; this needs Linux with /proc.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Meter:
         self._base = self._now()
 
     def peak(self, work: Callable[[], None]) -> int:
-        """The most bytes above the base while the work is done."""
+        """Return the peak bytes above the base during the work."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             work()
@@ -46,6 +46,6 @@ class Meter:
 
 
 def status_bytes(status: str, name: str) -> int:
-    """A field of /proc/PID/status, which is in KiB."""
+    """Return a field of /proc/PID/status, whose unit is KiB, in bytes."""
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return int(fields[name].split()[0]) * 1024

@@ -1,11 +1,11 @@
-r"""Step times of Echelon's pipeline beside those of torch.distributed.pipelining, on the same Llama.
+r"""Step times of Echelon's pipeline, compared with torch.distributed.pipelining, on the same Llama.
 
     python benchmarks/pipeline.py --json times.json --plot times.png
 
 Every round runs one step of each contender, in a rotating order. A ratio is the median of the rounds' ratios. The
 ideal is one process's step time over the same microbatches, alone, × (1 + bubble) / ranks. The last line compares
-Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine: it shows no more
-than what the machine lets it, which is the row of one process on each rank, that know nothing of each other.
+Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine. The row of one
+independent process on each rank shows the limit of the machine.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from echelon.pipeline.schedules import build_schedule, build_stage_ranks
 from echelon.pipeline.simulate import Costs, simulate
 from echelon.pipeline.stage_manager import deal_layers, layer_errors
 
-# Echelon's styles, with the stages that a rank holds under each.
+# Echelon's styles, with their stages per rank.
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
-# What each rank does here it could do alone: how much slower it is than "one process" is the machine's doing.
+# The ranks are independent here: their slowdown compared with "one process" is due to the machine.
 ON_EACH_RANK = "one process on each rank"
 
 
@@ -43,8 +43,8 @@ class EchelonPipeline(Stepped):
 
     Args:
         style: one of `STYLES`.
-        workload: what is computed.
-        num_ranks: of the run.
+        workload: the computation.
+        num_ranks: the number of ranks of the run.
         counts: layers of each stage.
     """
 
@@ -67,18 +67,18 @@ class EchelonPipeline(Stepped):
         self._loss: Tensor | None = None
 
     def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates over the world."""
+        """Compute loss and gradients of the batch. Communicates over the world."""
         outputs = self._booster.execute_pipeline(
             iter([self._data]), self._model, _own_loss, self._optimizer, return_loss=True
         )
         self._loss = outputs["loss"]
 
     def loss(self) -> Tensor | None:
-        """The mean loss."""
+        """Return the mean loss."""
         return self._loss
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """This rank's gradients by name. Communicates."""
+        """Return this rank's gradients by name. Communicates."""
         self._optimizer.reduce_gradients()
         return self._optimizer.gradients()
 
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured, on every rank. Collective over the world."""
+    """Run all measurements, on every rank. Collective over the world."""
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
     device = default_device()
     contenders = make_contenders(arguments, workload, device)
@@ -149,7 +149,7 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
 def make_contenders(
     arguments: argparse.Namespace, workload: Workload, device: torch.device
 ) -> list[Contender]:
-    """All contenders, from equal weights. Collective over the world."""
+    """Return all contenders, with equal weights. Collective over the world."""
     num_ranks, rank = arguments.pp, dist.get_rank()
     given = {1: arguments.layers_per_stage, 2: arguments.layers_per_chunk}
 
@@ -171,12 +171,12 @@ def make_contenders(
 
 
 def balanced_layers(workload: Workload, holders: Sequence[int]) -> list[int]:
-    """Layers of each stage, so that the rank with the most arithmetic has as little as can be.
+    """Return the layers of each stage, so that the largest amount of arithmetic on a rank is minimal.
 
-    Starts from equal stages and moves a layer from the busiest rank to the idlest for as long as that helps.
+    Starts with equal stages and moves a layer from the busiest rank to the least busy one as long as this helps.
 
     Args:
-        workload: what is computed; its head counts as many layers as its products are.
+        workload: the computation; its head counts as a number of layers, by the size of its products.
         holders: the rank of each stage.
     """
     if errors := layer_errors(workload.layers, len(holders), None):
@@ -199,13 +199,13 @@ def _held(holders: Sequence[int], rank: int) -> list[int]:
 
 
 def ideal(style: str, num_ranks: int, num_microbatches: int) -> float:
-    """A step under a style, as a part of one process's step: equal shares, the bubble, and nothing else."""
+    """Return the ideal step of a style relative to one process's: equal shares plus the bubble."""
     computations = build_schedule(style, num_ranks, num_microbatches, STYLES[style])
     return (1 + simulate(computations, Costs()).bubble) / num_ranks
 
 
 def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbatches: int) -> dict[str, Any]:
-    """The contenders' medians and ratios, and the two numbers of the last line."""
+    """Return the contenders' medians and ratios, and the two numbers of the last line."""
     ours = [name for name in seconds if name.startswith("echelon")]
     best_peer = report.fastest(seconds, [name for name in seconds if name.startswith("torch")])
     best = report.fastest(seconds, ours)
@@ -227,7 +227,7 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
 
 
 def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
-    """Print the tables and the last line; write the files that are asked for."""
+    """Print the tables and the last line; write the requested files."""
     found = results["summary"]
     title = f"{workload} in {workload.microbatches}, pp {arguments.pp}"
     rows = [

@@ -1,4 +1,4 @@
-"""The contenders beside Echelon's pipeline: torch.distributed.pipelining as an expert would set it up.
+"""Peers of Echelon's pipeline: torch.distributed.pipelining, set up as an expert would.
 
 torch's schedules run a stage of transformers' own modules (embedding, rotary, layers, norm, head), do not
 merge the logits, and divide the loss by the microbatches instead of scaling all gradients at the end.
@@ -24,14 +24,14 @@ STYLES = (*SINGLE, *LOOPED)
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a Llama, with the embedding where they are the first and the head where they are the last.
+    """Some layers of a Llama, with the embedding on the first stage and the head on the last.
 
-    Parameters have the names that they have in the model. Attention is causal by the fused kernel's own flag,
+    Parameters keep their names in the model. Attention is causal by the fused kernel's own flag,
     so that no mask is built.
 
     Args:
-        model: a whole model, whose modules are taken.
-        layers: which of its layers.
+        model: a full model, whose modules are used.
+        layers: the range of its layers.
     """
 
     def __init__(self, model: LlamaForCausalLM, layers: range) -> None:
@@ -46,7 +46,7 @@ class LlamaStage(nn.Module):
             self.lm_head = model.lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token numbers (B, S) on the first stage, else (B, S, H), to logits (B, S, V) on the last, else (B, S, H)."""
+        """Map token ids (B, S) on the first stage, else (B, S, H), to logits (B, S, V) on the last, else (B, S, H)."""
         hidden = self.model.embed_tokens(x) if hasattr(self.model, "embed_tokens") else x
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         rotary = self.model.rotary_emb(hidden, positions)
@@ -60,9 +60,9 @@ class TorchPipeline(Stepped):
 
     Args:
         style: one of `STYLES`.
-        workload: what is computed.
-        device: where.
-        rank, num_ranks: this rank of the pipeline.
+        workload: the computation.
+        device: its device.
+        rank, num_ranks: this rank of the pipeline, and the number of ranks.
         counts: layers of each stage; a style of `LOOPED` has two stages on each rank.
     """
 
@@ -93,18 +93,18 @@ class TorchPipeline(Stepped):
         self._schedule = make_schedule(style, stages, workload.microbatches, self._judge)
 
     def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates with the neighbouring stages."""
+        """Compute loss and gradients of the batch. Communicates with the neighbouring stages."""
         inputs = (self._data["input_ids"],) if self._is_first else ()
         target = self._data["labels"] if self._is_last else None
         self._losses.clear()
         self._schedule.step(*inputs, target=target, losses=self._losses, return_outputs=False)
 
     def loss(self) -> Tensor | None:
-        """The mean loss, on the rank of the last stage."""
+        """Return the mean loss, on the rank of the last stage."""
         return torch.stack(self._losses).detach().sum() if self._is_last else None
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """This rank's gradients by name."""
+        """Return this rank's gradients by name."""
         found: dict[str, Tensor] = {}
         for module in self._model:
             found |= gradients_of(module)
@@ -116,14 +116,14 @@ class TorchPipeline(Stepped):
 
 
 def stages_of(style: str, rank: int, num_ranks: int) -> list[int]:
-    """The stages that a rank holds under a style: in turn, or for zbv down the ranks and up again."""
+    """Return the stages of a rank under a style: round-robin, or for zbv in order and back."""
     if style in SINGLE:
         return [rank]
     return [rank, 2 * num_ranks - 1 - rank if style == "zbv" else num_ranks + rank]
 
 
 def make_schedule(style: str, stages: Sequence[Any], num_microbatches: int, loss: Any) -> Any:
-    """One of torch's schedules; the loss is already divided by the microbatches."""
+    """Make one of torch's schedules; the loss is already divided by the microbatches."""
     if style in SINGLE:
         return SINGLE[style](stages[0], num_microbatches, loss_fn=loss, scale_grads=False)
     return LOOPED[style](list(stages), num_microbatches, loss_fn=loss, scale_grads=False)

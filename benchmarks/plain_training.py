@@ -1,4 +1,4 @@
-"""A training run as plain torch has it, in one process. It imports nothing of Echelon, to share no mistake with it."""
+"""A training run in plain torch, in one process. It imports nothing of Echelon, to share none of its bugs."""
 
 import itertools
 import math
@@ -15,22 +15,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings of a run, whoever computes it.
+    """Settings of a run, independent of the library.
 
     Args:
-        steps: how often the optimizer steps.
+        steps: the number of optimizer steps.
         batch_size: sequences of a step.
-        lr: the highest, after a linear warm-up; half a cosine leads down from it.
-        min_lr_fraction: of it, at the end.
-        warmup_fraction: of the steps.
-        weight_decay: of matrices; the rest has none.
+        lr: the highest learning rate, after a linear warm-up; it decreases by half a cosine.
+        min_lr_fraction: the last learning rate, relative to `lr`.
+        warmup_fraction: the fraction of steps of the warm-up.
+        weight_decay: weight decay of matrices; other parameters have none.
         max_norm: gradients of a larger norm are scaled down to it.
-        seed: of weights and of the order of the sequences.
+        seed: the seed of weights and of the order of sequences.
     """
 
     steps: int = 200
     batch_size: int = 16
-    lr: float = 1e-3  # at pretrain.py's own 3e-3 weights that are off by 1e-6 move losses by 1e-3
+    lr: float = 1e-3  # at pretrain.py's own 3e-3, weights that are off by 1e-6 change losses by 1e-3
     min_lr_fraction: float = 0.1
     warmup_fraction: float = 0.1
     weight_decay: float = 0.1
@@ -40,19 +40,19 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The losses of a run's steps, and the gradients' norms before clipping."""
+    """The losses of a run's steps, and the gradient norms before clipping."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
 
 
 def train_plainly(config: LlamaConfig, sequences: Dataset, training: Training) -> Curve:
-    """Train a Llama in float32 on one process.
+    """Train a Llama in float32 in one process.
 
     Args:
-        config: of the model.
+        config: the model's config.
         sequences: examples with `input_ids` and `labels`.
-        training: all else.
+        training: all other settings.
     """
     torch.manual_seed(training.seed)
     model = LlamaForCausalLM(config).train()
@@ -71,9 +71,9 @@ def train_plainly(config: LlamaConfig, sequences: Dataset, training: Training) -
 
 
 def _clip(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients down to a norm, and return what it was.
+    """Scale gradients down to a norm; return the norm before.
 
-    As `clip_grad_norm_`, but summed in float64: torch's float32 norm is off by 1e-5 here, which training amplifies.
+    Like `clip_grad_norm_`, but summed in float64: torch's float32 norm is off by 1e-5 here, which training amplifies.
     """
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
@@ -94,7 +94,7 @@ def _make_optimizer(model: nn.Module, training: Training) -> torch.optim.AdamW:
 
 
 def _learning_rate(training: Training) -> Callable[[int], float]:
-    """The share of `lr` that a step has."""
+    """Return a function from a step to its fraction of `lr`."""
     warmup = math.ceil(training.warmup_fraction * training.steps)
 
     def share(step: int) -> float:
@@ -108,7 +108,7 @@ def _learning_rate(training: Training) -> Callable[[int], float]:
 
 
 def _batches(sequences: Dataset, training: Training) -> Iterator[dict[str, Tensor]]:
-    """Whole batches without end, each epoch in another order: that of torch's sampler for one replica."""
+    """Yield full batches without end, each epoch in another order: that of torch's sampler for one replica."""
     sampler: DistributedSampler = DistributedSampler(
         sequences, num_replicas=1, rank=0, seed=training.seed, drop_last=True
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def torchrun(num_processes: int) -> list[str]:
-    """The words before a script that start so many processes of it on this machine."""
+    """Return the command line prefix that runs a script in this number of processes on this machine."""
     return [
         sys.executable,
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)),
@@ -15,12 +15,12 @@ def torchrun(num_processes: int) -> list[str]:
 
 
 def run(name: str, words: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
-    """Run a command to its end, quietly, with one thread a process unless this process was told otherwise.
+    """Run a command to its end, quietly, with one thread per process unless the environment sets another number.
 
     Args:
-        name: what it is called in the error.
+        name: its name in the error.
         words: the command.
-        environment: what it gets besides.
+        environment: further environment variables.
 
     Raises:
         RuntimeError: it failed.

@@ -1,4 +1,4 @@
-"""Report of a benchmark: the machine, medians and ratios, JSON and a plot. Who is timed is not here."""
+"""Report of a benchmark: the machine, medians and ratios, JSON and a plot."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import transformers
 
 
 def machine() -> dict[str, Any]:
-    """The machine and versions that times depend on, besides the code."""
+    """Return the machine and the versions that times depend on."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -29,12 +29,12 @@ def machine() -> dict[str, Any]:
 
 
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the rounds' ratios of two contenders: what slows a whole round cancels."""
+    """Return the median of the rounds' ratios of two contenders: slowdowns of a round cancel."""
     return median(ours / theirs for ours, theirs in zip(seconds, others, strict=True))
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile."""
+    """Return the first and the third quartile."""
     if len(seconds) < 2:
         return seconds[0], seconds[0]
     first, _, third = quantiles(seconds, n=4, method="inclusive")
@@ -42,12 +42,12 @@ def spread(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
-    """The one of these with the smallest median."""
+    """Return the name with the smallest median."""
     return min(names, key=lambda name: median(seconds[name]))
 
 
 def compared(seconds: Mapping[str, Sequence[float]], best_peer: str) -> dict[str, dict[str, Any]]:
-    """Median, quartiles and `ratio_to_best_peer` of each contender."""
+    """Return median, quartiles and `ratio_to_best_peer` of each contender."""
     return {
         name: {
             "median": median(times),
@@ -59,23 +59,23 @@ def compared(seconds: Mapping[str, Sequence[float]], best_peer: str) -> dict[str
 
 
 def timing_header(best_peer: str) -> list[str]:
-    """The names of `timing_cells`, after the contender's."""
+    """Return the headings of `timing_cells`, without the contender's."""
     return ["contender", "median ms", "quartiles ms", f"to {best_peer}"]
 
 
 def timing_cells(name: str, row: Mapping[str, Any]) -> list[str]:
-    """A contender's row of `compared`, for a table."""
+    """Return the table cells of a contender's row of `compared`."""
     quartiles = " – ".join(f"{each * 1e3:.1f}" for each in row["quartiles"])
     return [name, f"{row['median'] * 1e3:.1f}", quartiles, f"{row['ratio_to_best_peer']:.3f}"]
 
 
 def by_median(rows: Mapping[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Contenders and their rows of `compared`, fastest first."""
+    """Return contenders and their rows of `compared`, fastest first."""
     return sorted(rows.items(), key=lambda item: item[1]["median"])
 
 
 def conditions(machine: Mapping[str, Any], rounds: int) -> str:
-    """Lines below a table of times."""
+    """Return the lines below a table of times."""
     return (
         f"{rounds} rounds; {machine['processor']}, {machine['cores']} cores, one thread per rank, torch "
         f"{machine['torch']}, matmul {machine['matmul_precision']}"
@@ -94,7 +94,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, no
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write everything that was measured."""
+    """Write all results to a JSON file."""
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -102,9 +102,9 @@ def plot(path: Path, seconds: Mapping[str, Sequence[float]], *, title: str, line
     """Draw every step's time as a point and each contender's quartiles as a box.
 
     Args:
-        path: a file whose ending matplotlib knows.
-        seconds: of each step, by contender.
-        line: a name and a time, drawn across all.
+        path: a file with an extension of matplotlib.
+        seconds: the time of each step, by contender.
+        line: a name and a time, drawn as a line.
 
     Raises:
         ImportError: matplotlib is not installed.

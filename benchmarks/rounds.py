@@ -1,4 +1,4 @@
-"""Timing several contenders side by side: all run in every round. What the times say is report.py."""
+"""Timing of several contenders: all run in every round."""
 
 import gc
 import time
@@ -10,15 +10,15 @@ from contender import Contender
 
 
 class Clock:
-    """The time of all ranks together, from a common start. Building it is collective over the world."""
+    """The common time of all ranks, from a barrier. The constructor is collective over the world."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Gloo waits without spinning, so that a rank that waits leaves its core to the others.
+        # Gloo waits without spinning, so that a waiting rank leaves its core to others.
         self._group = dist.new_group(backend="gloo")
 
     def time(self, work: Callable[[], None]) -> float:
-        """Seconds from a barrier over the world until this rank has done the work."""
+        """Return the seconds from a barrier over the world until this rank has done the work."""
         self._synchronize()
         dist.barrier(self._group)
         start = time.perf_counter()
@@ -27,7 +27,7 @@ class Clock:
         return time.perf_counter() - start
 
     def slowest(self, seconds: Sequence[Sequence[float]]) -> list[list[float]]:
-        """The largest of all ranks, by entry. All-reduce over the world."""
+        """Return the largest of all ranks, by entry. All-reduce over the world."""
         table = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
         return table.tolist()
@@ -46,8 +46,8 @@ def time_rounds(
     Python's garbage is collected between the steps and not within them. Communicates.
 
     Args:
-        rounds: how many are timed.
-        warmup: how many run before those.
+        rounds: the number of timed rounds.
+        warmup: the number of rounds before.
 
     Returns:
         Seconds of each round's step, by contender.
@@ -64,7 +64,7 @@ def time_rounds(
 
 
 def in_turn(count: int, *, rounds: int, warmup: int) -> Iterator[tuple[int, int]]:
-    """The numbers of rounds, below 0 for warm-up, and of who runs next; the order rotates from round to round.
+    """Yield the number of a round, below 0 for warm-up, and the next index; the order rotates from round to round.
 
     Python's garbage is collected after each and not within.
     """
@@ -80,6 +80,6 @@ def in_turn(count: int, *, rounds: int, warmup: int) -> Iterator[tuple[int, int]
 
 
 def step(contender: Contender) -> None:
-    """A training step."""
+    """Run a training step."""
     contender.compute()
     contender.update()

@@ -1,13 +1,13 @@
-r"""Bytes kept for backward and step times by length of sequence, for every way to spread sequences over ranks.
+r"""Bytes kept for backward and step times by sequence length, for every mode of sequence parallelism.
 
     python benchmarks/sequence.py --json sequence.json --plot sequence.png
     python benchmarks/sequence.py --ranks 4 --sequence 2048
 
 Lengths are --sequence and its half, quarter and eighth. Every round runs one step of each contender, in a rotating
-order; a ratio is the median of the rounds' ratios. The last line is about the longest sequence on the most ranks: the
-fastest mode of Echelon over the fastest of torch, and the fewest bytes kept over the fewest of torch. With 1 among
---ranks the longest sequence under ring attention that fits what one process needs is searched on each number of ranks,
-and simulated up to 64.
+order; a ratio is the median of the rounds' ratios. The last line is for the longest sequence on the most ranks: the
+fastest mode of Echelon relative to torch's fastest, and the fewest bytes kept relative to torch's fewest. With 1 among
+--ranks, it searches on each number of ranks the longest sequence under ring attention that fits the memory of one
+process, and simulates it up to 64 ranks.
 """
 
 import argparse
@@ -52,7 +52,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--memory", type=float, help=argparse.SUPPRESS
     )  # bytes, of a process that this script started
-    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # its number of ranks
+    parser.add_argument(
+        "--alone", type=int, help=argparse.SUPPRESS
+    )  # the number of ranks of a started process
     return parse(parser)
 
 
@@ -78,7 +80,7 @@ def main() -> None:
 
 
 def start(num_ranks: int, memory: float | None) -> dict[str, Any]:
-    """Results of `measure`, in processes started for it with the same arguments.
+    """Return the results of `measure`, in processes started for it with the same arguments.
 
     Raises:
         RuntimeError: they failed.
@@ -92,7 +94,7 @@ def start(num_ranks: int, memory: float | None) -> dict[str, Any]:
 
 
 def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured on the ranks of a run. Collective over the world."""
+    """Run all measurements on the ranks of a run. Collective over the world."""
     device, num_ranks = default_device(), dist.get_world_size()
     lengths = [workload.sequence >> halvings for halvings in range(_HALVINGS, -1, -1)]
     found: dict[str, Any] = {"lengths": []}
@@ -107,7 +109,7 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def measure_length(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Agreement, times and bytes of every contender. Collective over the world."""
+    """Return agreement, times and bytes of every contender. Collective over the world."""
     wanted = (*arguments.contenders, OneProcess.name)
     contenders = [make() for name, make in contender_makers(workload, device).items() if name in wanted]
     agreed = agreement(contenders, OneProcess(workload, device, works=True))
@@ -121,9 +123,9 @@ def measure_length(workload: Workload, arguments: argparse.Namespace, device: to
 
 
 def bytes_of(contender: Contender) -> dict[str, int]:
-    """Bytes that a contender keeps for backward, and the most it needs; the largest of all ranks. Communicates.
+    """Return the bytes that a contender keeps for backward, and its peak; the largest of all ranks. Communicates.
 
-    Of Echelon's also what is needed before the layers.
+    For Echelon's contenders also the peak before the layers.
     """
     gc.collect()
     found = dict(zip(("kept", "peak"), training_bytes(contender.compute), strict=True))
@@ -142,13 +144,13 @@ def bytes_of(contender: Contender) -> dict[str, int]:
 def longest_here(
     workload: Workload, device: torch.device, rows: Sequence[Mapping[str, Any]], memory: float
 ) -> int:
-    """The longest sequence whose peak under ring attention is at most this memory. Collective over the world."""
+    """Return the longest sequence whose peak under ring attention fits this memory. Collective over the world."""
     (short, low), (long, high) = ((row["length"], row["bytes"][RING]["peak"]) for row in (rows[-2], rows[-1]))
     near = long + (memory - high) * (long - short) / (high - low)
 
     def peak(length: int) -> float:
         contender = contender_makers(replace(workload, sequence=length), device)[RING]()
-        contender.compute()  # what is made once and kept is not the sequence's
+        contender.compute()  # tensors that are made once and kept do not depend on the sequence
         contender.forget()
         return bytes_of(contender)["peak"]
 
@@ -157,7 +159,7 @@ def longest_here(
 
 
 def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> dict[str, Any]:
-    """Measured and simulated lengths by ranks; nothing where ring attention did not run on two numbers of ranks."""
+    """Return measured and simulated lengths by ranks; empty unless ring attention ran on two numbers of ranks."""
     rows = {
         (num_ranks, row["length"]): row["bytes"][RING]
         for num_ranks, found in runs.items()
@@ -180,7 +182,7 @@ def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> d
 
 
 def last_line(found: Mapping[str, Any]) -> dict[str, float]:
-    """The fastest and the leanest of Echelon over those of torch, of one length."""
+    """Return the smallest time and memory of Echelon relative to torch's, for one length."""
     seconds, kept = found["seconds"], {name: each["kept"] for name, each in found["bytes"].items()}
     ours, theirs = ([name for name in seconds if name.startswith(each)] for each in ("echelon", "torch"))
     if not (ours and theirs):
@@ -194,7 +196,7 @@ def last_line(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tell(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> None:
-    """Print the tables and the last line; write the files that are asked for."""
+    """Print the tables and the last line; write the requested files."""
     note = report.conditions(results["machine"], arguments.rounds)
     for num_ranks, found in results["runs"].items():
         show(f"{title}, {num_ranks} rank{'s'[: num_ranks > 1]}", found["lengths"], note)
@@ -213,7 +215,7 @@ def tell(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> 
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], note: str) -> None:
-    """Print what each contender keeps, and how long it takes, by length."""
+    """Print bytes and times of each contender, by length."""
     header = ["contender", *(f"{row['length']} tokens" for row in rows), "peak MiB"]
     names = list(rows[-1]["seconds"])
 
@@ -228,7 +230,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], note: str) -> None:
 
 
 def show_longest(found: Mapping[str, Any]) -> None:
-    """Print the longest sequences, and the formula that gives the simulated ones."""
+    """Print the longest sequences, and the formula of the simulated ones."""
     rows = [
         [each, str(found["measured"].get(each, "")), str(tokens)] for each, tokens in found["longest"].items()
     ]
@@ -242,7 +244,7 @@ def show_longest(found: Mapping[str, Any]) -> None:
 
 
 def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dict[str, float]]]]:
-    """Plotted lines of each run of several ranks: rows by contender."""
+    """Return the plotted lines of each run of several ranks: rows by contender."""
     return {
         num_ranks: {
             name: [
@@ -261,7 +263,7 @@ def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dic
 
 
 def points(longest: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Plotted points of the longest sequences: tokens by ranks."""
+    """Return the plotted points of the longest sequences: tokens by ranks."""
     named = {"simulated": longest.get("longest", {}), "measured": longest.get("measured", {})}
     return {
         name: {int(ranks): tokens for ranks, tokens in each.items()} for name, each in named.items() if each

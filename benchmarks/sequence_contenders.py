@@ -1,4 +1,4 @@
-"""Contenders of sequence.py: every way of Echelon's to shard long sequences over ranks, and torch's."""
+"""Contenders of sequence.py: all modes of Echelon's sequence parallelism, and torch's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from stepped import OneProcess
 from tensor_peers import TorchTensor
 from workload import Workload
 
-RING = "echelon ring_attn"  # the one whose sequences can be as long as there are ranks
+RING = "echelon ring_attn"  # the mode whose longest sequence grows with the number of ranks
 
 
 def layouts(num_ranks: int) -> dict[str, dict[str, Any]]:
-    """The plugin's arguments for each mode over so many ranks."""
+    """Return the plugin's arguments for each mode on this number of ranks."""
     on_tensor_axis = {"tp_size": num_ranks, "enable_sequence_parallelism": True}
     on_sequence_axis = {"tp_size": 1, "sp_size": num_ranks, "enable_sequence_parallelism": True}
     gathers = on_tensor_axis | {"sequence_parallelism_mode": "split_gather"}
@@ -37,7 +37,7 @@ NAMES = [*layouts(2), *TorchTensor.names.values(), TorchContext.name]
 
 
 def contender_makers(workload: Workload, device: torch.device) -> dict[str, Callable[[], Contender]]:
-    """Every contender by its name; one process alone is only itself. Calling a maker is collective over the world."""
+    """Return a maker for every contender, by name. On one rank there is only one process. A maker is collective."""
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return {OneProcess.name: lambda: OneProcess(workload, device, works=True)}

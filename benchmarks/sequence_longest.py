@@ -1,8 +1,8 @@
-"""The longest sequence that fits a memory: measured on the ranks of a run, and simulated for more of them.
+"""The longest sequence that fits a memory: measured on the ranks of a run, and simulated for more.
 
-At each point of a step what a rank needs is a line in the sequence's length, of which a part is shared out over the
-ranks: bytes = constant + (whole + shared / ranks) · length. The most is needed either between the layers and the loss,
-where nearly all is shared out, or in front of the layers, where every rank has whole sequences. Both are measured, and
+At each point of a step the memory of a rank is linear in the sequence length, and a part of it is sharded over the
+ranks: bytes = constant + (whole + shared / ranks) · length. The peak is either between the layers and the loss, where
+nearly all of it is sharded, or before the layers, where every rank has unsharded sequences. Both are measured, and
 lines fitted to them.
 """
 
@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-# Of a rank: by numbers of ranks and of tokens.
+# Peak bytes of a rank, by number of ranks and of tokens.
 Peaks = Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Needs of a rank, in bytes.
+    """The memory of a rank, in bytes.
 
     Attributes:
-        constant: whatever the length: gradients for the most part.
-        whole: for each token, on every rank.
-        shared: for each token, shared out.
+        constant: independent of the length; mostly gradients.
+        whole: per token, on every rank.
+        shared: per token, sharded over the ranks.
     """
 
     constant: float
@@ -31,21 +31,21 @@ class Need:
     shared: float
 
     def __call__(self, num_ranks: int, length: float) -> float:
-        """At most, in a step with a sequence of this length."""
+        """Return the peak in a step with a sequence of this length."""
         return self.constant + (self.whole + self.shared / num_ranks) * length
 
     def longest(self, num_ranks: int, memory: float) -> int:
-        """The longest sequence with which that memory is enough."""
+        """Return the longest sequence that fits a memory."""
         return max(0, int((memory - self.constant) / (self.whole + self.shared / num_ranks)))
 
 
 def fit(peaks: Peaks) -> Need:
-    """The need that is nearest to measured peaks, in least squares of what they are off relative to themselves.
+    """Fit a need to measured peaks, by least squares of relative errors.
 
     No part of it is below 0.
 
     Args:
-        peaks: of at least two lengths, on at least two numbers of ranks.
+        peaks: peaks of at least two lengths, on at least two numbers of ranks.
     """
     rows = torch.tensor([[1, length, length / ranks] for ranks, length in peaks], dtype=torch.float64)
     found = torch.tensor(list(peaks.values()), dtype=torch.float64)[:, None]
@@ -53,7 +53,7 @@ def fit(peaks: Peaks) -> Need:
     used = [0, 1, 2]
     while used:
         columns = rows[:, used]
-        scale = columns.amax(0)  # so that lengths and 1 weigh alike in the solution
+        scale = columns.amax(0)  # so that lengths and the constant have equal weight
         solution = torch.linalg.lstsq(columns / scale / found, torch.ones_like(found)).solution[:, 0] / scale
         if (solution >= 0).all():
             weights[used] = solution
@@ -64,17 +64,17 @@ def fit(peaks: Peaks) -> Need:
 
 
 def error(needs: Iterable[Need], peaks: Peaks) -> float:
-    """Largest distance of the greatest of these needs from a measured peak, relative to it."""
+    """Return the largest relative distance of the greatest of these needs from a measured peak."""
     needs = list(needs)
     return max(abs(max(need(*place) for need in needs) - peak) / peak for place, peak in peaks.items())
 
 
 def search(peak: Callable[[int], float], *, start: int, unit: int, memory: float) -> int:
-    """The longest sequence, in multiples of `unit`, whose measured peak is at most the memory; 0 where none is.
+    """Return the longest sequence, in multiples of `unit`, whose measured peak fits the memory; 0 if none does.
 
     Args:
-        peak: measures; the longer the sequence, the more.
-        start: where the search begins, near the result, for it goes on by a unit at a time.
+        peak: measures the peak, which grows with the length.
+        start: the start of the search, near the result, since it advances by a unit at a time.
     """
 
     def fits(count: int) -> bool:
@@ -89,7 +89,7 @@ def search(peak: Callable[[int], float], *, start: int, unit: int, memory: float
 
 
 def simulated(needs: Mapping[str, Need], memory: float, num_ranks: Iterable[int]) -> dict[str, Any]:
-    """The needs by their names, and for each number of ranks the longest sequence that satisfies all, for the JSON."""
+    """Return the needs by name, and by number of ranks the longest sequence that satisfies all, for the JSON."""
     return {
         "needs": {name: asdict(need) for name, need in needs.items()},
         "longest": {

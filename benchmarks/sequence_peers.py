@@ -1,4 +1,4 @@
-"""The contender beside Echelon's sequence parallelism that is not of tensor_peers.py: torch's context parallelism."""
+"""A peer of Echelon's sequence parallelism, besides those of tensor_peers.py: torch's context parallelism."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface
 from workload import Workload, adamw
 
-# B batch, S sequence of this rank, N heads, D width of a head
+# B batch, S local sequence, N heads, D width of a head
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _ATTENTION = "benchmark_torch_ring"
@@ -27,13 +27,13 @@ _SEQUENCE_DIM = 2
 
 
 class TorchContext(OneBatch):
-    """The ring of torch's `context_parallel`, which balances causal attention by giving a rank two stretches.
+    """The ring of torch's `context_parallel`, which balances causal attention by two segments per rank.
 
-    `context_parallel` itself has no kernel for CPUs (see `why_not_itself`); its ring takes any kernel, and is given
-    torch's for CPUs here. The model computes on this rank's tokens in DistributedDataParallel.
+    `context_parallel` itself has no kernel for CPUs (see `why_not_itself`). Its ring takes any kernel, here torch's for
+    CPUs. The model computes on this rank's tokens in DistributedDataParallel.
 
     Args:
-        workload: what is computed; twice the number of ranks divides its sequence.
+        workload: the computation; its sequence must be divisible by twice the number of ranks.
         device: a CPU.
     """
 
@@ -53,7 +53,7 @@ class TorchContext(OneBatch):
         super().__init__(model, adamw(self._plain), batch=batch)
 
     def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates over the world."""
+        """Compute loss and gradients of the batch. Communicates over the world."""
         logits = self._model(**self._batch).logits
         loss = F.cross_entropy(logits.flatten(0, 1), self._targets.flatten(), reduction="sum")
         loss = loss * dist.get_world_size() / self._num_targets  # gradients are averaged
@@ -61,26 +61,26 @@ class TorchContext(OneBatch):
         self._loss = loss.detach()
 
     def loss(self) -> Tensor | None:
-        """The mean loss of the whole sequence. Communicates."""
+        """Return the mean loss of the full sequence. Communicates."""
         assert self._loss is not None
         mean = self._loss / dist.get_world_size()
         dist.all_reduce(mean)
         return mean
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The averaged gradients, whole on every rank."""
+        """Return the averaged gradients, replicated on every rank."""
         return gradients_of(self._plain)
 
 
 def own_stretches(x: Tensor) -> Tensor:
-    """This rank's two of the 2·ranks stretches of dim 1, the first and the last of what is not dealt out yet."""
+    """Return this rank's two of the 2·ranks segments of dim 1: segment `rank` from the start and from the end."""
     size, rank = dist.get_world_size(), dist.get_rank()
     stretches = x.chunk(2 * size, dim=1)
     return torch.cat([stretches[rank], stretches[-1 - rank]], dim=1)
 
 
 def why_not_itself(device: torch.device) -> str | None:
-    """The error of `context_parallel` for causal attention on this device; None where it computes. Communicates."""
+    """Return the error of `context_parallel` for causal attention on this device; None if it works. Communicates."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     x_BNSD = torch.ones(1, 1, 2 * dist.get_world_size(), 16, device=device)
     try:

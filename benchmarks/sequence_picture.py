@@ -1,4 +1,4 @@
-"""The pictures of sequence.py: bytes and times by length, and the longest sequence by ranks. Measuring is not here."""
+"""Plots of sequence.py: bytes and times by length, and the longest sequence by ranks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ def draw(
     runs: Mapping[int, Mapping[str, Sequence[Mapping[str, float]]]],
     longest: Mapping[str, Mapping[int, float]],
 ) -> None:
-    """Draw what was measured: a row for each number of ranks, and one for the longest sequences where there are any.
+    """Draw the results: a row for each number of ranks, and one for the longest sequences, if any.
 
     Args:
-        path: a file whose ending matplotlib knows.
-        runs: by number of ranks and contender the rows of each length: "length", "kept" bytes and "median" seconds.
-        longest: tokens by number of ranks, each with what it is; "simulated" is drawn as a line, others as points.
+        path: a file with an extension of matplotlib.
+        runs: by number of ranks and contender, the rows of each length: "length", "kept" bytes and "median" seconds.
+        longest: by name, tokens by number of ranks; "simulated" is drawn as a line, others as points.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,8 +1,8 @@
-"""Prints lines of code and files of each package, beside those of an earlier commit.
+"""Print lines of code and files of each package, compared with an earlier commit.
 
 python benchmarks/sizes.py --since dd525cd
 
-A line of code is one that holds more than comments and docstrings. Tests count in all their lines.
+A line of code contains more than comments and docstrings. Tests count with all their lines.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _NO_CODE = (
 
 
 def lines_of_code(source: str) -> int:
-    """Count the lines of a source that hold more than comments, docstrings and blanks."""
+    """Count the lines of a source that contain more than comments, docstrings and blanks."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -41,7 +41,7 @@ def _docstring_lines(tree: ast.Module) -> Iterator[int]:
 
 
 def sources(commit: str | None) -> dict[str, str]:
-    """The Python sources by path: of a commit, or those that git tracks as they are now."""
+    """Return the Python sources by path: of a commit, or the present ones that git tracks."""
     if commit is None:
         paths = subprocess.run(
             ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -57,7 +57,7 @@ def sources(commit: str | None) -> dict[str, str]:
 
 
 def counted(found: Mapping[str, str]) -> dict[str, tuple[int, int, int]]:
-    """Files, lines of code and all lines, by top-level folder."""
+    """Return files, lines of code and all lines, by top-level folder."""
     counts: dict[str, tuple[int, int, int]] = {}
     for path, source in found.items():
         folder = path.split("/")[0] if "/" in path else "(root)"
@@ -67,7 +67,7 @@ def counted(found: Mapping[str, str]) -> dict[str, tuple[int, int, int]]:
 
 
 def table(now: Mapping[str, tuple[int, int, int]], before: Mapping[str, tuple[int, int, int]]) -> list[str]:
-    """Markdown lines: packages, their sum, then tests and the rest."""
+    """Return Markdown lines: packages, their sum, then tests and the rest."""
     others = {"tests", "(root)", *ELSEWHERE}
     packages = sorted({*now, *before} - others)
     lines = ["| | files | lines of code | all lines |", "|---|---|---|---|"]

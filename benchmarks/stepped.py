@@ -1,4 +1,4 @@
-"""Common base of contenders that step an optimizer of torch's kind, and the plainest of them, one process."""
+"""Base classes of contenders with a torch optimizer, and the simplest one: a single process."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,35 +9,35 @@ from workload import Workload, adamw
 
 
 class Stepped:
-    """The half of a contender that comes after its gradients.
+    """The optimizer's part of a contender.
 
     Args:
-        optimizer: what is stepped, torch's or the like of it; None on a rank that has nothing to do.
+        optimizer: a torch optimizer or a similar one; None on a rank without work.
     """
 
     def __init__(self, optimizer: Any | None) -> None:
         self._optimizer: Any = optimizer
 
     def update(self) -> None:
-        """Step the optimizer and forget the gradients. Communicates where the optimizer does."""
+        """Step the optimizer and drop the gradients. Communicates if the optimizer does."""
         if self._optimizer is not None:
             self._optimizer.step()
         self.forget()
 
     def forget(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
 
 class OneBatch(Stepped):
-    """One forward and backward of a batch.
+    """A contender with one forward and backward per batch.
 
     Args:
-        model: of transformers, or a wrapper of one; called with the batch.
-        optimizer: what is stepped.
+        model: a transformers model, or a wrapper of one; called with the batch.
+        optimizer: its optimizer.
         backward: computes gradients of a loss.
-        batch: this rank's.
+        batch: this rank's batch.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class OneBatch(Stepped):
         return self._model
 
     def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates over the world."""
+        """Compute loss and gradients of the batch. Communicates over the world."""
         loss = self._model(**self._batch).loss
         self._backward(loss)
         self._loss = loss.detach()
 
     def loss(self) -> Tensor | None:
-        """The mean loss of this rank's batch."""
+        """Return the mean loss of this rank's batch."""
         return self._loss
 
 
 class OneProcess(Stepped):
-    """The whole batch on one rank, microbatch by microbatch; the others wait, or do the same without being connected.
+    """The full batch on one rank, microbatch by microbatch; the others wait, or do the same independently.
 
     Args:
-        workload: what is computed.
-        device: where.
-        works: whether this rank is the one, or one of them.
+        workload: the computation.
+        device: its device.
+        works: True if this rank computes.
     """
 
     name = "one process"
@@ -95,7 +95,7 @@ class OneProcess(Stepped):
         super().__init__(adamw(self._model) if works else None)
 
     def compute(self) -> None:
-        """Loss and gradients of the batch."""
+        """Compute loss and gradients of the batch."""
         if not self._works:
             return
         losses = []
@@ -106,14 +106,14 @@ class OneProcess(Stepped):
         self._loss = torch.stack(losses).sum()
 
     def loss(self) -> Tensor | None:
-        """The mean loss."""
+        """Return the mean loss."""
         return self._loss
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Gradients by name."""
+        """Return gradients by name."""
         return gradients_of(self._model) if self._works else {}
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients that a module's parameters have, by name."""
+    """Return the gradients of a module's parameters, by name."""
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}

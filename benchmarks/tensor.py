@@ -1,11 +1,10 @@
-r"""Step times of Echelon's tensor parallelism beside torch's and transformers', on the same Llama.
+r"""Step times of Echelon's tensor parallelism, compared with torch's and transformers', on the same Llama.
 
     python benchmarks/tensor.py --json times.json --plot times.png
     python benchmarks/tensor.py --tp 4 --sequence 32
 
 Every round runs one step of each contender, in a rotating order. A ratio is the median of the rounds' ratios. The
-last line compares Echelon with the fastest of the others. Run it on an idle machine: it shows no more than what the
-machine lets it.
+last line compares Echelon with the fastest of the others. Run it on an idle machine.
 """
 
 import argparse

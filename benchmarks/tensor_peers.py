@@ -1,4 +1,4 @@
-"""The contenders beside Echelon's tensor parallelism: torch's styles on DTensors, and transformers' own plans."""
+"""Peers of Echelon's tensor parallelism: torch's parallel styles on DTensors, and transformers' own plans."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,19 +27,19 @@ Plan = dict[str, ParallelStyle]
 
 
 class WholeBatch(OneBatch):
-    """Every rank computes the whole batch with its part of the model.
+    """A contender in which every rank computes the full batch with its shard of the model.
 
     Args:
-        model: split already.
-        workload: what is computed.
-        device: where.
+        model: the sharded model.
+        workload: the computation.
+        device: its device.
     """
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
         super().__init__(model, _adamw(model), batch=workload.data(device))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Gradients by name, gathered. Communicates."""
+        """Return gradients by name, gathered. Communicates."""
         found = gradients_of(self._model)
         return {
             name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()
@@ -47,7 +47,7 @@ class WholeBatch(OneBatch):
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    """The optimizer that every contender uses; its fused kernel takes no DTensors beside others in one group."""
+    """Return the optimizer of every contender; its fused kernel refuses groups of DTensors and plain tensors."""
     kinds: dict[bool, list[Tensor]] = {}
     for parameter in model.parameters():
         kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -58,10 +58,10 @@ class TorchTensor(WholeBatch):
     """`parallelize_module` with a column-wise and a row-wise style for each linear layer of a region.
 
     Args:
-        workload: what is computed.
-        device: where.
-        kind: "plain" gathers the logits; "loss-parallel" leaves them split over the vocabulary; "sequence-parallel"
-            does so too, and splits what lies between the regions over the sequence.
+        workload: the computation.
+        device: its device.
+        kind: "plain" gathers the logits; "loss-parallel" leaves them sharded over the vocabulary; "sequence-parallel"
+            does so too, and shards activations between the regions over the sequence.
     """
 
     names: ClassVar[dict[str, str]] = {
@@ -81,12 +81,12 @@ class TorchTensor(WholeBatch):
         self._positions = torch.arange(workload.sequence, device=device)[None]
 
     def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates over the world."""
+        """Compute loss and gradients of the batch. Communicates over the world."""
         context: Callable[[], AbstractContextManager[Any]] = (
             loss_parallel if self._splits_loss else nullcontext
         )
         with context():
-            # Positions are counted on what a rank holds of the sequence unless they are given.
+            # Given positions: by default they are counted within a rank's shard of the sequence.
             logits = self._model(input_ids=self._batch["input_ids"], position_ids=self._positions).logits
             targets = F.pad(self._batch["labels"], (0, 1), value=-100)[:, 1:]
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -127,7 +127,7 @@ def _layer_plan(*, splits_sequence: bool) -> Plan:
 
 
 class TransformersTensor(WholeBatch):
-    """transformers' own plan for the model, as its `from_pretrained(distributed_config=...)` applies it."""
+    """transformers' own plan for the model, applied as by its `from_pretrained(distributed_config=...)`."""
 
     name = "transformers DistributedConfig"
 

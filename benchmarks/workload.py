@@ -1,4 +1,4 @@
-"""The workload of every contender of a benchmark: a Llama with equal weights, and its batch. Timing is rounds.py."""
+"""The workload of all contenders of a benchmark: a Llama with equal weights, and its batch."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ class Workload:
     """A Llama, and the batch of a step.
 
     Args:
-        hidden, layers, vocabulary: of the model; heads are 64 wide where an even number of them divides it, else 16.
+        hidden, layers, vocabulary: sizes of the model; heads are 64 wide if an even number of them fits, else 16.
         sequence, batch: tokens of a sample, samples of a step.
-        microbatches: into how many the batch is cut.
+        microbatches: the number of microbatches of a batch.
     """
 
     hidden: int = 512
@@ -48,17 +48,17 @@ class Workload:
 
     @property
     def intermediate(self) -> int:
-        """The width of the gated layers: 8/3 of the hidden one, in multiples of 32."""
+        """The width of the gated layers: 8/3 of the hidden size, rounded to a multiple of 32."""
         return -(-self.hidden * 8 // 3 // 32) * 32
 
     @property
     def head_in_layers(self) -> float:
-        """The products of the head, as a part of those of a layer, attention left out."""
+        """The products of the head relative to those of a layer, without attention."""
         return self.vocabulary / (4 * self.hidden + 3 * self.intermediate)
 
     @property
     def config(self) -> LlamaConfig:
-        """The model's configuration: no cache, and attention by torch's fused kernel."""
+        """The model's config: no cache, and attention by torch's fused kernel."""
         head = 64 if self.hidden % 128 == 0 else 16
         return LlamaConfig(
             hidden_size=self.hidden,
@@ -74,18 +74,18 @@ class Workload:
         )
 
     def model(self) -> LlamaForCausalLM:
-        """A model in training mode, with the same weights at every call and on every rank."""
+        """Build a model in training mode, with the same weights at every call and on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             return LlamaForCausalLM(self.config).train()
 
     def data(self, device: torch.device) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, (B, S) each, the same on every rank."""
+        """Return `input_ids` and `labels`, (B, S) each, the same on every rank."""
         generator = torch.Generator().manual_seed(_SEED)
         tokens = torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator).to(device)
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """The optimizer that every contender uses."""
+    """Return the optimizer of every contender."""
     return torch.optim.AdamW(model.parameters(), **ADAMW)

@@ -1,11 +1,10 @@
-r"""Step times and held memory of Echelon's data parallelism beside torch's, on the same Llama.
+r"""Step times and memory of Echelon's data parallelism, compared with torch's, on the same Llama.
 
     python benchmarks/zero.py --json times.json --plot times.png
     python benchmarks/zero.py --dp 4 --sequence 32
 
 Every round runs one step of each contender, in a rotating order. A ratio is the median of the rounds' ratios. The
-last line compares Echelon's stage 1 with the fastest of torch. Run it on an idle machine: it shows no more than
-what the machine lets it.
+last line compares Echelon's stage 1 with the fastest of torch. Run it on an idle machine.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from zero_contenders import EchelonZero, contender_makers, name_of
 
 from echelon.cluster.device import default_device
 
-MAIN_STAGE = 1  # the one that the last line is about
+MAIN_STAGE = 1  # the stage of the last line
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def measure_bytes(contenders: Sequence[DataParallel]) -> dict[str, Any]:
-    """Bytes in memory. Communicates."""
+    """Return the bytes of the contenders' tensors. Communicates."""
     return {
         "held": measure_held(contenders),
         "ledger": {each.name: each.held() for each in contenders if isinstance(each, EchelonZero)},
@@ -55,7 +54,7 @@ def measure_bytes(contenders: Sequence[DataParallel]) -> dict[str, Any]:
 
 
 def show_bytes(results: Mapping[str, Any]) -> None:
-    """Print what is held."""
+    """Print the bytes of the contenders' tensors."""
     ordered = report.by_median(results["summary"]["contenders"])
     held = results["held"]
     rows = [[name, *(f"{size / 2**20:.1f}" for size in held[name].values())] for name, _ in ordered]

@@ -1,4 +1,4 @@
-"""Contenders of the benchmarks of ZeRO: the stages of Echelon, and torch's own of zero_peers.py."""
+"""Contenders of the benchmarks of ZeRO: Echelon's stages, and torch's of zero_peers.py."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +22,7 @@ class EchelonZero(DataParallel):
 
     Args:
         stage: one of `STAGES`.
-        workload: what is computed.
+        workload: the computation.
     """
 
     def __init__(self, stage: int, workload: Workload) -> None:
@@ -40,21 +40,21 @@ class EchelonZero(DataParallel):
         )
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The averaged gradients, gathered. Communicates over the world."""
+        """Return the averaged gradients, gathered. Communicates over the world."""
         self._optimizer.reduce_gradients()
         return self._optimizer.gradients()
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Tensors of every contender; at stage 2 `parameter.grad` is a placeholder for the ranks' slices."""
+        """Return this rank's tensors, by kind; at stage 2 `parameter.grad` is a placeholder for the ranks' slices."""
         found = super().tensors()
         whole = [each for each in found["gradients"] if not isinstance(each, ShardedGradient)]
         return {**found, "gradients": [*whole, *(each.own_gradients for each in self._optimizer.buckets)]}
 
     def held(self) -> dict[str, int]:
-        """The bytes that the ledger counts on this rank, after a step.
+        """Return the bytes that the ledger counts on this rank, after a step.
 
         Raises:
-            ValueError: they are not those of the stage's formula.
+            ValueError: they differ from the stage's formula.
         """
         held, num_ranks = self._optimizer.held_bytes(), dist.get_world_size()
         sizes = [each.numel() for each in self._model.parameters()]
@@ -66,12 +66,12 @@ class EchelonZero(DataParallel):
 
 
 def name_of(stage: int) -> str:
-    """The name of a stage of Echelon in the tables."""
+    """Return the name of a stage of Echelon in the tables."""
     return f"echelon stage {stage}"
 
 
 def contender_makers(workload: Workload, device: torch.device) -> dict[str, Callable[[], DataParallel]]:
-    """By name, what makes each contender, from equal weights; collective over the world."""
+    """Return a maker for each contender, by name, with equal weights. A maker is collective over the world."""
     return {
         **{name_of(stage): partial(EchelonZero, stage, workload) for stage in STAGES},
         TorchDDP.name: partial(TorchDDP, workload, device),

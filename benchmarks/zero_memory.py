@@ -1,10 +1,10 @@
-r"""Peak and held memory of Echelon's data parallelism beside torch's, each contender alone in fresh processes.
+r"""Peak and permanent memory of Echelon's data parallelism and torch's, each contender in fresh processes.
 
     python benchmarks/zero_memory.py --json memory.json
     python benchmarks/zero_memory.py --dp 4 --sequence 32
 
-A peak is the most that a rank needs in a training step above what its processes needed before there was a model: what
-CUDA's allocator gave, or resident memory on CPUs. It is no timing: other work beside it does not matter.
+A peak is the maximum of a rank in a training step, above the level before the model is built: memory of CUDA's
+allocator, or resident memory on CPUs. It is no timing: other load does not matter.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from zero_contenders import EchelonZero, contender_makers
 from echelon.cluster.device import default_device
 
 _NAMES = list(contender_makers(Workload(), torch.device("cpu")))
-_WARMUP = 3  # steps: states are made in the first, and DDP lays out its buckets anew after it
+_WARMUP = 3  # steps: the first creates the states, and DDP rebuilds its buckets after it
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,9 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=2, help="ranks, each with its part of the batch")
     parser.add_argument("--contenders", nargs="+", choices=_NAMES, default=_NAMES)
     parser.add_argument("--steps", type=int, default=5, help="that are measured, after a warm-up")
-    parser.add_argument(
-        "--alone", help=argparse.SUPPRESS
-    )  # the contender of a process that this script started
+    parser.add_argument("--alone", help=argparse.SUPPRESS)  # the contender of a started process
     return parse(parser)
 
 
@@ -64,7 +62,7 @@ def main() -> None:
 
 
 def start_alone(name: str, num_ranks: int) -> dict[str, Any]:
-    """Results of `measure_alone`, in processes started for it with the same arguments.
+    """Return the results of `measure_alone`, in processes started for it with the same arguments.
 
     Raises:
         RuntimeError: they failed.
@@ -77,9 +75,9 @@ def start_alone(name: str, num_ranks: int) -> dict[str, Any]:
 
 
 def measure_alone(name: str, workload: Workload, steps: int) -> dict[str, Any]:
-    """A contender's bytes: those held by kind, and the peak of each step, of the largest rank. Communicates."""
+    """Return a contender's bytes: permanent by kind, and the peak of each step, of the largest rank; collective."""
     device = default_device()
-    # The code of a step and its libraries' own memory are in the base.
+    # A first step, so that the base includes the memory of code and libraries.
     step(OneProcess(replace(workload, hidden=64, layers=1, vocabulary=128), device, works=True))
     gc.collect()
     meter = Meter(device)
@@ -96,7 +94,7 @@ def measure_alone(name: str, workload: Workload, steps: int) -> dict[str, Any]:
 
 
 def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
-    """Print the table, and the ratios to torch's smallest peak in the last line; write the file that is asked for."""
+    """Print the table, and the ratios to torch's smallest peak in the last line; write the requested file."""
     found = results["memory"]
     peaks = {name: median(each["peaks"]) for name, each in found.items()}
     rows = []
@@ -115,7 +113,7 @@ def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Nam
 
 
 def to_best_peer(peaks: Mapping[str, float]) -> dict[str, float]:
-    """The peaks of Echelon's stages over the smallest of torch's; none where no contender of torch took part."""
+    """Return the peaks of Echelon's stages relative to torch's smallest; empty without a contender of torch."""
     others = [peak for name, peak in peaks.items() if name.startswith("torch")]
     ours = {name: peak for name, peak in peaks.items() if not name.startswith("torch")}
     return {name: peak / min(others) for name, peak in ours.items()} if others else {}

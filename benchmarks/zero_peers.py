@@ -1,4 +1,4 @@
-"""The contenders beside Echelon's ZeRO: torch's DDP, ZeroRedundancyOptimizer and FSDP2 with their best switches."""
+"""Peers of Echelon's ZeRO: torch's DDP, ZeroRedundancyOptimizer and FSDP2 with their best options."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -15,13 +15,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from workload import ADAMW, Workload, adamw
 
-# Llama's buffers never change. torch 2.13 warns of the older name.
+# Llama's buffers never change. torch 2.13 warns about the older name of the argument.
 _NAMES = signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 
 class TorchDDP(DataParallel):
-    """DistributedDataParallel: everything whole on every rank, gradients averaged while backward runs."""
+    """DistributedDataParallel: everything replicated, gradients averaged during backward."""
 
     name = "torch DDP"
 
@@ -33,7 +33,7 @@ class TorchDDP(DataParallel):
         super().__init__(model, self._make_optimizer(), batch=own_samples(workload, device))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The averaged gradients, whole on every rank."""
+        """Return the averaged gradients, replicated on every rank."""
         return gradients_of(self._plain)
 
     def _make_optimizer(self) -> Any:
@@ -41,7 +41,7 @@ class TorchDDP(DataParallel):
 
 
 class TorchZero(TorchDDP):
-    """DDP with ZeroRedundancyOptimizer: whole parameters keep their optimizer states on one rank each.
+    """DDP with ZeroRedundancyOptimizer: each parameter has its optimizer states on one rank.
 
     Without `overlap_with_ddp`, which refuses gloo.
     """
@@ -64,10 +64,10 @@ class TorchFSDP(DataParallel):
     """FSDP2: `fully_shard` on every layer and the root.
 
     Args:
-        workload: what is computed.
-        device: where.
-        reshard: whether a layer's parameters are given up between its forward and its backward, as FSDP2 does
-            by itself: less memory, one more all-gather.
+        workload: the computation.
+        device: its device.
+        reshard: free a layer's parameters between its forward and its backward, FSDP2's default: less memory, one
+            more all-gather.
     """
 
     names: ClassVar[dict[bool, str]] = {
@@ -79,11 +79,11 @@ class TorchFSDP(DataParallel):
         self.name = self.names[reshard]
         model = workload.model().to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        after_forward = None if reshard else False  # None spares the root, whose backward comes at once
+        after_forward = None if reshard else False  # None keeps the root, whose backward follows at once
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=after_forward)
         super().__init__(model, adamw(model), batch=own_samples(workload, device))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The averaged gradients, gathered. One all-gather for each."""
+        """Return the averaged gradients, gathered. One all-gather for each."""
         return {name: each.full_tensor() for name, each in gradients_of(self._model).items()}

@@ -56,7 +56,7 @@ class Pipeline:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the equivalent arguments of HybridParallelPlugin."""
+        """The equivalent arguments of HybridParallelPlugin."""
         return {
             "pp_size": self.num_ranks,
             "pp_style": self.style,

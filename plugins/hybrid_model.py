@@ -430,7 +430,7 @@ class HybridParallelModule(BoostedModule):
             self.optimizer.zero_grad(set_to_none)
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers by their names in the full model; a tied one once.
+        """Return this rank's parameters and persistent buffers, by their names in the full model; a tied one once.
 
         Raises:
             ValueError: modules have an extra state, which could not be restored.
