@@ -1,4 +1,4 @@
-"""LoRA in split models: dropout in front of the adapters, and what is refused. Numbers are in tests/booster."""
+"""LoRA in sharded models: dropout of the adapters, and refusals. tests/booster compares losses and gradients."""
 
 import warnings
 from functools import partial
@@ -26,7 +26,7 @@ REGIONS = ({"attention_dropout": 0.1}, {"attention_dropout": 0.0})
 
 
 def adapted(class_name: str = "LlamaForCausalLM", *, lora: dict[str, Any], **settings: Any) -> Any:
-    """The transformers model, with adapters in it."""
+    """Return the transformers model with adapters inside."""
     return in_peft(class_name, lora=lora, **settings).get_base_model()
 
 
@@ -38,7 +38,7 @@ def in_peft(class_name: str = "LlamaForCausalLM", *, lora: dict[str, Any], **set
 
 
 def dropping(**settings: Any) -> Any:
-    """An equal model on all ranks; B is not zero, so that what A's dropout does shows."""
+    """Build a model that is equal on all ranks; B is not zero, so that dropout before A has an effect."""
     model = adapted(lora={"target_modules": LINEAR, "lora_dropout": 0.5}, use_cache=False, **settings)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -70,7 +70,7 @@ def masks_of_adapters() -> None:
 
 
 def recomputation() -> None:
-    """Dropped again as before: bitwise the same gradients."""
+    """Recomputation drops the same entries: gradients are bitwise equal."""
     for settings in REGIONS:
         plain, again = (split(dropping(**settings)) for _ in range(2))
         enable = (
@@ -138,14 +138,14 @@ def test_what_is_not_split_is_refused(make: Any, reasons: list[str]) -> None:
 
 
 class OwnPolicy(Policy):
-    """A policy that is no table."""
+    """A policy that is not made from a table."""
 
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
         return {}
 
 
 def refuse_own_policy() -> list[str]:
-    """Errors of a policy that says nothing of adapters, and of peft's own wrapper."""
+    """Errors of a policy that does not describe adapters, and of peft's own wrapper."""
     group = dist.group.WORLD
     found: list[str] = []
     model = adapted(lora={"target_modules": ["q_proj"]})

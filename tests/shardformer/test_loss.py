@@ -1,4 +1,4 @@
-"""Losses and logits of heads that are split over the vocabulary, and generation, against the whole model's."""
+"""Losses and logits of heads sharded over the vocabulary, and generation, compared with the unsharded model."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -41,7 +41,7 @@ N = 12
 
 
 def labels_of(entries: int, shard: Shard, ignore_index: int) -> Tensor:
-    """The first and last entry of every rank, some more, some ignored."""
+    """Return labels: the first and last entry of every rank, some more, and some ignored."""
     ranges = [vocab_range(shard, rank) for rank in range(shard.size)]
     borders = [entry for held in ranges if held.valid for entry in (held.first, held.first + held.valid - 1)]
     labels = torch.tensor((borders + [0, entries // 2, entries - 1] * N)[:N])
@@ -59,7 +59,7 @@ def check(
     ignore_index: int = -100,
     are_ignored: bool = False,
 ) -> None:
-    """The loss of split logits and its gradient are those of torch."""
+    """The loss of sharded logits and its gradient equal torch's."""
     size, rank = dist.get_world_size(), dist.get_rank()
     shard, settings = (
         vocab_shard(entries, size, multiple),
@@ -70,7 +70,7 @@ def check(
     whole = logits.clone().requires_grad_()
     local = Shard(size=size, dim=1, blocks=shard.blocks, padded=shard.padded).local(logits, rank)
     held = vocab_range(shard, rank)
-    local[:, held.valid :] = 1e4  # what stands in the padding counts for nothing
+    local[:, held.valid :] = 1e4  # values in the padding must have no effect
     local.requires_grad_()
     expected = F.cross_entropy(whole.float(), labels, **settings)
     before = local.detach().clone()
@@ -108,7 +108,7 @@ def cross_entropies() -> None:
             check(*sizes, **settings)
     with pytest.raises(ValueError, match="reduction='avg' must be"):
         check_local(torch.tensor([1, 6]), reduction="avg")
-    # One logit of one rank overflowed: the loss says so on all ranks.
+    # One logit of one rank overflowed: the loss is not finite on any rank.
     assert check_local(torch.tensor([1, 6]), overflows=dist.get_rank() == 1)[1].isnan()
     local, found = check_local(torch.tensor([1, 6]))
     (gradient,) = torch.autograd.grad(found.square(), local, create_graph=True)
@@ -119,7 +119,7 @@ def cross_entropies() -> None:
 def check_local(
     labels: Tensor, *, overflows: bool = False, multiple: int = 1, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """This rank's logits of 10 entries, and their loss."""
+    """Return this rank's logits of 10 entries, and their loss."""
     held = vocab_range(vocab_shard(10, dist.get_world_size(), multiple), dist.get_rank())
     local = numbers(2, held.width)
     if overflows:
@@ -131,7 +131,7 @@ def check_local(
 
 
 def causal_losses() -> None:
-    """As transformers computes it: shifted, with a count of items, with labels already shifted."""
+    """The loss equals transformers': with shifted labels, with a count of items, with labels already shifted."""
     torch.manual_seed(0)
     native, hidden = nn.Linear(6, 23), numbers(3, 7, 6)
     logits = native(hidden).detach()
@@ -151,13 +151,13 @@ def causal_losses() -> None:
         {"num_items_in_batch": torch.tensor(40)},
         {"shift_labels": labels.flip(1)},
         {"ignore_index": 3, "shift_labels": labels.clamp(min=0)},
-        {"use_cache": False},  # which the loss does not know
+        {"use_cache": False},  # not an argument of the loss
     ]
     for kwargs in cases:
         expected = ForCausalLMLoss(logits, labels, 23, **kwargs)
         with named(kwargs):
             torch.testing.assert_close(ours(local, labels, 23, **kwargs), expected, rtol=1e-6, atol=1e-6)
-    head.gather_output = True  # the model's forward was called without its hooks: the logits are whole
+    head.gather_output = True  # the model's forward was called without its hooks: logits are not sharded
     expected = ForCausalLMLoss(logits, labels, 23)
     torch.testing.assert_close(ours(head(hidden).detach(), labels, 23), expected, rtol=1e-6, atol=1e-6)
 
@@ -199,7 +199,7 @@ def labels_and_modes() -> None:
         model = model_of(class_name)
         copied, whole = (split(deepcopy(model), **each) for each in ({}, {"parallel_output": False}))
         batch, ids = batch_for(model), text()
-        routed = class_name != "BertForMaskedLM"  # which hard-codes its loss
+        routed = class_name != "BertForMaskedLM"  # its loss is hard-coded
         for training in (True, False):
             for each in (model, copied, whole):
                 each.train(training)
@@ -212,19 +212,19 @@ def labels_and_modes() -> None:
                     assert isinstance(logits, VocabParallelLogits) == (routed and training)
                     gathered = logits.gather() if isinstance(logits, VocabParallelLogits) else logits
                     require_close(gathered, expected.logits)
-                # The call after is not touched by the one before.
+                # The previous call does not affect the next one.
                 require_close(
                     copied(ids["input_ids"], attention_mask=ids["attention_mask"]).logits, expected.logits
                 )
 
 
 def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
-    """A loss that a user gives a model."""
+    """Loss function that a user sets on a model."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, label_smoothing=0.1)
 
 
 def losses_of_users() -> None:
-    """On gathered logits, on logits without labels, counted or shifted by the user, and put in the model's place."""
+    """Test losses of gathered logits, of calls without labels, with the user's count or shift, and a replaced one."""
 
     def through_gather(outputs: Any) -> Tensor:
         logits = outputs.logits
@@ -254,7 +254,7 @@ def refuse() -> None:
     batch = batch_for(copied)
     with pytest.raises(ValueError, match=r"label \d+ is outside the vocabulary of 101"):
         copied(**{**batch, "labels": batch["labels"].clamp(min=0) + VOCABULARY})
-    # A call that failed leaves nothing behind for the next use of the head.
+    # A failed call does not affect the next use of the head.
     assert copied.lm_head(torch.zeros(1, 1, 32)).shape[-1] == VOCABULARY
     logits = copied(**batch).logits
     for use in (lambda: logits.argmax(-1), lambda: logits.shape):
@@ -287,7 +287,7 @@ def generate() -> None:
         ("T5ForConditionalGeneration", "sdpa"),
     ):
         settings: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 2} if "Qwen3" in class_name else {}
-        if "T5" in class_name:  # transformers makes a cache of as many layers as the encoder has
+        if "T5" in class_name:  # transformers makes a cache with the encoder's number of layers
             settings = {"num_decoder_layers": 2}
         model = build(class_name, attention=attention, seed=1, **settings).eval()
         model.generation_config.eos_token_id = None

@@ -56,7 +56,7 @@ def token_types() -> None:
 
 
 def cross_attention() -> None:
-    """Modules that the table does not split are replicated, and right: attention over another model's states."""
+    """Modules that are not in the table are replicated, with correct gradients: attention to another model's states."""
     for name in ("BertLMHeadModel", "GPT2LMHeadModel"):
         for attention in ("sdpa", "eager"):
             model = build(name, attention=attention, is_decoder=True, add_cross_attention=True)
@@ -67,7 +67,7 @@ def cross_attention() -> None:
 
 
 def untied(model: Any) -> None:
-    """A head of its own, whatever the config says."""
+    """Untie the head, in contradiction to the config."""
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 0.1)
 
 
@@ -92,7 +92,7 @@ def resized_and_frozen() -> None:
         ("LlamaForCausalLM", untied, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
         ("LlamaForCausalLM", frozen_below, {"num_key_value_heads": 2, "tie_word_embeddings": False}),
         ("LlamaForCausalLM", frozen_but_few, {"num_key_value_heads": 1, "tie_word_embeddings": False}),
-        ("T5ForConditionalGeneration", resized, {}),  # which makes one module of its embeddings
+        ("T5ForConditionalGeneration", resized, {}),  # makes one module of its embeddings
         ("T5ForConditionalGeneration", untied, {"tie_word_embeddings": False}),
         ("T5ForConditionalGeneration", frozen_below, {}),
     ):

@@ -1,4 +1,7 @@
-"""Inputs of recomputed layers on the host, with copies that end as late as they may. Numbers are tests/contract."""
+"""Inputs of recomputed layers on the host, with copies that end as late as possible.
+
+tests/contract compares losses and gradients.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +30,7 @@ EVERY_LAYER = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
 
 
 class LateStream:
-    """A `CopyStream` of which a copy is made when something waits for it, from memory that must still be held."""
+    """A `CopyStream` that copies only when something waits for it; the source must then still be alive."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies: list[tuple[Tensor, Any]] = []
@@ -66,7 +69,7 @@ class _Later(TorchFunctionMode):
 
 
 def gradients(model: Any, *, microbatches: int = 1) -> list[Tensor]:
-    """Of all forwards before all backwards, as stages of a pipeline have them."""
+    """Return the gradients of all forwards before all backwards, as in a pipeline stage."""
     ids = torch.arange(6).view(1, 6)
     losses = [
         model(input_ids=ids + each, labels=ids + each, use_cache=False).loss for each in range(microbatches)
@@ -97,7 +100,7 @@ def test_copies_are_waited_for_and_their_memory_is_held(
         assert torch.equal(one, other)
     (stream,) = streams
     num_inputs = microbatches * 4 * (2 if modules else 1)
-    # There and back, and at the end of a microbatch one that is fetched for nothing.
+    # One copy to the host and one back for each input, and one wrong prefetch at the end of a microbatch.
     assert 2 * num_inputs <= len(stream.copies) <= 2 * num_inputs + microbatches
     assert stream.most_in_flight <= 2, "what is held on the device grows"
 

@@ -1,4 +1,4 @@
-"""Tables for the models of an older transformers, on modules that look like them."""
+"""Tables for the models of an older transformers, tested on modules with the same names."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ class OfTuples(nn.Module):
 
 
 def model_of(layer: nn.Module, path: str) -> nn.Module:
-    """A model with this layer in a list at a path of two names."""
+    """Build a model with this layer in a list at a path of two names."""
     model, (outer, inner) = nn.Module(), path.split(".")
     model.add_module(outer, nn.Module())
     model.get_submodule(outer).add_module(inner, nn.ModuleList([layer]))

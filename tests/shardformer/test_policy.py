@@ -1,4 +1,4 @@
-"""A policy written by hand, cut into stages, and refusals of its mistakes. Split over ranks it is tests/docs."""
+"""A hand-written policy with pipeline stages, and refusals of its mistakes. tests/docs shards one over ranks."""
 
 from copy import deepcopy
 from typing import Any
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """A model that is not of transformers: no config, no loss of its own."""
+    """A model that is not of transformers: without a config and a loss."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Tower(nn.Module):
 
 
 class TunedTower(Tower):
-    """A Tower that the policy split."""
+    """The class of a Tower after the policy was applied."""
 
     def num_blocks(self) -> int:
         return len(self.blocks)
@@ -73,7 +73,7 @@ def sine(self: Block, x: Tensor) -> Tensor:
 
 
 class TowerPolicy(Policy):
-    """Uses everything that a description can say."""
+    """A policy that uses every field of a description."""
 
     def preprocess(self) -> nn.Module:
         self.model.first.bias.data += 1  # type: ignore[union-attr, operator]
@@ -109,7 +109,7 @@ class TowerPolicy(Policy):
 
 
 def by_hand(model: Tower) -> Tower:
-    """The policy's message, without it."""
+    """Return the message of the error that the policy raises."""
     model.first.bias.data += 1
     model.last.bias.data -= 1
     for block in model.blocks:

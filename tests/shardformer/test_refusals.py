@@ -1,4 +1,4 @@
-"""Refusals of models and tables: all reasons at once, on models without memory, without processes."""
+"""Refusals of models and tables: all reasons at once, for models on the meta device, without processes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from echelon.verify.models import ModelChoice
 
 from . import compare
 
-# A table that does not say what padded heads could be added to.
+# A table without `attention`, so that heads cannot be padded.
 UNPADDED = replace(LLAMA, attention={})
 BARE = Table(
     stage=StagePlan(layers="0", entry=()),
@@ -48,7 +48,7 @@ def errors(model: nn.Module, policy: Policy | None = None, **sizes: Any) -> list
 
 
 def changed(change: Callable[[Any], object], **settings: Any) -> Callable[[], Any]:
-    """Build a llama that a function has changed."""
+    """Build a llama and change it by a function."""
 
     def build() -> Any:
         with torch.device("meta"):
@@ -65,7 +65,7 @@ def with_second_head(model: Any) -> None:
 
 
 class Adapted(nn.Linear):
-    """A projection with a low-rank term of its own."""
+    """A projection with an additional low-rank term."""
 
 
 def with_adapters(model: Any) -> None:
@@ -79,7 +79,7 @@ def with_gate(model: Any) -> None:
 
 
 class Special(nn.Parameter):
-    """A tensor that does something of its own."""
+    """A tensor subclass, for example a quantized one."""
 
 
 def with_special_tensor(model: Any) -> None:
@@ -93,7 +93,7 @@ def with_another_layer(model: Any) -> None:
 
 
 class FusedLoss(transformers.LlamaForCausalLM):
-    """Computes its loss from the head's weight, as fused losses do."""
+    """A model that computes its loss from the head's weight, like fused losses."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         hidden = self.model(input_ids, **kwargs).last_hidden_state
@@ -122,10 +122,10 @@ def without_output() -> Any:
 
 
 class Row(NamedTuple):
-    """A model, the sizes that it is refused for, and for each error the words that it holds.
+    """A model, the sizes for which it is refused, and needles of each expected error.
 
     Args:
-        table: None is that of the model.
+        table: None takes the table of the model.
     """
 
     model: Callable[[], nn.Module]
@@ -276,7 +276,7 @@ ROWS = {
 
 
 def departure(row: Row) -> str | None:
-    """Return what a row's errors have too much or lack; None where they are those that it says."""
+    """Return the unexpected and missing errors of a row; None if they are as expected."""
     model = row.model()
     found = errors(model, None if row.table is None else TablePolicy(row.table), **row.sizes)
     unexpected = [error for error in found if not any(all(n in error for n in each) for each in row.needles)]

@@ -1,4 +1,4 @@
-"""A model that ShardFormer split trains in a plain loop as the whole one. Refusals: test_shard_model_faults.py."""
+"""A model sharded by ShardFormer trains in a plain loop like one process. Refusals: test_shard_model_faults.py."""
 
 import itertools
 from collections.abc import Callable
@@ -32,7 +32,7 @@ QWEN3 = {"head_dim": 8, "num_key_value_heads": 1}
 
 
 def formed(**settings: Any) -> ShardFormer:
-    """A ShardFormer with its groups, over the world."""
+    """Return a ShardFormer with its groups, over the world."""
     settings = {"tensor_parallel_size": 2, "make_vocab_size_divisible_by": MULTIPLE, **settings}
     shard_former = ShardFormer(ShardConfig(**settings))
     shard_former.init_distributed()
@@ -40,7 +40,7 @@ def formed(**settings: Any) -> ShardFormer:
 
 
 def with_groups(tp: int, dp: int) -> ShardFormer:
-    """The same from groups that a script has already."""
+    """Return a ShardFormer with groups that a script has already made."""
     mesh = ParallelMesh(tp=tp, dp=dp)
     return ShardFormer(
         ShardConfig(
@@ -71,7 +71,7 @@ def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str
         ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes"),
         ("Qwen3ForCausalLM", 2, 2, QWEN3, "groups"),
         ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "split_gather"),
-        # Copies among some of the ranks alone.
+        # Key-value heads are replicated over some of the ranks.
         pytest.param(
             "Qwen3ForCausalLM", 4, 1, {**QWEN3, "num_key_value_heads": 2}, "sizes", marks=pytest.mark.slow
         ),
@@ -118,7 +118,7 @@ def test_the_norm_is_that_of_the_whole_model(pool: Pool) -> None:
 
 
 def freeze_and_thaw() -> None:
-    """Parameters that are frozen when a model is split get their true gradients once they are trained."""
+    """Parameters that are frozen during sharding get exact gradients when they are trained later."""
     model = build("Qwen3ForCausalLM", **QWEN3)
     model.requires_grad_(False)
     split = formed().shard_model(deepcopy(model))
@@ -131,7 +131,7 @@ def freeze_and_thaw() -> None:
 
 
 class Choosy(nn.Module):
-    """A model whose replicas need not use the same parameters."""
+    """A model whose replicas may use different parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def average_where_some_ranks_have_none() -> None:
     split = formed(tensor_parallel_size=1, data_parallel_size=2).shard_model(deepcopy(model))
     with pytest.raises(ArithmeticError):
         split(x, False, breaks=True).sum().backward()
-    for _ in range(2):  # what was averaged is added to
+    for _ in range(2):  # accumulate into averaged gradients
         split(x, dist.get_rank() == 1).square().sum().backward()
         for use_second in (False, True):
             (model(x, use_second).square().sum() / 2).backward()
@@ -165,7 +165,7 @@ def average_where_some_ranks_have_none() -> None:
 
 
 def recompute(tp: int, is_reentrant: bool) -> None:
-    """Checkpointed layers run backwards of their own inside of one, where they are reentrant."""
+    """Layers with reentrant checkpoints run a nested backward inside the outer one."""
     model = build("Qwen3ForCausalLM", **QWEN3)
     split = formed(tensor_parallel_size=tp, data_parallel_size=2 // tp).shard_model(deepcopy(model))
     batch = batch_for(model)
@@ -224,7 +224,7 @@ def test_a_model_is_split_over_the_world(pool: Pool, ranks: int, function: Calla
 
 
 def share_out() -> list[list[list[int]]]:
-    """The batches of this rank, by way of asking."""
+    """Return the batches of this rank, for each way to make a dataloader."""
     shard_former = formed(data_parallel_size=2)
     data = list(range(10))
     loaders = [

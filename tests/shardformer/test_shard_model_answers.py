@@ -1,4 +1,4 @@
-"""A split model answers as the whole one: tokens and logits of `generate`, loss and logits of an evaluation."""
+"""Inference of a sharded model equals the unsharded one: `generate`, and loss and logits of an evaluation."""
 
 from copy import deepcopy
 from typing import Any
@@ -52,10 +52,10 @@ def inputs_of(choice: ModelChoice) -> dict[str, Tensor]:
 
 
 def answers(choice: ModelChoice, model: Any, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The tokens (B, S) and the logits (S, B, V) that they were chosen by."""
+    """Return generated tokens (B, S) and the logits (S, B, V) by which they were chosen."""
     torch.manual_seed(3)
     given = {"max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "eos_token_id": None, **how}
-    if choice.model_type == "whisper":  # whose own way is made for the tokens of its languages
+    if choice.model_type == "whisper":  # its own `generate` needs language tokens
         given["decoder_start_token_id"] = 1
     found = GenerationMixin.generate(
         model, **inputs_of(choice), **given, output_logits=True, return_dict_in_generate=True
@@ -84,7 +84,7 @@ def generate(name: str) -> None:
 
 
 def evaluate(name: str) -> None:
-    """With labels, in evaluation and in training: loss and logits are those of the whole model."""
+    """With labels, in evaluation and in training, loss and logits equal those of the unsharded model."""
     choice = CHOICES[name]
     split, model = split_and_whole(choice)
     batch = {**inputs_of(choice), "labels": integers(3, VOCABULARY, 2, 5, seed=4)}
@@ -109,7 +109,7 @@ def test_an_evaluation_has_the_whole_models_loss_and_logits(pool: Pool, name: st
 
 
 def draw_apart() -> None:
-    """Ranks that draw other tokens raise an error, instead of answering with a mixture."""
+    """Ranks that sample different tokens raise an error instead of mixing them."""
     choice = CHOICES["llama"]
     split, _ = (each.eval() for each in split_and_whole(choice))
     rank = split.lm_head.group.rank()  # type: ignore[union-attr, operator]

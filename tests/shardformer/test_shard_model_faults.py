@@ -1,4 +1,4 @@
-"""Refusals of ShardFormer without a booster, on every rank alike, and the arguments of its config."""
+"""Refusals of ShardFormer without a booster, equal on every rank, and the arguments of its config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +84,7 @@ def refuse_different_models() -> None:
 
 
 def refuse_different_replicas() -> None:
-    """Also on ranks whose own tensor axis has one model."""
+    """The error is raised on all ranks, even if their own tensor axis has equal models."""
     model = build("LlamaForCausalLM", seed=int(dist.get_rank() == 3))
     with pytest.raises(ValueError, match=r"the model of rank\(s\) \[1\] differs from that of rank 0"):
         formed(data_parallel_size=2).shard_model(model)
@@ -114,7 +114,7 @@ def refuse_different_inputs() -> None:
 
 
 def refuse_an_average_over_pieces() -> None:
-    """It would give all ranks the shards of the first one, by a loss that looks right."""
+    """It would broadcast the shards of the first rank, and the loss would look plausible."""
     wrapped = DistributedDataParallel(formed().shard_model(build("LlamaForCausalLM")))
     with pytest.raises(
         ValueError, match=r"the shards of one rank to all of \[0, 1\], of which \[0, 1\] hold"
@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, function: Callable[
 
 
 class Group:
-    """Stands for a process group, of which a config reads the size alone."""
+    """Stand-in for a process group; a config reads only its size."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""Models cut into stages: the parameters, layers and ties of each process. Their numbers are tests/contract."""
+"""Models cut into stages: parameters, layers and ties of each process. tests/contract compares their training."""
 
 import itertools
 from copy import deepcopy
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class RankAlone:
-    """The place of a mesh, for one rank of a pipeline without processes."""
+    """Stand-in for a mesh, for one rank of a pipeline without processes."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -55,7 +55,7 @@ class RankAlone:
 def manager_alone(
     rank: int, bounds: list[int], stage_ranks: tuple[int, ...] | None = None
 ) -> PipelineStageManager:
-    """The manager of one rank, without processes."""
+    """Return the manager of one rank, without processes."""
     counts = [stop - start for start, stop in itertools.pairwise(bounds)]
     stage_ranks = stage_ranks or tuple(range(len(counts)))
     mesh: Any = RankAlone(rank, max(stage_ranks) + 1)
@@ -115,7 +115,7 @@ def test_stage_ranks_that_do_not_exist_are_refused(stage_ranks: tuple[int, ...])
 
 
 def manage_ties() -> list[tuple]:
-    """The result of managed_parameters for the tied embedding and of a tie within a rank: counted, sizes of groups."""
+    """Return for the tied embedding, across ranks and within a rank: is_primary and the sizes of its sum groups."""
     mesh = ParallelMesh(pp=3)
     found = []
     for stage_ranks in ((0, 1, 2, 0), (2, 1, 0, 1)):
@@ -140,7 +140,7 @@ def test_a_tie_is_summed_over_ranks_and_not_over_the_stages_of_one(pool: Pool) -
 
 
 class Counted(nn.Module):
-    """Takes the place of a module, and counts its calls."""
+    """Replacement of a module that counts its calls."""
 
     def __init__(self, native: nn.Module) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Counted(nn.Module):
 
 
 class BiasPolicy(TablePolicy):
-    """Replaces T5's position bias, which a rank may hold without its layer."""
+    """Policy that replaces T5's position bias, which a rank may have without its layer."""
 
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
         bias = SubModuleReplacementDescription(
@@ -199,7 +199,7 @@ def test_what_no_stage_of_a_rank_holds_has_no_memory() -> None:
 
 @pytest.mark.parametrize("num_layers, num_stages", [(7, 2), (7, 4), (8, 4)])
 def test_the_layers_of_a_stage_are_those_that_the_cut_leaves_it(num_layers: int, num_stages: int) -> None:
-    """Also where they do not divide and are dealt out by size: recomputation goes by them."""
+    """Also if the number of layers does not divide and they are assigned by size; recomputation relies on it."""
     counts = {}
     for rank in range(num_stages):
         model = build("LlamaForCausalLM", num_hidden_layers=num_layers, vocab_size=400)

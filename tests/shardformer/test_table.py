@@ -1,4 +1,4 @@
-"""Tables: contradictions within one, and the register."""
+"""Tables: contradictory fields, and the registry."""
 
 from dataclasses import replace
 

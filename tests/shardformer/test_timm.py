@@ -16,7 +16,7 @@ from ..pool import Pool
 
 
 class Distilled(VisionTransformer):
-    """Made from the one that is registered, as timm's DeiT is."""
+    """Subclass of the registered class, like timm's DeiT."""
 
 
 def errors(model: nn.Module, *, tp_size: int = 1, num_stages: int = 1) -> list[str]:

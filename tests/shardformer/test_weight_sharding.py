@@ -1,4 +1,4 @@
-"""Weight-parallel linear layers alone, on 2 and 4 ranks, against plain ones with the inputs of all ranks."""
+"""Single weight-parallel linear layers on 2 and 4 ranks, compared with plain ones on the inputs of all ranks."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,11 +25,11 @@ from ..pool import Pool
 from .compare import numbers
 
 B, S = 2, 5
-WIDTHS = (6, 7, 10, 9, 3)  # odd ones on purpose: rows that no number of ranks divides
+WIDTHS = (6, 7, 10, 9, 3)  # on purpose, the ranks do not divide all of them
 
 
 class Block(nn.Module):
-    """A linear layer and what is around it in a model."""
+    """A linear layer with a norm and an activation."""
 
     def __init__(self, inputs: int, outputs: int, *, transposed: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """Four layers of both kinds, and a head that is none of them."""
+    """Build four layers of both kinds, and a head that is not sharded."""
     torch.manual_seed(3)
     blocks = [Block(*sizes, transposed=index == 2) for index, sizes in enumerate(pairwise(WIDTHS))]
     return nn.Sequential(*blocks, nn.Linear(WIDTHS[-1], 4))
@@ -58,7 +58,7 @@ def loss_of(model: Callable[[Tensor], Tensor], rank: int) -> Tensor:
 
 
 def mean_gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
-    """Over the ranks' inputs; a rank's own, where the layer holds the whole parameter."""
+    """Return mean gradients over the inputs of all ranks for sharded parameters, and local ones for replicated."""
     size, rank = dist.get_world_size(), dist.get_rank()
     plain = make_model()
     weights = [name for name, each in model.named_parameters() if placement_of(each) is not None]
@@ -71,7 +71,7 @@ def mean_gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
 
 
 def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any = None) -> None:
-    """Shards of what is cut, all of what is not."""
+    """Compare the shards of sharded parameters, and replicated parameters in full."""
     for name, parameter in model.named_parameters():
         if names is not None and name not in names:
             assert parameter.grad is None, name
@@ -86,7 +86,7 @@ def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any 
 
 
 def train(steps: int = 3) -> None:
-    """Steps in which everything is recorded, prefetched, and used again."""
+    """Train steps in which the order is recorded, weights are prefetched, and buffers are reused."""
     for settings in ({"overlap": True}, {"overlap": False}):
         model = make_parallel(**settings)
         size, rank = dist.get_world_size(), dist.get_rank()
@@ -116,7 +116,7 @@ def test_layers_compute_what_plain_ones_do_on_more_ranks(pool: Pool, ranks: int)
 
 
 def check_ways() -> None:
-    """Backwards of other kinds, each twice, so that the second is prefetched; more are rows of tests/contract."""
+    """Test other kinds of backwards, each twice, so that the second is prefetched; tests/contract has more."""
     for number in range(2):
         for way in (with_frozen, of_inputs_alone, evaluated_between):
             try:
@@ -136,7 +136,7 @@ def with_frozen() -> None:
 
 
 def of_inputs_alone() -> None:
-    """Gradients that nobody takes neither stay in memory nor come to the next backward."""
+    """Weight gradients that are not requested neither stay in memory nor enter the next backward."""
     model = make_parallel()
     for _ in range(2):
         loss_of(model, dist.get_rank()).backward()
@@ -149,13 +149,13 @@ def of_inputs_alone() -> None:
 
 
 def evaluated_between() -> None:
-    """New weights are used, whatever was gathered ahead; a path that ends early is not waited for."""
+    """Updated weights are used instead of prefetched ones; a forward that ends early leaves no wait behind."""
     model = make_parallel()
     for _ in range(2):
         loss_of(model, dist.get_rank()).backward()
         model.zero_grad()
     with torch.no_grad():
-        model[:2](numbers(B, S, WIDTHS[0]))  # the third layer's weight is on its way now
+        model[:2](numbers(B, S, WIDTHS[0]))  # the third layer's weight is in flight now
         for parameter in model.parameters():
             parameter.mul_(2)
         doubled = make_model()
@@ -170,7 +170,7 @@ def test_backwards_of_all_kinds_give_the_same(pool: Pool) -> None:
 
 
 def transfers(ahead: bool) -> str:
-    """The gathers and reductions of a third step in their order; of the first three layers."""
+    """Return the all-gathers and reduce-scatters of the third step in order, for the first three layers."""
     model = make_parallel(overlap=ahead)
     model = nn.Sequential(*list(model)[:3])
     numbers_of = {
@@ -213,7 +213,7 @@ def test_weights_are_gathered_one_layer_ahead_and_gradients_waited_for_one_layer
 
 
 def count() -> tuple[dict[Any, Any], int]:
-    """The traffic of a step on the weight axis, and the elements of all weights that are sharded."""
+    """Return the traffic of a step on the weight axis, and the number of elements of all sharded weights."""
     mesh = ParallelMesh(wp=dist.get_world_size())
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8))
@@ -267,7 +267,7 @@ def test_models_without_plain_linear_layers_are_refused() -> None:
 
 
 def split_tied() -> None:
-    """A weight of two layers is cut once; one that an embedding uses too is not."""
+    """A weight of two layers is sharded once; one that is tied to an embedding stays replicated."""
     model = nn.ModuleDict(
         dict(embedding=nn.Embedding(4, 4), layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
     )
@@ -293,7 +293,7 @@ def test_tied_weights_are_cut_once_or_not_at_all(pool: Pool) -> None:
 
 
 def use(name: str) -> Use:
-    """A use of a layer: in a forward, in a backward (upper case), or recomputed in one (r before it)."""
+    """Parse a use of a layer: in a forward, in a backward (upper case), or recomputed there (prefix r)."""
     kind = "again" if len(name) > 1 else "backward" if name.isupper() else "forward"
     return Use(kind, name[-1].lower())
 
@@ -302,10 +302,10 @@ def use(name: str) -> Use:
     ("before", "uses", "prefetched"),
     [
         ("", "a b c C B A", "- - - - - -"),
-        ("a b c C B A", "a b c C B A", "b c - b a -"),  # a second pass is prefetched but not its end
-        ("a b a b B A", "a b a b B A B A", "b - b - a - a -"),  # a forward's end may be the next one's begin
+        ("a b c C B A", "a b c C B A", "b c - b a -"),  # nothing follows the last use of a pass
+        ("a b a b B A", "a b a b B A B A", "b - b - a - a -"),  # a second forward may follow the first
         ("a b c C B A", "a c C A", "b - b -"),
-        ("a b c C B A a c C A", "a b c C B A", "- c - - a -"),  # wrongly once is never again
+        ("a b c C B A a c C A", "a b c C B A", "- c - - a -"),  # never again after one error
         ("a ra A", "a ra A", "- a -"),  # a recomputed layer belongs to the backward
     ],
 )

@@ -1,4 +1,4 @@
-"""Masks as transformers makes them: whole, and as blocks."""
+"""Masks made by transformers: full, and as blocks."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from echelon.shardformer.sequence.block_mask import BlockMask, block_mask
 
 BATCH = 2
 
-# Padding may stand at either end; positions that begin anew say where packed sequences do.
+# Padding may be at either end; positions that restart mark packed sequences.
 KINDS = (
     "causal",
     "bidirectional",
@@ -29,13 +29,13 @@ KINDS = (
     "chunked padded",
     "union",
     "empty row",
-    # Older releases have no such mask.
+    # Not in older releases.
     *(["bidirectional window"] if hasattr(masks, "create_bidirectional_sliding_window_mask") else []),
 )
 
 
 def padding(length: int, *, at_end: bool = True) -> Tensor:
-    """One row shorter by a third, one whole."""
+    """Return a padding mask: one row shorter by a third, one of full length."""
     seen = torch.ones(BATCH, length, dtype=torch.long)
     missing = length // 3
     seen[0, length - missing if at_end else 0 : length if at_end else missing] = 0
@@ -43,14 +43,14 @@ def padding(length: int, *, at_end: bool = True) -> Tensor:
 
 
 def packed_positions(length: int) -> Tensor:
-    """Two sequences in the first row, one in the second."""
+    """Return positions of two sequences in the first row, and of one in the second."""
     cut = length // 2 - 1
     both = torch.cat([torch.arange(cut), torch.arange(length - cut)])
     return torch.stack([both, torch.arange(length)])
 
 
 def made(kind: str, length: int, implementation: str) -> Any:
-    """A mask of a kind, by what is registered under a name."""
+    """Make a mask of this kind by the registered implementation."""
     config = MistralConfig(sliding_window=5 if kind != "wide window" else length + 1, attention_chunk_size=4)
     config._attn_implementation = implementation
     positions = {"position_ids": torch.arange(length)[None]}
@@ -75,7 +75,7 @@ def made(kind: str, length: int, implementation: str) -> Any:
         case "chunked padded":
             seen = padding(length, at_end=False)
             return make("create_chunked_causal_mask", config, length, attention_mask=seen)
-        case "union":  # with a function of single numbers
+        case "union":  # with a function of single positions
             of_image = torch.arange(length) // 3 % 2 == 1
             union = {"or_mask_function": lambda b, h, q, k: of_image[q] & of_image[k]}
             return make("create_causal_mask", config, length, **positions, **union)
@@ -86,7 +86,7 @@ def made(kind: str, length: int, implementation: str) -> Any:
 
 
 def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any:
-    """Call a function of transformers, some of whose arguments have other names in older releases, or are fewer now."""
+    """Call a mask function of transformers with the arguments that the installed release has."""
     embeds = torch.zeros(BATCH, length, 1)
     known: dict[str, Any] = {
         "inputs_embeds": embeds,
@@ -101,13 +101,13 @@ def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any
 
 
 def in_blocks(kind: str, length: int, *, levels: bool = False) -> BlockMask:
-    """As `block_mask` makes it."""
+    """Make a mask by `block_mask`."""
     with registered("blocks", partial(block_mask, levels=levels)):
         return made(kind, length, "blocks")
 
 
 def whole(kind: str, length: int) -> Tensor:
-    """(B, 1, S, S), as transformers makes it for torch's own attention."""
+    """Make a full mask (B, 1, S, S), by transformers' function for torch's attention."""
 
     def always(*args: Any, **kwargs: Any) -> Tensor:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -121,7 +121,7 @@ def whole(kind: str, length: int) -> Tensor:
 
 @contextmanager
 def registered(name: str, function: Any) -> Iterator[None]:
-    """Inside, transformers knows a mask function by this name."""
+    """Register a mask function in transformers inside the block."""
     AttentionMaskInterface.register(name, function)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Attention under transformers' interface with sharded sequences, and models whose layers are refused."""
+"""Attention through transformers' interface with sharded sequences, and refusals of models."""
 
 import re
 from functools import partial
@@ -46,7 +46,7 @@ def tensors(length: int) -> list[Tensor]:
 
 
 def attend_with_flash() -> None:
-    """Flash attention knows where packed sequences begin by the positions of all, and its version by the config."""
+    """Flash attention finds packed sequences by the full positions, and its version by the config."""
     seen: dict[str, Any] = {}
 
     def stand_in(
@@ -113,13 +113,13 @@ def test_whole_sequences_are_attended_to_as_ever(given: dict[str, Any], plain: T
     assert torch.equal(found, expected)
 
 
-# In older releases of transformers the attention of these has not come to the interface.
+# In older releases of transformers the attention of these models does not use the interface.
 CAME_LATER = ("t5", "swin", "beit")
 IS_OLDER = "qwen3_5_text" not in CONFIG_MAPPING
 
 
 def errors_of(model_type: str, mode: str, **settings: object) -> list[str]:
-    """What the dry run says of a mode."""
+    """Return the errors of a dry run with this mode."""
     if model_type not in CONFIG_MAPPING or (IS_OLDER and model_type in CAME_LATER):
         pytest.skip("this release of transformers has no such model, or computes its attention otherwise")
     model = ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta()

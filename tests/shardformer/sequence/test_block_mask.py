@@ -1,4 +1,4 @@
-"""Blocks of masks, without processes. Whether they are those of the mask is test_parallel_attention.py."""
+"""Blocks of masks, without processes. test_parallel_attention.py compares them with the full mask."""
 
 from typing import Any
 from unittest.mock import patch

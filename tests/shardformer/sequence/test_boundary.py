@@ -1,4 +1,4 @@
-"""Both ends of sequence-sharded layers: parts in front of them and losses of parts behind."""
+"""Both ends of sequence-sharded layers: shards before the first layer, losses of shards after the last."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,9 +21,7 @@ from echelon.shardformer.sequence.loss import SequenceParallelLogits
 from ...pool import Pool
 from ..compare import build
 
-LENGTH = (
-    37  # of which two ranks hold 20 each in zigzag, with padding, and which is no other size of the model
-)
+LENGTH = 37  # two ranks have 20 each in zigzag, with padding; no other size of the model is 37 or 20
 
 
 def boosted(
@@ -44,7 +42,7 @@ def boosted(
 def pair(
     name: str = "LlamaForCausalLM", *, tp: int = 1, settings: Any = (), **plugin: Any
 ) -> list[nn.Module]:
-    """A whole model and its boosted copy."""
+    """Return a model and its boosted copy."""
     whole = build(name, **dict(settings)).train()
     return [whole, boosted(deepcopy(whole), tp=tp, **plugin).train()]
 
@@ -57,7 +55,7 @@ def batch(length: int = LENGTH) -> dict[str, Tensor]:
 
 
 def require_same_gradients(whole: nn.Module, model: nn.Module) -> None:
-    """Of every parameter: the mean over the sequence axis."""
+    """Compare the gradients of all parameters, averaged over the sequence axis."""
     for (name, own), expected in zip(model.module.named_parameters(), whole.parameters(), strict=True):
         assert own.grad is not None, name
         mean = own.grad.clone()
@@ -72,7 +70,7 @@ def train_alike(whole: nn.Module, model: nn.Module) -> None:
     require_same_gradients(whole, model)
 
 
-# Losses of parts.
+# Losses of sequence shards.
 
 
 def train_and_evaluate(tp: int) -> None:
@@ -91,14 +89,14 @@ def train_and_evaluate(tp: int) -> None:
     shifted = batch()["labels"].roll(-2, 1)
     for given in ({"num_items_in_batch": torch.tensor(5)}, {"shift_labels": shifted}):
         torch.testing.assert_close(model(**batch(), **given).loss, whole(**batch(), **given).loss)
-    asked = model(**batch(), logits_to_keep=LENGTH)  # a forward that cuts positions itself
+    asked = model(**batch(), logits_to_keep=LENGTH)  # a call that selects positions itself
     torch.testing.assert_close(asked.logits.gather() if tp > 1 else asked.logits, expected.logits)
     kept = torch.tensor([0, LENGTH - 1])
     assert model(**{**batch(), "labels": None}, logits_to_keep=kept).logits.shape[1] == 2
     as_tuple = model(**batch(), return_dict=False)
     torch.testing.assert_close(as_tuple[0], expected.loss)
     assert isinstance(as_tuple[1], SequenceParallelLogits)
-    # Evaluation, with another length and without labels, sees whole logits.
+    # Evaluation, with another length and without labels, returns full logits.
     model.eval(), whole.eval()
     with torch.no_grad():
         for inputs in (batch(7), {"input_ids": batch(5)["input_ids"]}):
@@ -107,7 +105,7 @@ def train_and_evaluate(tp: int) -> None:
 
 
 def weigh_gathered_logits() -> None:
-    """By a criterion of the user's own, as a penalty on the logits' normalizers."""
+    """Train with a user's criterion, for example a penalty on the logits' normalizers."""
 
     def criterion(loss: Tensor, logits: Tensor) -> Tensor:
         return loss + 0.1 * logits.logsumexp(-1).pow(2).mean()
@@ -131,7 +129,7 @@ def refuse() -> None:
             model(input_ids=ids, **{name: True})
     with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of axis sp differ"):
         model(input_ids=ids + dist.get_rank())
-    ids[0, -1] = 10**6  # the first rank's in zigzag
+    ids[0, -1] = 10**6  # on the first rank in zigzag
     with pytest.raises(ValueError, match="entry 1000000 is outside the vocabulary"):
         boosted(build("LlamaForCausalLM"))(input_ids=ids)
     config = ShardConfig(
@@ -143,7 +141,7 @@ def refuse() -> None:
 
 
 def forward_between(mode: str, *, use_reentrant: bool) -> None:
-    """transformers' own checkpointing, with sequences of another length before the backward."""
+    """Use transformers' checkpointing, with a forward of another sequence length before the backward."""
     sizes = {"sp": 1, "tp": 2} if mode == "ring" else {}
     whole, model = pair("BertForSequenceClassification", mode=mode, **sizes)
     inputs = {"input_ids": batch()["input_ids"], "labels": torch.tensor([0, 1])}
@@ -187,7 +185,7 @@ def test_a_double_ring_reaches_attention(pool: Pool) -> None:
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings(
     "ignore:None of the inputs have requires_grad:UserWarning"
-)  # without gradients, in between
+)  # from the forward without gradients in between
 @pytest.mark.parametrize(
     ("mode", "use_reentrant"),
     [("ring_attn", False), ("all_to_all", True), ("ring", False), ("ring", True)],
@@ -196,18 +194,18 @@ def test_what_is_computed_again_is_as_long_as_before(pool: Pool, mode: str, *, u
     pool.run(2, forward_between, mode, use_reentrant=use_reentrant)
 
 
-# Parts in front of the layers.
+# Sequence shards before the layers.
 
 
 class Shapes(TorchDispatchMode):
-    """Gathers the shapes of all floating tensors that operations make."""
+    """Record the shapes of all floating tensors that operations make."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note what it makes."""
+        """Run an operation and record the shapes of its results."""
         result = func(*args, **(kwargs or {}))
         floats = (
             each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_floating_point()
@@ -217,9 +215,9 @@ class Shapes(TorchDispatchMode):
 
 
 def is_whole(shape: tuple[int, ...], tp: int) -> bool:
-    """Return True where a tensor has a whole sequence, with padding or not, or the rows of both samples'.
+    """Return True if a shape contains the full sequence, with padding or not, or both samples flattened.
 
-    40 rows may be those of two parts, and 80 numbers the two sums that the loss of split logits has of each.
+    40 rows may be the shards of two samples, and 80 numbers the two sums per row in the loss of sharded logits.
     """
     if tp == 2 and shape == (80,):
         return False
@@ -240,7 +238,7 @@ def hold_no_whole_sequence(tp: int) -> None:
 
 
 def looked_up(model: nn.Module) -> list[int]:
-    """The lengths of what the embedding is asked for in a call."""
+    """Return the sequence lengths of the embedding's calls in one forward."""
     lengths: list[int] = []
     embedding = model.unwrap().get_input_embeddings()
     handle = embedding.register_forward_hook(lambda module, args, out: lengths.append(args[0].shape[1]))
@@ -250,14 +248,15 @@ def looked_up(model: nn.Module) -> list[int]:
 
 
 def read(module: nn.Module, args: tuple, output: Tensor) -> None:
-    """As one does who watches a training, on every rank alike."""
+    """Hook of a user that reads the output, on every rank."""
     with torch.no_grad():
         assert output.norm() > 0
 
 
 def compute_with_what_is_looked_up() -> None:
     """GPT-2 adds positions, Granite multiplies; Gemma 3 does so within its embedding; a user's hook reads."""
-    both, always, never = [LENGTH, 20], [LENGTH], [20]  # of which parts first, and the whole from then on
+    # `both`: a shard in the first call, full sequences from then on.
+    both, always, never = [LENGTH, 20], [LENGTH], [20]
     for name, first, later in (
         ("LlamaForCausalLM", both, always),
         ("GraniteForCausalLM", both, always),
@@ -273,7 +272,7 @@ def compute_with_what_is_looked_up() -> None:
 
 
 def know_frequencies() -> None:
-    """Rotary tables that depend on the longest position see whole sequences."""
+    """Rotary tables that depend on the largest position get full sequences."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     settings = {"rope_parameters": dynamic, "max_position_embeddings": 16}
     for given, expected in (({}, PartTensor), (settings, Tensor)):
@@ -299,7 +298,7 @@ def test_who_computes_with_whole_sequences_gets_them(pool: Pool, function: Calla
 
 
 def stands_for(whole: Tensor) -> tuple[PartTensor, list[int]]:
-    """A part of half the length, and how often the whole was made."""
+    """Return a placeholder with a shard of half the length, and a list of materializations."""
     made: list[int] = []
 
     def make() -> Tensor:
@@ -331,17 +330,17 @@ def test_shape_and_kind_are_known_without_the_whole() -> None:
 def test_whatever_computes_with_it_computes_with_the_whole(use: Callable[[Tensor], Tensor]) -> None:
     whole = torch.arange(48.0).view(2, 6, 4).requires_grad_()
     x, made = stands_for(whole)
-    with torch.no_grad():  # who reads without gradients takes none away
+    with torch.no_grad():  # a use without gradients must not remove them
         use(x)
     found = use(x)
     assert type(found) is Tensor and torch.equal(found, use(whole))
     (own,), (expected,) = (torch.autograd.grad(each.sum(), whole) for each in (found, use(whole)))
     assert torch.equal(own, expected)
-    assert made == [1] and x.part is None  # parts are of the whole from here on
+    assert made == [1] and x.part is None  # shards are taken from the full tensor from now on
 
 
 class Doubled(Function):
-    """Computes with what it is given behind the back of what stands for it."""
+    """Autograd function that gets the placeholder itself."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:

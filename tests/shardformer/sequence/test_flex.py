@@ -1,7 +1,6 @@
-"""FlexAttention in ring attention: its masks against dense ones, and its results and gradients against dense attention.
+"""FlexAttention in ring attention: masks, results and gradients compared with dense attention.
 
-It trains on CUDA alone. Here torch's own code of the same functions, which it has for debugging, stands in for the
-compiled kernel.
+It trains only on CUDA. Here torch's uncompiled code of the same functions, meant for debugging, replaces the kernel.
 """
 
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from .test_parallel_attention import (
 
 @contextmanager
 def flex_on_cpu() -> Iterator[None]:
-    """FlexAttention on the CPU, in any format and with gradients, in place of all else that computes blocks."""
+    """Use FlexAttention on the CPU, in any dtype and with gradients, instead of all other kernels."""
     with ExitStack() as stack:
         for module, name, replacement in (
             (flex, "fits", lambda q, v: True),
@@ -52,7 +51,7 @@ def flex_on_cpu() -> Iterator[None]:
 
 
 def has_words(kind: str) -> bool:
-    """Return True for masks that plain kernels take."""
+    """Return True for masks that other fused kernels support."""
     return in_blocks(kind, 24).is_plain
 
 
@@ -66,11 +65,11 @@ def places(*ranges: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("kind", MASKED)
 def test_a_block_mask_is_the_dense_one(kind: str) -> None:
     length = 300
-    queries, keys = places((64, 192), (256, 384)), places((0, 150), (200, 306))  # behind 299 is padding
+    queries, keys = places((64, 192), (256, 384)), places((0, 150), (200, 306))  # padding from 300 on
     with patch.object(flex, "_ENTRIES", 128 * 256):  # 128 rows at a time
         made = flex.flex_mask(in_blocks(kind, length), queries, keys)
     dense = whole(kind, length)
-    expected = torch.zeros(len(dense), 1, 384, 384, dtype=torch.bool)  # whole blocks
+    expected = torch.zeros(len(dense), 1, 384, 384, dtype=torch.bool)  # padded to full blocks
     real = [each < length for each in (queries, keys)]
     among = dense[:, :, queries[real[0]]][..., keys[real[1]]]
     expected[:, :, : int(real[0].sum()), : int(real[1].sum())] = among
@@ -103,7 +102,7 @@ def test_short_formats_are_merged_in_float32() -> None:
 
 @pytest.mark.slow
 def test_kinds_of_calls_share_no_graphs() -> None:
-    """Of one function torch compiles 8 graphs, and then raises."""
+    """torch compiles at most 8 graphs of one function, and then raises."""
     own, as_it_is = cache(flex._compiled.__wrapped__), partial(torch.compile, backend="eager")
     with flex_on_cpu(), patch.object(flex, "_compiled", own), patch("torch.compile", as_it_is):
         for kind, dtype in product(MASKED, (torch.float32, torch.bfloat16)):
@@ -147,7 +146,7 @@ def test_tiles_are_looked_at_in_one_read(levels: bool) -> None:
 
 
 def run(mask: Any, qkv: list[Tensor]) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     axis = axis_alone()
     axis.length = qkv[0].shape[2]
     inputs = [each.requires_grad_() for each in qkv]

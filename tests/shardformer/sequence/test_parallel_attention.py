@@ -1,4 +1,4 @@
-"""Ring attention and attention by heads against dense attention in float64: results, gradients, bytes, memory."""
+"""Ring attention and Ulysses compared with dense attention in float64: results, gradients, bytes, memory."""
 
 # B batch, S sequence, N query heads, M key-value heads, D width of a head
 
@@ -33,8 +33,8 @@ from ...pool import Pool
 from .masks import BATCH, KINDS, in_blocks, whole
 
 SCALE = 0.4
-EXACT = {"rtol": 1e-12, "atol": 1e-12}  # of float64
-SINGLE = {"rtol": 1e-5, "atol": 3e-6}  # of sums of some tens of float32 products in another order
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # for float64
+SINGLE = {"rtol": 1e-5, "atol": 3e-6}  # for sums of some tens of float32 products in another order
 HALF = {
     "rtol": 4e-2,
     "atol": 4e-2,
@@ -59,7 +59,7 @@ def random_qkv(
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, softcap: float | None, levels: bool) -> Tensor:
-    """(B, S, N, D): queries that see nothing get 0, or with `levels` the mean of all values."""
+    """Dense attention, (B, S, N, D): queries that see no key get 0, or with `levels` the mean of all values."""
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     scores = SCALE * q @ k.mT
     if softcap is not None:
@@ -67,7 +67,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, softcap: float | Non
     bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
     sees = (bias > -torch.inf).any(-1, keepdim=True)
     weights = (scores + bias.masked_fill(~sees, 0)).softmax(-1)
-    # Eager attention adds the least number to all scores of a row: equal weights, and still the gradient of scores.
+    # Eager attention adds the least number to all scores of a row: equal weights, but scores still have gradients.
     nothing = (scores - scores.detach()).softmax(-1) if levels else torch.zeros_like(weights)
     return (torch.where(sees, weights, nothing) @ v).transpose(1, 2)
 
@@ -82,7 +82,7 @@ def check(
     softcap: float | None = None,
     levels: bool = False,
 ) -> None:
-    """Compare this rank's part of the results, and of the gradients of q, k and v, with dense attention."""
+    """Compare this rank's shard of the results, and of the gradients of q, k and v, with dense attention."""
     inputs = [each.detach().cpu().double().requires_grad_() for each in qkv]
     expected = dense(*inputs, mask, softcap=softcap, levels=levels)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
@@ -199,7 +199,7 @@ def test_the_first_kernel_that_can_is_chosen() -> None:
 
 
 def test_dropout_leaves_out_the_same_keys_in_backward() -> None:
-    """Results are linear in the values: their sum is that of the values times its gradients."""
+    """Results are linear in the values: their sum equals the sum of values times their gradients."""
     axis, qkv = axis_alone(), [each.requires_grad_() for each in random_qkv(20)]
     axis.length = 20
     drop = partial(by_ring(None, dropout=0.3), axis=axis)
@@ -296,7 +296,7 @@ def test_attention_over_ranks_is_dense_attention(pool: Pool, ranks: int, functio
 
 
 def attend_with_sinks(heads: tuple[int, int]) -> None:
-    """With a logit for each head that the module holds, and one that it hands on."""
+    """Attend with one logit per head as a parameter of the module, and one as an argument."""
     axis = axis_of_world()
     q, k, v = random_qkv(7, heads=heads)
 
@@ -332,7 +332,7 @@ def test_what_belongs_to_a_head_goes_with_it(pool: Pool, heads: tuple[int, int])
 
 
 def drop_by_heads() -> tuple[Tensor, ...]:
-    """The weights of this rank's queries, drawn once and again, their gradients, and what is drawn afterwards."""
+    """Return attention weights after dropout, gradients, and numbers drawn afterwards; compare with recomputation."""
     axis = axis_of_world()
     axis.length = 16
     q = torch.zeros(1, 4, 16, 8)
@@ -365,7 +365,7 @@ def test_dropout_differs_from_head_to_head_and_is_drawn_again_as_it_was(pool: Po
 
 
 def sent(attend: Attend, is_double: bool, heads: tuple[int, int]) -> list[dict[tuple[str, str], float]]:
-    """Bytes that this rank sends, forward and backward, of 64 positions with their padding."""
+    """Return the bytes that this rank sends in forward and in backward, for 64 positions with padding."""
     mesh = ParallelMesh(sp=dist.get_world_size())
     order = SequenceOrder(size=mesh.size("sp"), is_zigzag=attend is RING)
     axis = SequenceAxis(mesh.group("sp"), order, double_ring(mesh, 2) if is_double else None)
@@ -403,7 +403,7 @@ def test_bytes_are_those_of_the_formula(pool: Pool, ranks: int) -> None:
 
 
 def memory(length: int) -> tuple[int, int]:
-    """Bytes that ring attention keeps for backward, and bytes of the largest tensor that it makes."""
+    """Return the bytes that ring attention keeps for backward, and those of the largest tensor that it makes."""
     axis = axis_of_world(is_zigzag=True)
     axis.length = length
     own = [axis.own(each, 2).requires_grad_() for each in random_qkv(length, dtype=torch.float32)]
@@ -421,7 +421,7 @@ def memory(length: int) -> tuple[int, int]:
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest result of what runs inside."""
+    """Record the size in bytes of the largest result of operations inside."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sequences sharded between regions: what is sent, kept, in flight and dropped. Numbers are rows of tests/contract."""
+"""Sequences sharded between regions: communication, memory, overlap and dropout. tests/contract compares training."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -22,7 +22,7 @@ from ...pool import Pool
 from ..compare import build, pieces, require_equal_on_ranks, require_same_training, split, text
 
 BATCH, LENGTH, HIDDEN = 2, 24, 32
-WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a whole sequence
+WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a full sequence
 GATHER = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
 REGATHER = {**GATHER, "enable_sequence_regather": True}
 OVERLAP = {"enable_sequence_overlap": True}
@@ -37,12 +37,12 @@ def llama(style: dict[str, Any], *, layers: int = 1) -> nn.Module:
 
 
 def doubled(layer: nn.Module) -> None:
-    """Let the first layer of the MLP be given something else than what entered the region."""
+    """Let the first layer of the MLP get another tensor than the region's input."""
     layer.mlp.gate_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],))
 
 
 def written(layer: nn.Module) -> None:
-    """Let the region write to what entered it."""
+    """Let the region change its input in place."""
     layer.mlp.gate_proj.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
 
 
@@ -67,12 +67,12 @@ def test_a_region_may_change_what_entered_it_before_it_multiplies(pool: Pool, is
     if not is_stale:
         pool.run(2, change_what_entered, False)
         return
-    with pytest.raises(AssertionError):  # a layer takes any tensor for the one that entered the region
+    with pytest.raises(AssertionError):  # a layer mistakes any tensor for the region's input
         pool.run(2, change_what_entered, True)
 
 
 def layers_of_other_kinds() -> None:
-    """One that flattens, one with experts."""
+    """Test a layer that flattens samples, and one with experts."""
     opt = {"dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": HIDDEN}
     for name, settings, style in (
         ("OPTForCausalLM", opt, GATHER),
@@ -87,13 +87,13 @@ def test_layers_that_flatten_or_hold_experts_compute_what_the_whole_ones_do(pool
 
 
 def of_a_layer(measure: Callable[[nn.Module], float], style: dict[str, Any]) -> float:
-    """The difference that one layer more makes."""
+    """Return the difference that one more layer makes."""
     one, two = (measure(llama(style, layers=count)) for count in (1, 2))
     return two - one
 
 
 def bytes_sent(model: nn.Module) -> float:
-    model(ids(), labels=ids()).loss.backward()  # what processes ask each other once comes first
+    model(ids(), labels=ids()).loss.backward()  # the first call has one-time communication
     with Traffic(ParallelMesh(tp=dist.get_world_size())) as traffic:
         model(ids(), labels=ids()).loss.backward()
     return sum(count.sent for count in traffic.counts.values())
@@ -115,8 +115,8 @@ def bytes_kept(model: nn.Module) -> float:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_layer_sends_as_much_with_sharded_sequences_as_without(pool: Pool, ranks: int) -> None:
-    # Whole sequences: each of two regions has an entry and an end, forward and backward; an all-reduce sends as much
-    # as a gather and a reduce-scatter.
+    # Unsharded sequences: two regions, each with an entry and an end, forward and backward. An all-reduce sends as
+    # much as an all-gather and a reduce-scatter.
     for style, count in (
         ({}, 8),
         (GATHER, 8),
@@ -135,16 +135,16 @@ def test_a_layer_keeps_its_part_between_regions_and_with_regathering_no_whole_in
         set(pool.run(ranks, of_a_layer, bytes_kept, style)) for style in ({}, GATHER, REGATHER)
     )
     others = WHOLE - WHOLE // ranks
-    assert {each - 2 * others for each in gathered} == regathered  # of both regions
+    assert {each - 2 * others for each in gathered} == regathered  # for two regions
     ((most,), (less,)) = plain, gathered
-    assert most - less >= 4 * others  # norms keep their inputs and what they make of them
+    assert most - less >= 4 * others  # norms keep their inputs and outputs
 
 
 _NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "sum", "mm": "mm", "addmm": "mm"}
 
 
 class Log(TorchDispatchMode):
-    """The calls in their order: "mm" for products, else names of communication and "wait" for its end."""
+    """Record calls in order: "mm" for products, else names of communication and "wait" for its end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Log(TorchDispatchMode):
 
 
 def order(style: dict[str, Any]) -> tuple[str, str]:
-    """The events of an MLP, in forward and in backward."""
+    """Return the events of an MLP, in forward and in backward."""
     model = llama(style)
     mlp, layer = model.model.layers[0].mlp, model.model.layers[0]
     given: list[Tensor] = []
@@ -178,8 +178,8 @@ def order(style: dict[str, Any]) -> tuple[str, str]:
     return " ".join(logs[0].events), " ".join(logs[1].events)
 
 
-# Backward, from the end: the gradient of the output and two products with it (of the input, of the weight); then the
-# input gradients of gate and up, the sum of both in flight beside the products of the two weights.
+# Backward, from the end: the gradient of the output and its two products (for the input and the weight); then the
+# input gradients of gate and up, whose sum is in flight during the products of the two weights.
 BACKWARD = [
     (GATHER, "gather wait mm mm mm mm sum mm mm wait"),
     (GATHER | OVERLAP, "gather mm wait mm mm mm mm mm sum mm mm wait"),
@@ -199,7 +199,7 @@ def test_products_are_computed_while_something_is_in_flight(
 
 
 class SampleDropPath(nn.Module):
-    """Drops whole samples, as models name such modules."""
+    """Drop entire samples; models use this suffix for such modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class SampleDropPath(nn.Module):
 
 
 def drop(break_it: Any = None) -> None:
-    """Entries of hidden states differ from rank to rank, samples do not, and both are dropped again as before."""
+    """Dropped entries differ between ranks, dropped samples do not, and recomputation drops the same of both."""
     with patch.object(break_it or Log, "from_native_module", lambda module, group, **_: module, create=True):
         runs = []
         for is_recomputed in (False, True):
