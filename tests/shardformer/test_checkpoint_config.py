@@ -91,7 +91,7 @@ def test_bad_settings_are_reported(config: dict[str, Any], error: str) -> None:
         raise ValueError(found)
 
 
-def test_what_the_model_cannot_do_is_reported() -> None:
+def test_layers_that_cannot_be_recomputed_are_reported() -> None:
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 1])
     layers = recomputable_layers(small_llama(4))
     (found,) = recompute_errors({0: layers[:2], 1: layers[2:]}, config)
@@ -100,7 +100,7 @@ def test_what_the_model_cannot_do_is_reported() -> None:
     assert "Linear cannot be recomputed" in found
 
 
-def test_modules_that_no_recomputed_layer_has_are_reported_with_those_there_are() -> None:
+def test_unknown_modules_to_recompute_are_reported_with_the_known_ones() -> None:
     names = ("mlp", "atention", "model.layers", "self_attn.q_proj")
     config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0, recompute_modules=names)
     found = recompute_errors({0: recomputable_layers(small_llama(2))}, config)

@@ -158,7 +158,7 @@ def test_sum_and_gradients_are_torchs_and_no_tensor_is_as_large_as_all_logits(
         assert (found.grad - wanted.grad).abs().max() <= scale * wanted.grad.abs().max()
 
 
-def test_ligers_kernel_computes_whole_heads_on_cuda_where_it_is_installed() -> None:
+def test_ligers_kernel_computes_unsharded_heads_on_cuda_if_it_is_installed() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     group: Any = object()
     with patch.object(chunked_loss, "find_spec", lambda name: None):

@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         ("computed from others", {"2.weight", "4.weight"}),
     ],
 )
-def test_deferred_gradients_are_those_of_a_whole_backward_to_the_bit(
+def test_deferred_gradients_are_bitwise_those_of_a_full_backward(
     kind: str, deferred: set[str], shape: tuple[int, ...]
 ) -> None:
     model, expected = make_model(kind), make_model(kind)
@@ -85,7 +85,7 @@ def test_deferred_gradients_are_those_of_a_whole_backward_to_the_bit(
         assert (own.grad is None and other.grad is None) or torch.equal(own.grad, other.grad), name
 
 
-def test_each_place_has_its_own_and_a_backward_outside_defers_nothing() -> None:
+def test_each_stage_and_microbatch_has_a_queue_and_other_backwards_defer_nothing() -> None:
     model, expected = make_model(), make_model()
     store = defer_weight_gradients(model)
     for microbatch in range(2):
@@ -99,7 +99,7 @@ def test_each_place_has_its_own_and_a_backward_outside_defers_nothing() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_user_s_hooks_see_every_gradient_once() -> None:
+def test_hooks_of_users_see_every_gradient_once() -> None:
     model, expected = make_model(), make_model()
     seen: list[str] = []
 
@@ -264,7 +264,7 @@ def go_backward_otherwise() -> None:
         gradient.square().sum().backward()
 
 
-def test_other_backwards_are_autograd_s_or_refused(pool: Pool) -> None:
+def test_other_backwards_work_or_are_refused(pool: Pool) -> None:
     pool.run(2, go_backward_otherwise)
 
 

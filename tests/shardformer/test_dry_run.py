@@ -78,7 +78,7 @@ def described(model: nn.Module) -> list[object]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "falcon", "t5", "albert", "swin", "mixtral", "sam"])
-def test_a_plan_says_what_the_split_makes_of_the_model(pool: Pool, model_type: str) -> None:
+def test_a_dry_run_has_the_same_result_as_sharding(pool: Pool, model_type: str) -> None:
     pool.run(2, split_as_planned, ModelChoice(model_type=model_type))
 
 

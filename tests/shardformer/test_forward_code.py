@@ -52,7 +52,7 @@ class Twice(nn.Module):
         return self.o_proj(out)
 
 
-def test_a_result_that_is_returned_alone_is_told_from_one_that_is_not() -> None:
+def test_a_result_that_is_returned_unchanged_is_recognized() -> None:
     assert exit_error(Attention(), "o_proj", ["q_proj", "q_norm"]) is None
 
 
@@ -67,7 +67,7 @@ def test_a_result_that_is_returned_alone_is_told_from_one_that_is_not() -> None:
         (Twice, "in one place"),
     ],
 )
-def test_what_follows_a_result_is_seen(kind: type[nn.Module], reason: str) -> None:
+def test_code_that_uses_a_result_is_recognized(kind: type[nn.Module], reason: str) -> None:
     error = exit_error(kind(), "o_proj", ["norm"])
     assert error is not None
     assert reason in error
@@ -112,7 +112,7 @@ class Masked(nn.Module):
         return self.loss_function(logits, labels), logits
 
 
-def test_logits_that_are_only_scaled_or_capped_are_told_from_others() -> None:
+def test_logits_that_are_only_scaled_or_capped_are_recognized() -> None:
     assert scales_alone(Capped(), "lm_head")
     for kind in (Suppressed, Shifted, ShiftedInPlace, Masked):
         assert not scales_alone(kind(), "lm_head"), kind
@@ -129,7 +129,7 @@ class Crossed(nn.Module):
         return hidden
 
 
-def test_what_layers_take_and_hand_on_besides_hidden_states_is_seen() -> None:
+def test_further_inputs_and_outputs_of_layers_are_recognized() -> None:
     assert returns_tuple(Tuples())
     assert not returns_tuple(Crossed())
     assert tensor_inputs(Tuples()) == []

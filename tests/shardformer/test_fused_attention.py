@@ -116,7 +116,7 @@ def test_xformers_computes_what_torch_does(given: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_is_handed_on_and_drawn_from_the_generator() -> None:
+def test_dropout_reaches_xformers_and_is_drawn_from_the_generator() -> None:
     with installed_xformers() as called:
         outs = []
         for seed in (1, 1, 2):
@@ -128,7 +128,7 @@ def test_dropout_is_handed_on_and_drawn_from_the_generator() -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "cu_seq_lens_q", "something_new"])
-def test_what_xformers_cannot_compute_with_is_refused_in_the_call(name: str) -> None:
+def test_arguments_that_xformers_does_not_support_are_refused_in_the_call(name: str) -> None:
     with installed_xformers(), pytest.raises(ValueError, match=f"hands {name} to its attention"):
         xformers_attention(Attention(), *tensors(), None, **{name: torch.ones(1)})
 
@@ -152,7 +152,9 @@ def test_a_query_that_sees_nothing_gets_0_as_by_sdpa() -> None:
         ("t5", "flash_attention_2", "T5Stack (encoder) cannot compute attention with flash_attention_2"),
     ],
 )
-def test_a_model_that_cannot_is_named_with_what_can_be_done(model_type: str, kernel: str, words: str) -> None:
+def test_an_unsupported_model_is_refused_by_name_with_advice(
+    model_type: str, kernel: str, words: str
+) -> None:
     register_kernels()
     found = "\n".join(
         attention_errors(ModelChoice(model_type=model_type).build_on_meta(), kernel, "enable_it")
@@ -160,7 +162,7 @@ def test_a_model_that_cannot_is_named_with_what_can_be_done(model_type: str, ker
     assert words in found and "leave enable_it out" in found
 
 
-def test_attention_that_was_chosen_when_a_model_was_built_is_not_taken_for_another() -> None:
+def test_attention_that_was_fixed_when_a_model_was_built_is_not_replaced() -> None:
     choice = ModelChoice(model_type="falcon")
     config = choice.config()
     config._attn_implementation = "eager"
@@ -175,7 +177,7 @@ def test_a_model_that_is_not_transformers_is_refused() -> None:
 
 
 @PARTS
-def test_every_part_is_set() -> None:
+def test_every_model_inside_a_model_is_set() -> None:
     model: Any = ModelChoice(model_type="blip-2").build_on_meta()
     model.set_attn_implementation("eager")
     parts = (
@@ -190,7 +192,7 @@ def test_every_part_is_set() -> None:
     assert {part.config._attn_implementation for part in parts} == {"sdpa"}
 
 
-def test_what_is_missing_is_named_at_once_with_all_other_errors() -> None:
+def test_missing_packages_are_named_with_all_other_errors() -> None:
     both = FusedKernels(flash_attention=True, xformers=True)
     found = "\n".join(both.errors(CUDA, torch.float32))
     assert all(words in found for words in ("ask for one of them", "package flash-attn", "in 16 bits alone"))
@@ -227,7 +229,7 @@ def test_what_is_missing_is_named_at_once_with_all_other_errors() -> None:
         ("eager", CUDA, torch.float32, ""),
     ],
 )
-def test_a_kernel_by_name_is_refused_where_it_cannot_be(
+def test_a_kernel_by_name_is_refused_if_it_is_not_supported(
     name: str, device: torch.device, dtype: torch.dtype | None, words: str
 ) -> None:
     found = ShardConfig(enable_flash_attention=name).fused.errors(device, dtype)
@@ -242,14 +244,14 @@ def test_an_older_gpu_is_refused_by_its_compute_capability(monkeypatch: pytest.M
         assert [("this one has 7.5" in each) for each in errors] == [True] * is_refused
 
 
-def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
+def test_an_unknown_kernel_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError, match=r"enable_flash_attention='flash' must be True, 'eager', 'sdpa', .* or False"
     ):
         ShardConfig(enable_flash_attention="flash")
 
 
-def test_kernels_of_ring_attention_are_its_own() -> None:
+def test_ring_attention_has_its_own_kernels() -> None:
     found = FusedKernels(flash_attention="flash_attention_3", is_ring=True).errors(CUDA, torch.bfloat16)
     assert "sequence_parallelism_mode='ring_attn', which has kernels of its own" in found[0]
     for name in (True, "sdpa", "eager"):  # none needs a package
@@ -267,7 +269,7 @@ def test_attention_dropout_is_refused_where_it_would_be_lost(name: str) -> None:
     assert attention_errors(ModelChoice(model_type="llama").build_on_meta(), name, "enable_it") == []
 
 
-def test_flash_attention_3_loses_the_masks_that_2_does() -> None:
+def test_flash_attention_3_is_refused_for_the_same_masks_as_2() -> None:
     errors = [
         attention_errors(ModelChoice(model_type="bart").build_on_meta(), name, "x") for name in FLASH_PACKAGES
     ]
@@ -295,7 +297,7 @@ def test_one_of_torchs_kernels_is_set_by_name_and_computes_alone() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_shardformer_tells_packages_models_and_sizes_together() -> None:
+def test_shardformer_reports_packages_models_and_sizes_together() -> None:
     model = ModelChoice(model_type="bloom").build()
     config = ShardConfig(enable_all_optimization=True, enable_xformers=True)
     with pytest.raises(ValueError) as caught:

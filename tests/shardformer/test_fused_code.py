@@ -126,7 +126,7 @@ def test_formulas_and_dropout_with_its_sum_are_compiled_once(
 
 
 @torch.compiler.set_stance("force_eager")
-def test_weight_gradients_are_still_held_back() -> None:
+def test_weight_gradients_are_still_deferred() -> None:
     model = Model()
     expected = train(model)
     store = defer_weight_gradients(model)
@@ -185,7 +185,7 @@ class OneKernel(MLP):
 @pytest.mark.parametrize(
     "kind", [DroppedAndReplaced, SumBefore, WithItsOwnMethod, WithItsOwnWeight, OneKernel]
 )
-def test_where_there_is_nothing_to_fuse_nothing_changes_and_it_is_logged(
+def test_a_model_with_nothing_to_fuse_is_unchanged_and_logged(
     kind: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = kind()

@@ -85,7 +85,7 @@ class ChannelsFirst(nn.LayerNorm):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Norm, RoundedLate, BesideOne, Centered])
-def test_a_norm_computes_by_a_kernel_what_it_did(kind: type[Norm], dtype: torch.dtype) -> None:
+def test_a_fused_norm_computes_the_same(kind: type[Norm], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(kind()).to(dtype)
     names, parameters = list(model.state_dict()), list(model.parameters())
@@ -121,7 +121,7 @@ def test_a_norm_computes_by_a_kernel_what_it_did(kind: type[Norm], dtype: torch.
     ids=lambda build: getattr(build, "__name__", "?"),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_computes_otherwise_stays_and_is_reported(
+def test_norms_that_match_no_formula_stay_and_are_reported(
     build: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     norm = build().to(dtype)

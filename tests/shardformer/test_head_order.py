@@ -29,7 +29,7 @@ from echelon.shardformer.tables.table import Table
         (9, 3, 12, (12, 3)),
     ],
 )
-def test_as_few_heads_are_added_as_make_all_ranks_alike(
+def test_the_fewest_padded_heads_make_all_ranks_equal(
     query: int, key_value: int, ranks: int, padded: tuple[int, int]
 ) -> None:
     heads = Heads(query=query, key_value=key_value, ranks=ranks)
@@ -39,7 +39,7 @@ def test_as_few_heads_are_added_as_make_all_ranks_alike(
 @pytest.mark.parametrize(
     ("query", "key_value", "ranks"), [(6, 2, 4), (6, 3, 8), (12, 3, 2), (71, 1, 8), (5, 5, 3)]
 )
-def test_every_query_head_is_held_once_beside_its_own_key(query: int, key_value: int, ranks: int) -> None:
+def test_every_query_head_is_on_one_rank_with_its_key(query: int, key_value: int, ranks: int) -> None:
     heads = Heads(query=query, key_value=key_value, ranks=ranks)
     queries, keys = heads.query_cut(query), heads.key_value_cut(key_value)
 
@@ -92,7 +92,7 @@ GROUPED: dict[str, Any] = {"key_value": ("attn.k",)}
         (GROUPED | OWN | {"key_value_heads": "attn.num_keys"}, 12, 6),
     ],
 )
-def test_heads_are_the_layers_where_a_table_names_them_else_the_configs(
+def test_numbers_of_heads_are_of_the_layer_if_a_table_names_them_else_of_the_config(
     named: dict[str, Any], query: int, key_value: int
 ) -> None:
     table = Table(

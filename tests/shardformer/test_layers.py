@@ -139,7 +139,7 @@ def heads() -> None:
             torch.testing.assert_close(layer.gathered(local), native(x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_is_copied_without_what_its_next_call_was_given() -> None:
+def test_a_copy_of_a_layer_has_no_state_of_a_pending_call() -> None:
     group: Any = StandInGroup(0, 2)
     layer = Linear1D_Col(nn.Linear(4, 4), group)
     enter([torch.ones(1, 4, requires_grad=True)], group, [layer])
@@ -188,7 +188,7 @@ def no_input_gradient() -> Tensor | None:
     return x.grad
 
 
-def test_inside_a_region_a_column_leaves_the_gradient_of_its_input_in_parts(pool: Pool) -> None:
+def test_inside_a_region_the_input_gradient_of_a_column_layer_is_partial(pool: Pool) -> None:
     parts = pool.run(2, no_input_gradient)
     assert not torch.equal(*parts)
     expected = drawn(nn.Linear(INPUTS, OUTPUTS)).weight.sum(0).expand(B, S, INPUTS)
@@ -214,7 +214,7 @@ def test_a_frozen_embedding_looks_up_the_same(pool: Pool) -> None:
         assert torch.equal(found, expected)
 
 
-def test_every_entry_is_held_by_one_rank() -> None:
+def test_every_entry_is_on_one_rank() -> None:
     for entries, ranks in product(range(1, 40), (1, 2, 3, 4)):
         shard = vocab_shard(entries, ranks, 4)
         held = [vocab_range(shard, rank) for rank in range(ranks)]

@@ -84,7 +84,7 @@ def recomputation() -> None:
 
 
 @pytest.mark.parametrize("function", [masks_of_adapters, pytest.param(recomputation, marks=pytest.mark.slow)])
-def test_adapters_drop_alike_where_their_input_is_whole(pool: Pool, function: Any) -> None:
+def test_adapters_with_replicated_inputs_drop_equal_entries(pool: Pool, function: Any) -> None:
     pool.run(2, function)
 
 
@@ -131,7 +131,7 @@ def merged() -> Any:
     ],
     ids=["head", "embedding", "dora", "saved", "experts", "merged"],
 )
-def test_what_is_not_split_is_refused(make: Any, reasons: list[str]) -> None:
+def test_adapters_that_cannot_be_sharded_are_refused(make: Any, reasons: list[str]) -> None:
     found = errors_of(make())
     for each in reasons:
         assert each in found, found
@@ -156,7 +156,7 @@ def refuse_own_policy() -> list[str]:
     return [*found, str(error.value)]
 
 
-def test_adapters_that_nobody_would_split_are_refused(pool: Pool) -> None:
+def test_adapters_that_the_policy_would_not_shard_are_refused(pool: Pool) -> None:
     of_policy, of_wrapper = pool.run(2, refuse_own_policy)[0]
     assert "model.layers.0.self_attn.q_proj has an adapter, and OwnPolicy does not say" in of_policy
     assert "PeftModel" in of_wrapper

@@ -303,7 +303,7 @@ def generate() -> None:
 
 
 @pytest.mark.parametrize("function", [labels_and_modes, losses_of_users, refuse, hidden_states, generate])
-def test_outputs_are_those_of_the_whole_model_or_say_that_they_are_parts(
+def test_outputs_equal_the_unsharded_ones_or_raise_that_they_are_sharded(
     pool: Pool, function: Callable[[], None]
 ) -> None:
     pool.run(2, function)

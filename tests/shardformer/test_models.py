@@ -116,5 +116,5 @@ def embedded_inputs() -> None:
 @pytest.mark.parametrize(
     "function", [check_all, token_types, cross_attention, resized_and_frozen, embedded_inputs]
 )
-def test_loss_and_gradients_are_those_of_the_whole_model(pool: Pool, function: Any) -> None:
+def test_loss_and_gradients_equal_those_of_the_unsharded_model(pool: Pool, function: Any) -> None:
     pool.run(2, function)

@@ -105,7 +105,7 @@ def test_copies_are_waited_for_and_their_memory_is_held(
     assert stream.most_in_flight <= 2, "what is held on the device grows"
 
 
-def test_an_input_is_on_its_way_while_the_layer_behind_is_in_backward(
+def test_an_input_is_prefetched_during_the_backward_of_the_next_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = ActivationOffload(CPU)
@@ -126,7 +126,7 @@ def test_an_input_is_on_its_way_while_the_layer_behind_is_in_backward(
     assert len(set(begun)) == 3
 
 
-def test_nothing_stays_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_is_kept_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ActivationOffload(CPU)
     model = small_llama(2)
     checkpoint_layers({0: recomputable_layers(model)}, EVERY_LAYER, store.checkpoint)
@@ -134,7 +134,7 @@ def test_nothing_stays_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not store._leaving and store._arriving is None and store._last() is None
 
 
-def test_host_memory_is_that_of_the_inputs_and_lent_again() -> None:
+def test_host_buffers_have_the_size_of_the_inputs_and_are_reused() -> None:
     with registered_memory(offload) as registered:
         store = ActivationOffload(CPU)
         model = small_llama(3)
@@ -146,7 +146,7 @@ def test_host_memory_is_that_of_the_inputs_and_lent_again() -> None:
         del store, model
 
 
-def test_longer_inputs_take_the_place_of_shorter_ones() -> None:
+def test_longer_inputs_replace_shorter_buffers() -> None:
     with registered_memory(offload) as registered:
         store = ActivationOffload(CPU)
         for length in (5, 3, 7, 9, 4, 9):
@@ -159,7 +159,7 @@ def test_longer_inputs_take_the_place_of_shorter_ones() -> None:
         del store, y
 
 
-def test_inputs_come_back_with_the_order_of_their_entries() -> None:
+def test_inputs_come_back_with_their_strides() -> None:
     store = ActivationOffload(CPU)
     x = torch.randn(3, 5).t().requires_grad_()
     seen: list[tuple[int, ...]] = []

@@ -50,7 +50,7 @@ def test_a_layer_returns_what_its_code_says(given: int, layer: type[nn.Module], 
     assert found.stage.arity == expected
 
 
-def test_the_layers_of_an_encoder_are_looked_at_too() -> None:
+def test_the_layers_of_an_encoder_are_read_too() -> None:
     stage = StagePlan(layers="decoder.layers", entry=(), module="decoder")
     encoder = replace(stage, layers="encoder.layers", module="encoder")
     model = model_of(OfTensors(), "decoder.layers")
@@ -60,7 +60,7 @@ def test_the_layers_of_an_encoder_are_looked_at_too() -> None:
     assert (found.arity, found.encoder.arity) == (0, 1)
 
 
-def test_a_policy_takes_the_table_of_each_model_that_it_is_given() -> None:
+def test_a_policy_uses_the_table_for_each_given_model() -> None:
     policy = TablePolicy(replace(GPT2, older={"wpe": replace(GPT2, regions=("mlp", "attn"))}))
     for model_type, regions in (("gpt2", ("mlp", "attn")), ("gptj", GPT2.regions)):
         policy.set_model(ModelChoice(model_type=model_type).build_on_meta())

@@ -285,11 +285,11 @@ def departure(row: Row) -> str | None:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_what_cannot_be_split_is_refused_for_this_and_nothing_else(row: Row) -> None:
+def test_models_that_cannot_be_sharded_have_exactly_these_errors(row: Row) -> None:
     assert departure(row) is None
 
 
-def test_what_only_tensor_ranks_refuse_is_cut_into_stages() -> None:
+def test_a_model_that_only_tensor_ranks_refuse_is_cut_into_stages() -> None:
     assert errors(changed(with_adapters)(), num_stages=2) == []
     assert errors(llama(**GROUPED), TablePolicy(UNPADDED), tp_size=6) == []
 

@@ -111,7 +111,7 @@ def clip_what_others_split() -> None:
         clip_grad_norm_(boosted, -1.0)
 
 
-def test_the_norm_is_that_of_the_whole_model(pool: Pool) -> None:
+def test_the_norm_is_that_of_the_unsharded_model(pool: Pool) -> None:
     pool.run(2, clip_by, 2.0)
     pool.run(2, clip_by, float("inf"))
     pool.run(2, clip_what_others_split)
@@ -183,14 +183,14 @@ def recompute(tp: int, is_reentrant: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_layers_that_are_computed_again_have_their_gradients_once(
-    pool: Pool, tp: int, is_reentrant: bool
-) -> None:
+def test_recomputed_layers_count_their_gradients_once(pool: Pool, tp: int, is_reentrant: bool) -> None:
     pool.run(2, recompute, tp, is_reentrant)
 
 
 @pytest.mark.parametrize("function", [freeze_and_thaw, average_where_some_ranks_have_none])
-def test_gradients_are_whole_in_odd_cases_too(pool: Pool, function: Callable[[], None]) -> None:
+def test_gradients_are_exact_for_frozen_and_unused_parameters(
+    pool: Pool, function: Callable[[], None]
+) -> None:
     pool.run(2, function)
 
 
@@ -238,7 +238,7 @@ def share_out() -> list[list[list[int]]]:
     return [[batch.tolist() for batch in loader] for loader in loaders]
 
 
-def test_replicas_get_their_shares_and_the_ranks_of_one_the_same(pool: Pool) -> None:
+def test_replicas_get_different_samples_and_their_ranks_the_same(pool: Pool) -> None:
     first, second, third, fourth = pool.run(4, share_out)
     assert first == second
     assert third == fourth

@@ -99,12 +99,12 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) f
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_generation_chooses_the_tokens_of_the_whole_model_by_its_logits(pool: Pool, name: str) -> None:
+def test_generation_has_the_tokens_and_logits_of_the_unsharded_model(pool: Pool, name: str) -> None:
     pool.run(2, generate, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_evaluation_has_the_whole_models_loss_and_logits(pool: Pool, name: str) -> None:
+def test_an_evaluation_has_the_loss_and_logits_of_the_unsharded_model(pool: Pool, name: str) -> None:
     pool.run(2, evaluate, name)
 
 

@@ -148,7 +148,7 @@ def refuse_what_one_rank_alone_has_wrong() -> None:
         refuse_what_one_rank_alone_has_wrong,
     ],
 )
-def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
+def test_errors_are_raised_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
     pool.run(2, function)
 
 

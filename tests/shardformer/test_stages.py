@@ -169,7 +169,7 @@ class BiasPolicy(TablePolicy):
 
 
 @pytest.mark.parametrize(("stage_ranks", "rank", "calls"), [((0, 1, 1), 1, 2), ((0, 1, 0), 0, 2)])
-def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
+def test_a_module_that_several_stages_share_is_replaced_once(
     stage_ranks: tuple[int, ...], rank: int, calls: int
 ) -> None:
     model = ModelChoice(model_type="t5", head="text_encoding", num_layers=3).build()
@@ -186,7 +186,7 @@ def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
     assert counted.calls == calls
 
 
-def test_what_no_stage_of_a_rank_holds_has_no_memory() -> None:
+def test_modules_of_other_ranks_have_no_memory() -> None:
     model = ModelChoice(model_type="t5", tied=True).build()
     part, _ = cut(model, 1, [0, 1, 3, 5, 8], (0, 1, 2, 1))
     local = {id(parameter) for parameter in part.parameters()}

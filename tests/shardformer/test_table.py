@@ -62,7 +62,7 @@ def test_a_registered_table_is_found_and_listed(monkeypatch: pytest.MonkeyPatch)
     assert table_for("unheard_of") is None
 
 
-def test_what_contradicts_itself_in_a_table_is_refused() -> None:
+def test_contradictory_fields_of_a_table_are_refused() -> None:
     bias = "attention.relative_position_bias.relative_position_bias_table"
     with pytest.raises(
         ValueError, match=r"biases .* lies in the region 'attention', whose activations are split"

@@ -234,7 +234,7 @@ def test_a_step_moves_every_weight_three_times(pool: Pool, ranks: int) -> None:
         }
 
 
-def test_a_layer_refuses_what_it_would_compute_otherwise(pool: Pool) -> None:
+def test_autocast_around_a_sharded_layer_is_refused(pool: Pool) -> None:
     (error,) = pool.run_failing(1, under_autocast)
     assert isinstance(error, RuntimeError)
     assert "give the plugin precision='bf16'" in str(error)
@@ -288,7 +288,7 @@ def split_tied() -> None:
     torch.testing.assert_close(layers[0].weight.grad, expected)
 
 
-def test_tied_weights_are_cut_once_or_not_at_all(pool: Pool) -> None:
+def test_tied_weights_are_sharded_once_or_stay_replicated(pool: Pool) -> None:
     pool.run(2, split_tied)
 
 
@@ -309,9 +309,7 @@ def use(name: str) -> Use:
         ("a ra A", "a ra A", "- a -"),  # a recomputed layer belongs to the backward
     ],
 )
-def test_the_use_that_has_always_followed_in_a_pass_is_prefetched(
-    before: str, uses: str, prefetched: str
-) -> None:
+def test_a_layer_that_always_followed_is_prefetched(before: str, uses: str, prefetched: str) -> None:
     order, found = PrefetchOrder(), []
     for each in before.split():
         order.note(use(each))

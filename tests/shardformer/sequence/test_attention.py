@@ -82,7 +82,7 @@ def attend_with_flash() -> None:
         ring_attention_of(Attention(module.config), q, k, v, None, softcap=50.0)
 
 
-def test_flash_attention_gets_whole_positions_and_what_is_unknown_is_refused(pool: Pool) -> None:
+def test_flash_attention_gets_full_positions_and_unknown_arguments_are_refused(pool: Pool) -> None:
     pool.run(2, attend_with_flash)
 
 
@@ -102,7 +102,7 @@ PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
     ],
     ids=["causal", "all", "padded"],
 )
-def test_whole_sequences_are_attended_to_as_ever(given: dict[str, Any], plain: Tensor) -> None:
+def test_unsharded_sequences_use_torchs_attention(given: dict[str, Any], plain: Tensor) -> None:
     module = Attention()
     q, k, v = tensors(5)
     blocks = block_mask(batch_size=B, q_length=5, kv_length=5, **given)
@@ -139,7 +139,7 @@ def errors_of(model_type: str, mode: str, **settings: object) -> list[str]:
 @pytest.mark.parametrize(
     "model_type", ["llama", "gpt2", "bert", "opt", "mixtral", "vit", "gemma2", "deepseek_v3"]
 )
-def test_models_of_the_interface_can(model_type: str, mode: str) -> None:
+def test_models_of_the_attention_interface_are_supported(model_type: str, mode: str) -> None:
     assert errors_of(model_type, mode) == []
 
 
@@ -223,7 +223,7 @@ def test_code_that_may_mix_positions_is_refused(layer: nn.Module, message: str) 
     ("class_name", "expected"),
     [("LlamaForCausalLM", True), ("GPT2LMHeadModel", False), ("LlamaForSequenceClassification", False)],
 )
-def test_sequences_stay_sharded_where_all_behind_the_layers_goes_by_position(
+def test_sequences_stay_sharded_if_all_modules_after_the_layers_work_by_position(
     class_name: str, *, expected: bool
 ) -> None:
     model = build(class_name)

@@ -16,7 +16,7 @@ LENGTH = 13
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_word_says_what_a_tensor_need_not(kind: str) -> None:
+def test_a_block_is_a_tensor_only_if_needed(kind: str) -> None:
     mask, expected = in_blocks(kind, LENGTH), whole(kind, LENGTH)
     for queries in (range(4), range(4, 8), range(2, 7), range(6, 7)):
         for keys in (range(4), range(12, 13), range(2, 7), range(LENGTH)):
@@ -50,18 +50,18 @@ def test_plain_masks_are_known_from_positions_alone(function: Any, arguments: di
     assert found == expected
 
 
-def test_padding_of_which_there_is_none_leaves_a_mask_plain() -> None:
+def test_a_padding_mask_that_hides_nothing_leaves_a_mask_plain() -> None:
     assert block_mask(2, 8, 8, attention_mask=torch.ones(2, 8, dtype=torch.bool)).is_plain
     assert not any(in_blocks(kind, LENGTH).is_plain for kind in ("padded", "packed", "window", "union"))
 
 
-def test_padding_is_what_a_mask_of_padding_is_too_short_for() -> None:
+def test_keys_beyond_the_padding_mask_are_padding() -> None:
     mask = block_mask(1, 8, 8, attention_mask=torch.ones(1, 6, dtype=torch.bool))
     assert mask.block(range(7, 8), range(6, 8)) is Seen.NOTHING
     assert mask.block(range(7, 8), range(6)) is Seen.ALL
 
 
-def test_a_word_that_is_known_is_not_looked_for_again() -> None:
+def test_a_block_is_evaluated_once() -> None:
     mask = in_blocks("packed", LENGTH)
     with patch.object(BlockMask, "_tensor", side_effect=mask._tensor) as made:
         for _ in range(3):
@@ -69,7 +69,7 @@ def test_a_word_that_is_known_is_not_looked_for_again() -> None:
     assert made.call_count == 1
 
 
-def test_a_given_mask_is_cut_by_rows_where_it_has_them() -> None:
+def test_a_given_mask_may_have_one_row_for_all_queries() -> None:
     row = torch.tensor([True, True, False, True]).view(1, 1, 1, 4)
     seen = GivenMask(row, 4).block(range(1, 3), range(1, 4))
     assert isinstance(seen, Tensor)

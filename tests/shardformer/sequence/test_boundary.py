@@ -167,12 +167,12 @@ def sharded_over_two_rings() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_logits_of_a_part_have_the_loss_of_the_whole(pool: Pool, tp: int) -> None:
+def test_sequence_sharded_logits_have_the_loss_of_the_full_sequence(pool: Pool, tp: int) -> None:
     pool.run(2 * tp, train_and_evaluate, tp)
 
 
 @pytest.mark.parametrize("function", [weigh_gathered_logits, refuse])
-def test_gathered_logits_have_gradients_and_what_would_be_a_part_is_refused(
+def test_gathered_logits_have_gradients_and_sharded_results_are_refused(
     pool: Pool, function: Callable[[], None]
 ) -> None:
     pool.run(2, function)
@@ -190,7 +190,9 @@ def test_a_double_ring_reaches_attention(pool: Pool) -> None:
     ("mode", "use_reentrant"),
     [("ring_attn", False), ("all_to_all", True), ("ring", False), ("ring", True)],
 )
-def test_what_is_computed_again_is_as_long_as_before(pool: Pool, mode: str, *, use_reentrant: bool) -> None:
+def test_recomputation_has_the_sequence_length_of_the_forward(
+    pool: Pool, mode: str, *, use_reentrant: bool
+) -> None:
     pool.run(2, forward_between, mode, use_reentrant=use_reentrant)
 
 
@@ -286,14 +288,14 @@ def know_frequencies() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_no_rank_holds_a_whole_sequence(pool: Pool, tp: int) -> None:
+def test_no_rank_materializes_a_full_sequence(pool: Pool, tp: int) -> None:
     pool.run(2 * tp, hold_no_whole_sequence, tp)
 
 
 @pytest.mark.parametrize(
     "function", [compute_with_what_is_looked_up, pytest.param(know_frequencies, marks=pytest.mark.slow)]
 )
-def test_who_computes_with_whole_sequences_gets_them(pool: Pool, function: Callable[[], None]) -> None:
+def test_modules_that_compute_with_full_sequences_get_them(pool: Pool, function: Callable[[], None]) -> None:
     pool.run(2, function)
 
 
@@ -308,7 +310,7 @@ def stands_for(whole: Tensor) -> tuple[PartTensor, list[int]]:
     return PartTensor(whole[:, : whole.shape[1] // 2], length=whole.shape[1], make_whole=make), made
 
 
-def test_shape_and_kind_are_known_without_the_whole() -> None:
+def test_shape_and_dtype_are_known_without_materializing() -> None:
     x, made = stands_for(torch.ones(2, 6, 4, requires_grad=True))
     known = (x.shape, x.size(1), x.ndim, x.dim(), len(x), x.dtype, x.device.type, x.is_floating_point())
     assert known == ((2, 6, 4), 6, 3, 3, 2, torch.float32, "cpu", True)
@@ -327,7 +329,7 @@ def test_shape_and_kind_are_known_without_the_whole() -> None:
     ],
     ids=["plus", "entry", "cat", "in place", "dtype"],
 )
-def test_whatever_computes_with_it_computes_with_the_whole(use: Callable[[Tensor], Tensor]) -> None:
+def test_operations_on_the_placeholder_use_the_full_tensor(use: Callable[[Tensor], Tensor]) -> None:
     whole = torch.arange(48.0).view(2, 6, 4).requires_grad_()
     x, made = stands_for(whole)
     with torch.no_grad():  # a use without gradients must not remove them
@@ -351,7 +353,7 @@ class Doubled(Function):
         return gradient
 
 
-def test_what_goes_round_it_fails() -> None:
+def test_an_autograd_function_that_gets_the_placeholder_fails() -> None:
     x, _ = stands_for(torch.ones(2, 6, 4, requires_grad=True))
     with pytest.raises(AssertionError, match="would be lost"):
         Doubled.apply(x).sum().backward()

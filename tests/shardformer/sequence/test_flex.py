@@ -83,7 +83,7 @@ def test_a_block_mask_is_the_dense_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MASKED)
-def test_it_makes_up_dense_attention(kind: str) -> None:
+def test_blocks_combine_to_dense_attention(kind: str) -> None:
     with flex_on_cpu():
         check(by_ring(in_blocks(kind, 141)), axis_alone(), whole(kind, 141), random_qkv(141))
 
@@ -121,7 +121,7 @@ def attend_round_rings() -> None:
             check(by_ring(in_blocks(kind, length)), axis, whole(kind, length), qkv)
 
 
-def test_over_ranks_it_is_dense_attention(pool: Pool) -> None:
+def test_attention_over_ranks_is_dense_attention(pool: Pool) -> None:
     pool.run(2, attend_round_rings)
 
 
@@ -136,7 +136,7 @@ def test_nothing_is_read_on_the_host_however_many_layers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("levels", [False, True])
-def test_tiles_are_looked_at_in_one_read(levels: bool) -> None:
+def test_tiles_are_evaluated_in_one_host_read(levels: bool) -> None:
     mask, qkv = in_blocks("padded left", 64, levels=levels), random_qkv(64)
     with tiles_of(8), host_reads() as reads:
         for _ in range(2):
@@ -153,7 +153,7 @@ def run(mask: Any, qkv: list[Tensor]) -> None:
     torch.autograd.grad(by_ring(mask)(*inputs, axis).sum(), inputs)
 
 
-def test_a_mask_of_which_nothing_is_padding_goes_to_the_plain_kernel() -> None:
+def test_a_mask_without_padding_uses_the_plain_kernel() -> None:
     with host_reads() as reads:
         mask = block_mask(2, 8, 8, attention_mask=torch.ones(2, 8, dtype=torch.bool))
     assert mask.is_plain and reads == {("sequence/block_mask.py", "__init__"): 1}

@@ -156,7 +156,7 @@ def causal(length: int) -> Tensor:
         pytest.param({"levels": True}, id="levels", marks=pytest.mark.slow),
     ],
 )
-def test_blocks_make_up_dense_attention(kind: str, settings: dict[str, Any]) -> None:
+def test_blocks_combine_to_dense_attention(kind: str, settings: dict[str, Any]) -> None:
     levels = settings.get("levels", False)
     for plain, heads, length, tile in ((False, (4, 1), 24, 1024), (True, (4, 2), 29, 4)):
         mask = in_blocks(kind, length, levels=levels)
@@ -183,7 +183,7 @@ def test_short_formats_are_merged_in_float32(dtype: torch.dtype, tolerance: dict
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_flash_attention_on_a_gpu_makes_up_dense_attention(is_causal: bool) -> None:
+def test_flash_attention_on_a_gpu_combines_to_dense_attention(is_causal: bool) -> None:
     qkv = random_qkv(24, dtype=torch.bfloat16, device="cuda")
     with patch.object(kernels, "_plain", None):
         mask = causal(24) if is_causal else torch.ones_like(causal(24))
@@ -222,7 +222,7 @@ def test_ranks_of_one_random_state_drop_other_keys() -> None:
     assert call.view(at[0]).seed != call.view(at[1]).seed == call.view(at[1]).seed
 
 
-def test_zigzag_gives_each_rank_as_many_scores_to_compute() -> None:
+def test_zigzag_gives_all_ranks_equally_many_scores() -> None:
     mask = BlockMask(causal_mask_function, (64, 64))
     for is_zigzag in (True, False):
         order = SequenceOrder(size=4, is_zigzag=is_zigzag)
@@ -241,7 +241,7 @@ def test_zigzag_gives_each_rank_as_many_scores_to_compute() -> None:
 @pytest.mark.parametrize("is_zigzag", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [1, 7, 12, 24])
-def test_parts_make_up_the_sequence(size: int, length: int, *, is_zigzag: bool) -> None:
+def test_shards_make_up_the_sequence(size: int, length: int, *, is_zigzag: bool) -> None:
     order = SequenceOrder(size=size, is_zigzag=is_zigzag)
     x = torch.arange(1, 2 * length * 3 + 1).view(2, length, 3)
     parts = [order.own(x, 1, rank) for rank in range(size)]
@@ -327,7 +327,7 @@ def attend_with_sinks(heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("heads", [(6, 1), (4, 4)])
-def test_what_belongs_to_a_head_goes_with_it(pool: Pool, heads: tuple[int, int]) -> None:
+def test_sinks_are_sharded_with_their_heads(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(2, attend_with_sinks, heads)
 
 
@@ -354,7 +354,7 @@ def drop_by_heads() -> tuple[Tensor, ...]:
     return drawn[0]
 
 
-def test_dropout_differs_from_head_to_head_and_is_drawn_again_as_it_was(pool: Pool) -> None:
+def test_dropout_differs_between_heads_and_is_equal_when_recomputed(pool: Pool) -> None:
     parts, _, commons = zip(*pool.run(2, drop_by_heads), strict=True)
     assert torch.equal(*commons)
     weights = torch.cat(parts, 1)
@@ -435,7 +435,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_a_rank_keeps_its_part_alone_and_never_makes_more_than_its_queries(pool: Pool) -> None:
+def test_a_rank_saves_only_its_shard_and_makes_no_tensor_larger_than_its_queries(pool: Pool) -> None:
     length, ranks, heads, kv_heads, width = 512, 2, 4, 2, 8
     for kept, largest in pool.run(ranks, memory, length):
         part = length // ranks

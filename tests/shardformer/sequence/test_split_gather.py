@@ -82,7 +82,7 @@ def layers_of_other_kinds() -> None:
         require_same_training(model, {**text(), "labels": text()["input_ids"]}, **style)
 
 
-def test_layers_that_flatten_or_hold_experts_compute_what_the_whole_ones_do(pool: Pool) -> None:
+def test_layers_that_flatten_or_have_experts_train_like_one_process(pool: Pool) -> None:
     pool.run(2, layers_of_other_kinds)
 
 
@@ -128,7 +128,7 @@ def test_a_layer_sends_as_much_with_sharded_sequences_as_without(pool: Pool, ran
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_layer_keeps_its_part_between_regions_and_with_regathering_no_whole_input(
+def test_a_layer_saves_shards_between_regions_and_with_regathering_no_full_input(
     pool: Pool, ranks: int
 ) -> None:
     plain, gathered, regathered = (
@@ -239,7 +239,7 @@ def drop(break_it: Any = None) -> None:
             assert torch.equal(one, again)
 
 
-def test_entries_are_dropped_by_each_rank_and_samples_by_all_alike(pool: Pool) -> None:
+def test_ranks_drop_different_entries_and_equal_samples(pool: Pool) -> None:
     pool.run(2, drop)
 
 
