@@ -47,7 +47,7 @@ def main() -> None:
     for name in arguments.layouts:
         results["layouts"][name] = measure_layout(name, arguments)
     if dist.get_rank() == 0:
-        tell(results, arguments)
+        show_results(results, arguments)
     dist.destroy_process_group()
 
 
@@ -140,7 +140,7 @@ def ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: report.ratio(found[name], found[PLAIN]) for name in (SAVED, STALL, SLOWER, WHOLE)}
 
 
-def tell(results: dict[str, Any], arguments: argparse.Namespace) -> None:
+def show_results(results: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the requested file."""
     for layout, found in results["layouts"].items():
         found["ratios"] = ratios(found)

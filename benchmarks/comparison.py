@@ -48,7 +48,7 @@ def compare(
     results["loss_afterwards"] = require_equal_training(contenders)
     results["summary"] = summary(results["seconds"], main)
     if dist.get_rank() == 0:
-        tell(results, f"{workload}, {layout}", arguments, show_more)
+        show_results(results, f"{workload}, {layout}", arguments, show_more)
     dist.destroy_process_group()
 
 
@@ -63,7 +63,7 @@ def summary(seconds: Mapping[str, Sequence[float]], main: str) -> dict[str, Any]
     }
 
 
-def tell(
+def show_results(
     results: Mapping[str, Any],
     title: str,
     arguments: argparse.Namespace,

@@ -69,7 +69,7 @@ def main() -> int:
     training = Training(steps=arguments.steps)
     with tempfile.TemporaryDirectory(prefix="echelon-curves-") as folder:
         results = measure(arguments, training, Path(folder))
-    tell(results, arguments)
+    show_results(results, arguments)
     errors = curve_errors(results["departures"])
     for error in errors:
         print(f"curves.py: {error}", file=sys.stderr)
@@ -142,14 +142,14 @@ def run_layout(name: str, arguments: argparse.Namespace, training: Training, fol
     """
     num_processes, options = LAYOUTS[name]
     metrics = folder / "metrics.jsonl"
-    told = {"sequence_length": arguments.sequence, "vocab_size": arguments.vocabulary, **asdict(training)}
-    told |= {
+    flags = {"sequence_length": arguments.sequence, "vocab_size": arguments.vocabulary, **asdict(training)}
+    flags |= {
         "config": folder / "config.json",
         "cache_dir": folder,
         "metrics": metrics,
         "eval_sequences": HELD_OUT,
     }
-    words = [word for flag, value in told.items() for word in (f"--{flag}", str(value))]
+    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     if arguments.data is not None:
         words += ["--data", *map(str, arguments.data)]
     command = [
@@ -195,7 +195,7 @@ def curve_errors(departures: Mapping[str, Departure]) -> list[str]:
     ]
 
 
-def tell(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+def show_results(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Print the table; write the requested files."""
     facts, reference, seconds = results["facts"], results["reference"], results["seconds"]
     rows = [["plain torch", "1", f"{reference.losses[-1]:.4f}", "", "", f"{seconds['reference']:.0f}"]]

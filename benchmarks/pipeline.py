@@ -121,7 +121,7 @@ def main() -> None:
     workload = workload_of(arguments)
     results = measure(workload, arguments)
     if dist.get_rank() == 0:
-        tell(results, workload, arguments)
+        show_results(results, workload, arguments)
     dist.destroy_process_group()
 
 
@@ -226,7 +226,7 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
     }
 
 
-def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
+def show_results(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the requested files."""
     found = results["summary"]
     title = f"{workload} in {workload.microbatches}, pp {arguments.pp}"

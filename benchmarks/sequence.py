@@ -76,7 +76,7 @@ def main() -> None:
             memory = found["lengths"][-1]["bytes"][OneProcess.name]["peak"]
     if memory is not None:
         results["longest"] = longest_sequences(results["runs"], memory)
-    tell(results, f"{replace(workload, sequence=0)}".replace(" sequence 0,", ""), arguments)
+    show_results(results, f"{replace(workload, sequence=0)}".replace(" sequence 0,", ""), arguments)
 
 
 def start(num_ranks: int, memory: float | None) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def last_line(found: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def tell(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> None:
+def show_results(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the requested files."""
     note = report.conditions(results["machine"], arguments.rounds)
     for num_ranks, found in results["runs"].items():

@@ -58,7 +58,7 @@ def main() -> None:
         return
     results = {"machine": report.machine(), "settings": settings_of(arguments)}
     results["memory"] = {name: start_alone(name, arguments.dp) for name in arguments.contenders}
-    tell(results, workload, arguments)
+    show_results(results, workload, arguments)
 
 
 def start_alone(name: str, num_ranks: int) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def measure_alone(name: str, workload: Workload, steps: int) -> dict[str, Any]:
     return {"held": held, "peaks": peaks.tolist()}
 
 
-def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
+def show_results(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
     """Print the table, and the ratios to torch's smallest peak in the last line; write the requested file."""
     found = results["memory"]
     peaks = {name: median(each["peaks"]) for name, each in found.items()}

@@ -146,7 +146,7 @@ class _Watch:
         while not self._heartbeats.all_arrived(barrier):
             waited = time.monotonic() - start
             time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
-            error = None if call is None else call.vain
+            error = None if call is None else call.unmatched
             if error is None and waited > default_timeout().total_seconds():
                 error = self._timed_out(self.here.action or "")
             if error is not None:
@@ -154,7 +154,7 @@ class _Watch:
                 self._forget_call()
                 if call is not None:
                     # Its traceback would keep process groups alive; closing their connections frees other ranks.
-                    call.vain = None
+                    call.unmatched = None
                 raise error
         self._num_barriers += 1
         if self.rank == 0 and barrier > 0:
@@ -171,11 +171,11 @@ class _Watch:
     def raise_if_stuck(self) -> None:
         """Raise the error of a call that other ranks never make; its messages would corrupt all later calls."""
         call = self._own_call()
-        if call is None or (error := call.vain) is None:
+        if call is None or (error := call.unmatched) is None:
             return
         # A rank that waits in `wait_for_all` first may handle its error there, and enter this call.
         if time.monotonic() - call.since > BRIEF_SECONDS:
-            self._given_up, call.vain = str(error), None  # see `wait_for_all`
+            self._given_up, call.unmatched = str(error), None  # see `wait_for_all`
             raise error
 
     def _own_call(self) -> Call | None:
@@ -276,8 +276,8 @@ class _Watch:
                 _say(f"{here} for ranks that have not come: {places(absent, beats)}")
         sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
         error = self._absence(call, own, absent, sure) or self._mismatch(call, beats)
-        if error is None or call.vain is None:
-            call.vain, call.since = error, now
+        if error is None or call.unmatched is None:
+            call.unmatched, call.since = error, now
 
     def _absence(
         self, call: Call, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]
@@ -315,8 +315,8 @@ class _Watch:
             return
         if cause is not None and is_certain:
             error, since = self._failure(self.here.action or ""), max(call.entered, cause.heard)
-        elif call.vain is not None and now - call.since > BRIEF_SECONDS:
-            error, since = call.vain, call.since
+        elif call.unmatched is not None and now - call.since > BRIEF_SECONDS:
+            error, since = call.unmatched, call.since
             # One process ends first; its connections close, which frees others.
             patience += self.rank * 4 * INTERVAL_SECONDS
         else:
@@ -325,8 +325,8 @@ class _Watch:
             call.is_reported = True
             _say(str(error))
         if now - since > patience:
-            if call.vain is not None:
-                self.fail(call.vain)
+            if call.unmatched is not None:
+                self.fail(call.unmatched)
             _say(f"rank {self.rank} could not be freed and ends here")
             with suppress(OSError, ValueError):  # standard error is closed, or is no file
                 faulthandler.dump_traceback(file=sys.stderr)

@@ -75,7 +75,7 @@ class Call:
         is_reported: True once its error has been printed or raised.
         is_announced: True once a line has named the ranks that it waits for.
         suspected: text of the error that the latest check found, or empty.
-        vain, since: the error of a call that can never complete, and the time when it was found.
+        unmatched, since: the error of a call that can never complete, and the time when it was found.
     """
 
     thread_id: int
@@ -83,7 +83,7 @@ class Call:
     is_reported: bool = False
     is_announced: bool = False
     suspected: str = ""
-    vain: RankFailure | None = None
+    unmatched: RankFailure | None = None
     since: float = 0.0
 
 

@@ -21,7 +21,7 @@ Rings = Sequence[dist.ProcessGroup]
 _OUTWARD, _HOMEWARD = range(2**21, 2**21 + 2)
 
 
-def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
+def circulate(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
     """Yield the place and the tensor of each rank, this rank's first, with the next one in flight; no gradient.
 
     Args:
@@ -34,7 +34,7 @@ def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
         if not within:
             yield place, visited
         else:
-            for inner_place, inner in travel(visited, within):
+            for inner_place, inner in circulate(visited, within):
                 yield place * prod(each.size() for each in within) + inner_place, inner
 
 

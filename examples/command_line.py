@@ -73,10 +73,10 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     """Add `--plugin` and a flag for every option of HybridParallelPlugin; what is not given is None."""
     group = parser.add_argument_group("plugin", "checked by the plugin itself")
     group.add_argument("--plugin", choices=PLUGINS, default="hybrid_parallel")
-    told = described(HybridParallelPlugin)
+    descriptions = described(HybridParallelPlugin)
     for name, parameter in plugin_parameters().items():
         default = "what the number of processes allows" if name in SIZES else default_of(parameter)
-        text = f"{told.get(name, '')} (default: {default})".strip().replace("%", "%%")
+        text = f"{descriptions.get(name, '')} (default: {default})".strip().replace("%", "%%")
         group.add_argument(f"--{name}", help=text, **FLAG_OF[kind_of(parameter)])
 
 

@@ -88,8 +88,8 @@ def main(fine_tune: FineTune, arguments: argparse.Namespace) -> int:
         missed = target is not None and found[name] < target
         if missed:
             coordinator.print_on_master(f"{name} {found[name]:.4f} is below the target {target}")
-        told = " ".join(f"{name}={value:.4f}" for name, value in found.items())
-        coordinator.print_on_master(f"{told} seconds={time.monotonic() - began:.1f}")
+        text = " ".join(f"{name}={value:.4f}" for name, value in found.items())
+        coordinator.print_on_master(f"{text} seconds={time.monotonic() - began:.1f}")
         return 1 if missed else 0
 
     return start(run, arguments)

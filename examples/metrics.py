@@ -42,29 +42,29 @@ def highest_memory() -> tuple[int, str]:
 
 def progress_of(record: dict[str, Any]) -> str:
     """Text beside the progress bar."""
-    told = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
-    told += [
+    texts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
+    texts += [
         f"{value:.0f} {name.removesuffix(PER_SECOND)}/s"
         for name, value in record.items()
         if name.endswith(PER_SECOND)
     ]
     if record["skipped_steps"]:  # by an overflow of fp16
-        told.append(f"steps skipped so far {record['skipped_steps']}")
-    return ", ".join(told)
+        texts.append(f"steps skipped so far {record['skipped_steps']}")
+    return ", ".join(texts)
 
 
 def line_of(record: dict[str, Any], num_steps: int) -> str:
     """A step's record as a line to read."""
-    told = [
+    texts = [
         f"step {record['step']}/{num_steps}",
         progress_of(record),
         f"gradient norm {record['grad_norm']:.3f}",
         f"peak memory {record['peak_memory_bytes'] / 2**20:.0f} MiB ({record['peak_memory_of']})",
     ]
-    told += [
+    texts += [
         f"{name.replace('_', ' ')} {value:.5g}" for name, value in record.items() if name.startswith(JUDGED)
     ]
-    return ", ".join(told)
+    return ", ".join(texts)
 
 
 class JsonLines:

@@ -33,13 +33,13 @@ _FREE = {
 def add_saving_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of checkpoints."""
     add = parser.add_argument_group("checkpoints", "see docs/checkpoints.md").add_argument
-    told = "a folder for all that the run needs to go on, saved at its end and when it is interrupted"
-    add("--save_dir", type=Path, metavar="DIR", help=told)
+    text = "a folder for all that the run needs to go on, saved at its end and when it is interrupted"
+    add("--save_dir", type=Path, metavar="DIR", help=text)
     add("--save_every", type=int, metavar="STEPS", help="save so often, too")
     add("--keep_last", type=int, metavar="N", help="of the checkpoints; default: all")
     add("--save_async", action="store_true", help="write while training goes on")
-    told = "go on from the newest checkpoint in --save_dir, if any or where one must be, or from a step (default: none)"
-    add("--resume", type=_resume, metavar="auto|must|STEP|none", help=told)
+    text = "go on from the newest checkpoint in --save_dir, if any or where one must be, or from a step (default: none)"
+    add("--resume", type=_resume, metavar="auto|must|STEP|none", help=text)
     add(
         "--save_model",
         type=Path,
@@ -206,8 +206,8 @@ class Keeper:
         """
         if not self._is_saved():
             assert self._last is not None
-            told = f"the end of the run could not be saved in {self._saving.directory}: {self._last.failure}"
-            DistCoordinator().print_on_master(told)
+            text = f"the end of the run could not be saved in {self._saving.directory}: {self._last.failure}"
+            DistCoordinator().print_on_master(text)
             raise NotSaved
 
     def _is_saved(self) -> bool:

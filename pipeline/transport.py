@@ -20,8 +20,8 @@ _DOING = {
     Op.SEND_BACKWARD: "sending the gradients",
     Op.RECV_BACKWARD: "receiving the gradients",
 }
-# Sends that may be in flight on one channel: all below so many bytes together, and the latest few of any size. Beyond
-# that the oldest is waited for; those that are known to be over are forgotten before the next one. Waiting cannot
+# Limits of the sends in flight on one channel: a number of bytes in total, beside the latest few sends of any size.
+# Beyond both, the oldest send is waited for. Completed sends are released before the next one starts. Waiting cannot
 # deadlock: a valid schedule runs even if every send blocks until its receive is posted, see
 # [Note: rendezvous channels].
 _MAX_BYTES_IN_FLIGHT = 64 * 2**20
@@ -31,12 +31,12 @@ Specs = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors of one tran
 
 
 def takes_gradient(dtype: torch.dtype) -> bool:
-    """Return True if the next stage answers a tensor of this dtype with a gradient."""
+    """Return True if the next stage sends a gradient back for a tensor of this dtype."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 class PendingTransfer:
-    """Tensors that one action sends or receives. A receive may begin late: [Note: shapes that are not known yet]."""
+    """The tensors that one action sends or receives. A receive may begin late: see [Note: unknown shapes]."""
 
     def __init__(self, channel: "_Channel", action: Action, key: Hashable = None) -> None:
         self.action = action
@@ -46,10 +46,10 @@ class PendingTransfer:
         self._works: list[dist.Work] = []
 
     def begin(self, tensors: tuple[Tensor, ...], transfer: Callable[[Tensor], Any] | None = None) -> None:
-        """Begin to send the tensors, or to receive into them. Empty ones do not travel.
+        """Begin to send the tensors, or to receive into them. Empty tensors are not sent.
 
         Args:
-            transfer: begins it for one tensor; None is the channel's.
+            transfer: begins the transfer of one tensor; None uses the channel's function.
         """
         self.tensors = tensors
         begin = transfer or self._channel.transfer
@@ -60,19 +60,22 @@ class PendingTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Return True if it is known to be complete, without waiting. Of sends gloo does not know it."""
+        """Return True if the transfer is known to be complete, without waiting. gloo does not report this for sends."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors once the transfer is over. On CUDA the current stream waits, not the process.
+        """Wait for the transfer and return the tensors. On CUDA the current stream waits, not the process.
 
         Raises:
             ValueError: the sender works on a microbatch of another signature.
-            RuntimeError: the peer is lost; names it.
+            RuntimeError: the connection to the peer is lost; names its rank.
         """
         if self.tensors is None:
             self._channel.begin_up_to(self)
-        works, self._works = self._works, []  # each is waited for once: gloo would wait for a further tensor
+        works, self._works = (
+            self._works,
+            [],
+        )  # wait once for each: a second wait in gloo would wait for another tensor
         try:
             for work in works:
                 work.wait()
@@ -82,7 +85,7 @@ class PendingTransfer:
         return self.tensors
 
     def _lost(self, error: RuntimeError) -> RuntimeError:
-        """The backend's error behind the peer's name; its words and class stay for who goes by them."""
+        """The backend's error with the peer's name in front; keeps its text and class, by which callers classify it."""
         kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
         op, stage, microbatch = self.action
         return kind(
@@ -92,30 +95,30 @@ class PendingTransfer:
 
 
 class _Channel:
-    """One end of a channel: one direction between two ranks, activations or gradients, in one order."""
+    """One end of a channel: activations or gradients from one rank to another, received in the order of the sends."""
 
     def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int, *, sends: bool) -> None:
         self.peer = mesh.global_ranks("pp")[peer]
-        words = mesh.group("pp")  # of descriptions, between CPUs, where no device is waited for
+        on_cpu = mesh.group("pp")  # for descriptions, so that no device is waited for
         send, receive = partial(dist.isend, group_dst=peer), partial(dist.irecv, group_src=peer)
         exchange: Any = send if sends else receive
         self.transfer: Callable[[Tensor], Any] = partial(exchange, group=group)
-        self._tell: Callable[[Tensor], Any] = partial(exchange, group=words)
-        self._words_device = mesh.device if backend_of("cpu", words) is None else torch.device("cpu")
+        self._exchange_description: Callable[[Tensor], Any] = partial(exchange, group=on_cpu)
+        self._description_device = mesh.device if backend_of("cpu", on_cpu) is None else torch.device("cpu")
         self._device = mesh.device
         self._sends: deque[tuple[PendingTransfer, int]] = deque()  # with their bytes
         self._num_bytes = 0
         self._descriptions: list[PendingTransfer] = []  # in flight
-        # Receives whose shapes are not known yet, and those behind them.
+        # Receives whose shapes are not known yet, and all later receives on this channel.
         self._late: deque[PendingTransfer] = deque()
         self._specs: dict[tuple[int, Hashable], Specs] = {}
 
     def send(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Begin to send, and forget what has arrived."""
+        """Begin to send, and release the tensors of completed sends."""
         num_bytes = sum([tensor.nbytes for tensor in tensors])
         self._num_bytes += num_bytes
         while self._sends and self._sends[0][0].is_over:
-            self._wait_for_oldest()  # which lets go of the backend's hold on the tensors, too
+            self._wait_for_oldest()  # which also releases the backend's references to the tensors
         while self._num_bytes > _MAX_BYTES_IN_FLIGHT and len(self._sends) >= _ALWAYS_IN_FLIGHT:
             # The receiver may post only when it needs the tensors: to wait for it could deadlock.
             if self._descriptions:
@@ -124,14 +127,14 @@ class _Channel:
         self._sends.append((self.now(action, tensors), num_bytes))
 
     def describe(self, action: Action, specs: Specs, key: Hashable) -> None:
-        """Send ahead what `_description` reads at the other end: the number of bytes, and the bytes."""
+        """Send the shapes and dtypes ahead of the tensors, for `_description` at the other end: length, then bytes."""
         written = torch.frombuffer(bytearray(pickle.dumps((repr(key), specs))), dtype=torch.uint8)
         for tensor in (torch.tensor([len(written)]), written):
             self._descriptions.append(PendingTransfer(self, action))
-            self._descriptions[-1].begin((tensor.to(self._words_device),), self._tell)
+            self._descriptions[-1].begin((tensor.to(self._description_device),), self._exchange_description)
 
     def flush(self) -> None:
-        """Wait for all sends, and forget their tensors."""
+        """Wait for all sends, and release their tensors."""
         while self._sends:
             self._wait_for_oldest()
         while self._descriptions:
@@ -143,7 +146,7 @@ class _Channel:
         self._num_bytes -= num_bytes
 
     def receive(self, action: Action, key: Hashable) -> PendingTransfer:
-        """Begin to receive where the shapes are known, and else when it is waited for."""
+        """Begin to receive if the shapes are known; otherwise the receive begins when it is waited for."""
         specs = None if self._late else self._specs.get((action.stage, key))
         if specs is not None:
             return self.receive_as(action, specs)
@@ -155,7 +158,7 @@ class _Channel:
         return self.now(action, self._empty(specs))
 
     def begin_up_to(self, last: PendingTransfer) -> None:
-        """Begin every receive before this one, and this. Waits for the sender to describe unknown shapes."""
+        """Begin all receives up to and including `last`. Waits for the sender to describe unknown shapes."""
         while last.tensors is None:
             arrival = self._late.popleft()
             place = arrival.action.stage, arrival.key
@@ -164,7 +167,7 @@ class _Channel:
             arrival.begin(self._empty(self._specs[place]))
 
     def now(self, action: Action, tensors: tuple[Tensor, ...]) -> PendingTransfer:
-        """A transfer that has begun."""
+        """Begin a transfer and return it."""
         transfer = PendingTransfer(self, action)
         transfer.begin(tensors)
         return transfer
@@ -173,7 +176,7 @@ class _Channel:
         return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs)
 
     def _description(self, action: Action, key: Hashable) -> Specs:
-        """The specs that the other end described, once per key. The process waits for the other, and for no device."""
+        """Receive shapes and dtypes from the sender, once per key. Waits for the other process, not for a device."""
         (length,) = self._received_numbers(action, 1, torch.int64).tolist()
         sent_key, specs = pickle.loads(bytes(self._received_numbers(action, length, torch.uint8).tolist()))
         if sent_key != repr(key):
@@ -185,27 +188,29 @@ class _Channel:
 
     def _received_numbers(self, action: Action, length: int, dtype: torch.dtype) -> Tensor:
         transfer = PendingTransfer(self, action)
-        transfer.begin((torch.empty(length, dtype=dtype, device=self._words_device),), self._tell)
+        transfer.begin(
+            (torch.empty(length, dtype=dtype, device=self._description_device),), self._exchange_description
+        )
         return transfer.wait()[0]
 
 
 class Transport:
-    """Channels between the stages of a pipeline. Making one is collective over the world.
+    """Channels between the stages of a pipeline. Construction is collective over the world.
 
-    [Note: channels] From one rank to another there is one channel for activations and one for gradients, each
-    with a communicator of its own (`ParallelMesh.pipeline_groups`): NCCL runs what shares one in a single order,
-    and a receive that is posted ahead holds it until its tensor comes. What arrives on a channel must be received
-    in the order in which it was sent; a validated schedule sees to it. Sends return at once and end by `flush`.
+    [Note: channels] From one rank to another there is one channel for activations and one for gradients. Each has its
+    own communicator (`ParallelMesh.pipeline_groups`): NCCL runs the transfers of one communicator in order, and a
+    receive that is posted ahead blocks it until its tensor arrives. Tensors on a channel must be received in the order
+    in which they were sent; a validated schedule ensures this. Sends return at once and are complete after `flush`.
 
-    [Note: shapes that are not known yet] A stage describes its outputs to the next one once for every
-    signature of a microbatch, by two messages between CPUs that wait for no device. A receive of a signature that
-    was not met before cannot be posted ahead: it is posted when it is waited for, and so is all that stands behind
-    it on its channel. Meanwhile the sender waits for none of its sends.
+    [Note: unknown shapes] A stage describes the shapes and dtypes of its outputs to the next one, once for every
+    signature of a microbatch, by two messages between CPUs that wait for no device. A receive with a new signature
+    cannot be posted ahead. It is posted when it is waited for, and so are all later receives on its channel. Until then
+    the sender waits for none of its sends.
 
     Args:
         mesh: the mesh whose axis pp the stages lie along.
         stage_ranks: the pipeline rank of each stage.
-        overlap: go on while tensors are in flight; otherwise every transfer is over before the next action.
+        overlap: continue while tensors are in flight; otherwise every transfer is complete before the next action.
     """
 
     def __init__(self, mesh: ParallelMesh, stage_ranks: Sequence[int], *, overlap: bool = True) -> None:
@@ -216,16 +221,16 @@ class Transport:
         self._open_channels(mesh, dict(enumerate(stage_ranks)))
 
     def send_outputs(self, action: Action, tensors: tuple[Tensor, ...], key: Hashable) -> None:
-        """Start sending a stage's outputs; they must not be changed before `flush`. Empty ones are not sent.
+        """Start sending a stage's outputs, which must not be changed before `flush`. Empty tensors are not sent.
 
         Args:
             action: the send.
             tensors: the outputs.
-            key: decides shapes and dtypes; equal on both ends.
+            key: determines shapes and dtypes; equal on both ends.
 
         Raises:
-            ValueError: the tensors are not those that were described under this key before.
-            RuntimeError: the receiver is lost; names it.
+            ValueError: shapes or dtypes differ from those described under this key before.
+            RuntimeError: the connection to the receiver is lost; names its rank.
         """
         specs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         known = self._specs.get((action.stage, key))
@@ -241,7 +246,7 @@ class Transport:
         self.send_gradients(action, tensors)
 
     def send_gradients(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Start sending the gradients of a stage's inputs, under the same conditions."""
+        """Start sending the gradients of a stage's inputs, which must not be changed before `flush`."""
         channel = self._channels[action.op, action.stage]
         channel.send(action, tuple([tensor.detach().contiguous() for tensor in tensors]))
         if not self._overlap:
@@ -251,30 +256,30 @@ class Transport:
         """Start receiving a stage's inputs.
 
         Raises:
-            RuntimeError: the sender is lost; names it.
+            RuntimeError: the connection to the sender is lost; names its rank.
         """
         return self._receiving(self._channels[action.op, action.stage].receive(action, key))
 
     def receive_gradients(self, action: Action, key: Hashable) -> PendingTransfer:
-        """Start receiving the gradients of a stage's outputs, once those were sent under this key."""
+        """Start receiving the gradients of a stage's outputs, which were sent under this key before."""
         specs = tuple([spec for spec in self._specs[action.stage, key] if takes_gradient(spec[1])])
         return self._receiving(self._channels[action.op, action.stage].receive_as(action, specs))
 
     def flush(self) -> None:
-        """Wait for all sends, after which what was sent may be changed.
+        """Wait for all sends; afterwards the tensors may be changed.
 
         Raises:
-            RuntimeError: a receiver is lost.
+            RuntimeError: the connection to a receiver is lost.
         """
         for channel in self._channels.values():
             channel.flush()
 
     def close(self, reason: str) -> None:
-        """Refuse all further use: after a step that broke off, the peers stand elsewhere in it."""
+        """Refuse all further use, after an interrupted step: its ranks may be at different actions."""
         self._failure = self._failure or reason
 
     def check_open(self) -> None:
-        """Raise RuntimeError where an earlier step broke off."""
+        """Raise RuntimeError if an earlier step was interrupted."""
         if self._failure is not None:
             raise RuntimeError(
                 f"an earlier step of this pipeline broke off ({self._failure}), and its ranks no longer "
@@ -287,10 +292,10 @@ class Transport:
         return arrival
 
     def _open_channels(self, mesh: ParallelMesh, ranks: dict[int, int]) -> None:
-        """Make this rank's ends of all channels, and use each once. Stages between the same ranks share one.
+        """Create this rank's ends of all channels, and use each once. Stages on the same two ranks share a channel.
 
-        NCCL connects two ranks at their first transfer and blocks both until then: here every rank meets its
-        peers in one common order, before a schedule could have them wait for each other.
+        NCCL connects two ranks at their first transfer and blocks both until then. Here all ranks connect in one common
+        order, before a schedule could make them wait for each other.
         """
         computations = (Action(op, stage, 0) for op in (Op.FORWARD, Op.BACKWARD) for stage in ranks)
         sends = [send for each in computations if (send := send_of(each, ranks)) is not None]

@@ -1,4 +1,4 @@
-"""A batch through the pipeline: compare it, cut it, run the schedule, give every rank the loss."""
+"""Run a batch through the pipeline: compare it between ranks, split it, run the schedule, reduce the loss."""
 
 import logging
 from collections import Counter
@@ -41,7 +41,7 @@ _HASHED_HERE = 2**20  # bytes of a batch; a CPU takes about a millisecond for as
 
 
 def model_loss(outputs: Any, inputs: Any) -> Tensor:
-    """The loss that a model computes of its labels."""
+    """Return the loss that a model computes from the labels in its inputs."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
@@ -51,18 +51,18 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
 
 
 class PipelineEngine:
-    """Runs batches through this rank's stages; one per boosted model. Making one is collective over the world.
+    """Runs batches through this rank's stages; one per boosted model. Construction is collective over the world.
 
     Args:
-        module: the model, cut into this rank's stages.
-        config: how batches are cut and in which order they run.
+        module: this rank's stages of the model.
+        config: the microbatches and their schedule.
         mesh: the mesh.
 
     Attributes:
-        random: of the forwards in training.
-        agreement: what the ranks compare, and when.
-        parameters: those of each stage that no other stage of this rank uses too.
-        trace: a list makes every batch append what this rank computed when; None measures nothing.
+        random: random numbers of forwards in training.
+        agreement: comparison of batches and settings between ranks.
+        parameters: by stage, the parameters that no other stage of this rank uses.
+        trace: a list to which every batch appends the times of this rank's actions; None measures nothing.
     """
 
     def __init__(self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
@@ -81,21 +81,21 @@ class PipelineEngine:
             Transport(mesh, config.stage_ranks, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        # What this rank asked for, and what its replica did, in the last compared call that trained.
-        self._asked = self._wanted = _Wanted(
+        # The kind of the last compared training call, as this rank and as its replica requested it.
+        self._own_kind = self._replica_kind = _CallKind(
             trains=True, loss=True, outputs=False, outputs_everywhere=False, training_mode=True
         )
-        self._mean_samples = 1.0  # of a rank, as of the last comparison
-        self._is_even = False  # whether all ranks ran equally many microbatches then
-        # Whether criterions return weights in training.
+        self._mean_samples = 1.0  # samples per rank in the last compared call
+        self._is_even = False  # True if all ranks ran the same number of microbatches in that call
+        # True for criteria that return weights in training.
         self._is_weighted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
-        # What communicates over replicas in every microbatch, so that all must run equally many.
+        self._first_weight = 1.0  # samples of a replica in the first call of an optimizer step
+        # Settings with a collective over replicas in every microbatch: all must run the same number.
         self._microbatch_collectives = [
             *(f"{axis}_size={size}" for axis in PARTS_OF_DATA if (size := mesh.size(axis)) > 1),
             *["SyncBatchNorm"] * has_sync_batch_norm(module),
         ]
-        # Collectives that depend on the number of microbatches, where that depends on each rank's batch.
+        # True if the number of collectives depends on the number of samples in each rank's batch.
         self._compares_numbers = config.microbatch_size is not None and (
             config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
@@ -113,13 +113,13 @@ class PipelineEngine:
         return_outputs: Returned,
         average_loss: bool,
     ) -> dict[str, Any]:
-        """Run one batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`.
+        """Run one batch, with backward if gradients are enabled; see `HybridParallelPlugin.execute_pipeline`.
 
-        To be called within `ShardedOptimizer.accumulate_and_reduce`: each stage's last backward here starts reductions,
-        and the end of that context those that are left.
+        Must be called within `ShardedOptimizer.accumulate_and_reduce`: each stage's last backward starts reductions,
+        and the end of that context starts the remaining ones.
         """
         trains = torch.is_grad_enabled()
-        own = _Wanted(
+        own = _CallKind(
             trains=trains,
             loss=return_loss or trains,
             outputs=bool(return_outputs),
@@ -147,10 +147,10 @@ class PipelineEngine:
         microbatches: Sequence[Any],
         weighting: "_Weighting",
         optimizer: ShardedOptimizer | None,
-        wanted: "_Wanted",
+        wanted: "_CallKind",
         drawn: int,
     ) -> RunResult:
-        """Compute this rank's actions of the schedule; the forwards draw random numbers that follow from `drawn`."""
+        """Run this rank's actions of the schedule; `drawn` seeds the random numbers of the forwards."""
         schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
         trace = None if self.trace is None else Trace(self.mesh.device)
         with self.random.following(drawn) as begin_forward:
@@ -172,10 +172,10 @@ class PipelineEngine:
         return result
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
-        """The schedule of so many microbatches with its communication, made once. All-gather over pp where it is.
+        """Return the schedule of a number of microbatches, with its communication. All-gather over pp when it is new.
 
         Raises:
-            ValueError: ranks of the pipeline made different ones; on each of them.
+            ValueError: the ranks of the pipeline have different schedules; on each of them.
         """
         key = num_microbatches, trains
         if key in self._schedules:
@@ -192,32 +192,34 @@ class PipelineEngine:
         return self._schedules.setdefault(key, schedule)
 
     def _accumulating(self, optimizer: ShardedOptimizer) -> Callable[[Action, bool], AbstractContextManager]:
-        """The context of each backward. Replicas that run different numbers of them meet in the last alone."""
+        """The context of each backward. Only the last reduces if replicas run different numbers of microbatches."""
         is_even = self._is_even
 
         def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
             parameters = self.parameters[action.stage]
             if is_last:
                 return optimizer.reducer.last_backward(parameters)
-            if not is_even or action.op is Op.BACKWARD_INPUT:  # whose weight gradients are still to come
+            if not is_even or action.op is Op.BACKWARD_INPUT:  # its weight gradients follow in another action
                 return optimizer.reducer.accumulating()
             return optimizer.reducer.every_backward(parameters)
 
         return around_backward
 
     def check_open(self) -> None:
-        """Raise RuntimeError where an earlier step broke off, so that no rank waits for one that knows."""
+        """Raise RuntimeError if an earlier step was interrupted, so that no rank waits for one that raises."""
         if self._transport is not None:
             self._transport.check_open()
 
-    def _next_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, Any, int, "_Wanted"]:
-        """The next batch, also on the device, the random number of its forwards, and the replica's wants.
+    def _next_batch(self, data_iter: Iterator, own: "_CallKind") -> tuple[Any, Any, int, "_CallKind"]:
+        """Take the next batch, and compare the call between ranks; see [Note: compared calls].
 
-        See [Note: compared calls].
+        Returns:
+            The batch, the same on the device, the random number of its forwards, and the call's kind for the replica.
 
         Raises:
-            StopIteration: all iterators have ended.
-            ValueError: some have ended, batches differ within a replica or are too small, or some ranks alone train.
+            StopIteration: the iterators of all ranks have ended.
+            ValueError: those of some ranks have ended, batches differ within a replica or are too small, or only some
+                ranks train.
         """
         if not isinstance(data_iter, Iterator):
             raise TypeError(
@@ -227,11 +229,11 @@ class PipelineEngine:
         has_batch = batch is not _ENDED
         drawn = self.random.draw(self.module) if has_batch else 0
         is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
-        if not is_compared and has_batch and own != self._asked:
-            if own.training_mode != self._asked.training_mode:
+        if not is_compared and has_batch and own != self._own_kind:
+            if own.training_mode != self._own_kind.training_mode:
                 mode = "training" if own.training_mode else "evaluation"
                 rename_call(f"execute_pipeline in {mode} mode, where the call before was not")
-            wait_for_all_ranks()  # ranks that ask as before never come
+            wait_for_all_ranks()  # ranks whose call is as before never enter this
             is_compared = True
         if is_compared:
             drawn, wanted = self._compare(batch if has_batch else None, has_batch, drawn, own)
@@ -240,18 +242,17 @@ class PipelineEngine:
             rename_call("execute_pipeline at the end of its data")
             wait_for_all_ranks()
             raise StopIteration
-        rename_call("execute_pipeline in training")  # ranks that evaluate never meet it
+        rename_call("execute_pipeline in training")  # a rank that evaluates has another name
         self._check_batch(batch, {self.mesh.global_rank: batch_size(batch)})
         moved = self.to_compute(batch)
-        hashed = moved if num_bytes(batch) > _HASHED_HERE else batch  # on the device, which nobody waits for
+        hashed = moved if num_bytes(batch) > _HASHED_HERE else batch  # on the device, without waiting for it
         self.agreement.note(hashed, {"the random number of the batch": drawn})
-        return batch, moved, drawn, self._wanted
+        return batch, moved, drawn, self._replica_kind
 
-    def _compare(self, batch: Any, has_batch: bool, drawn: int, own: "_Wanted") -> tuple[int, "_Wanted"]:
-        """Compare batches and what is asked for, and keep what follows for later calls. All-gather between CPUs.
+    def _compare(self, batch: Any, has_batch: bool, drawn: int, own: "_CallKind") -> tuple[int, "_CallKind"]:
+        """Compare batches and kinds of calls, and store the result for later calls. All-gather between CPUs.
 
-        Returns:
-            The random number of the first rank, and what the ranks of this replica ask for together.
+        Returns: the random number of the first rank, and the kind of the call for this replica.
         """
         is_first = own.trains and len(self._equal_batches) < COMPARED_CALLS and self.mesh.size("dp") > 1
         is_hashed = has_batch and (is_first or self.mesh.size("pp", "sp", "tp") > 1)
@@ -262,15 +263,15 @@ class PipelineEngine:
         )
         _require_same_calls(have, trains, modes)
         is_own = [each == self.mesh.rank("dp") for each in replicas]
-        wanted = _Wanted(
+        wanted = _CallKind(
             trains=any(trains),
-            loss=any(losses),  # which takes communication, that ranks which want none join
+            loss=any(losses),  # its reduction needs all ranks, also those that want none
             outputs=any(compress(outputs, is_own)),
             outputs_everywhere=any(compress(everywhere, is_own)),
             training_mode=own.training_mode,
         )
         if own.trains:
-            self._asked, self._wanted = own, wanted
+            self._own_kind, self._replica_kind = own, wanted
         self.agreement.require_equal_batches(list(zip(replicas, codes, strict=True)))
         if is_first:
             self._note_replicas(are_equal=len(set(codes)) == 1)
@@ -280,14 +281,14 @@ class PipelineEngine:
         if not self._is_even:
             self._check_sharing_ranks(samples)
         if len(set(numbers)) > 1:
-            self.agreement.compare_always()  # the ranks' generators differ, and one number has to serve all
+            self.agreement.compare_always()  # the ranks' generators differ, and all must use one number
         return numbers[0], wanted
 
     def _num_microbatches(self, samples: int) -> int:
         return len(microbatch_lengths(samples, **self._cutting))
 
     def _note_replicas(self, *, are_equal: bool) -> None:
-        """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""
+        """Log once if all replicas got equal batches in each of the first steps. No error: the data may be equal."""
         self._equal_batches.append(are_equal)
         if self._equal_batches == [True] * COMPARED_CALLS and self.mesh.global_rank == 0:
             _LOG.warning(
@@ -317,7 +318,7 @@ class PipelineEngine:
             )
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
-        """Ranks that gather weights, or normalize, together in every microbatch must run equally many."""
+        """Raise ValueError if ranks with a collective in every microbatch run different numbers of microbatches."""
         if self._microbatch_collectives:
             counts = sorted(set(samples))
             numbers = ", ".join(f"{self._num_microbatches(count)} for {count} samples" for count in counts)
@@ -328,7 +329,7 @@ class PipelineEngine:
             )
 
     def to_compute(self, batch: Any) -> Any:
-        """A batch on this rank's device, floating tensors in the model's precision."""
+        """Move a batch to this rank's device, and floating-point tensors to the model's precision."""
         dtype = self.config.dtype
 
         def convert(tensor: Tensor) -> Tensor:
@@ -343,18 +344,18 @@ class PipelineEngine:
         result: RunResult,
         weighting: "_Weighting",
         optimizer: ShardedOptimizer | None,
-        wanted: "_Wanted",
+        wanted: "_CallKind",
     ) -> tuple[Tensor, Tensor]:
-        """The loss of all replicas, whose gradient is taken, and that of this replica alone; equal on its ranks.
+        """Return the loss over all replicas, which is differentiated, and the loss of this replica; equal on its ranks.
 
-        All-reduce over the world, where there are stages or replicas. The optimizer is given what corrects the
-        gradients where the criterion returned weights.
+        All-reduce over the world if there are stages or replicas. If the criterion returned weights, the optimizer gets
+        the factor that corrects the gradients.
         """
         num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
         is_reduced = self.mesh.size("pp", "dp") > 1
-        # Of each replica R its loss, its weight, and 1 where it has one; float32 whatever torch's default is.
+        # For each replica R: loss, weight, and 1 if it has a weight; float32 whatever torch's default is.
         figures_R3 = torch.zeros(num_replicas, 3, dtype=torch.float32, device=self.mesh.device)
-        # The other ranks of a replica have the same.
+        # All ranks of a replica have the same values: one of them adds them.
         is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
         if self.mesh.rank("pp") == self._last_rank and is_counted:
             figures_R3[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
@@ -375,13 +376,11 @@ class PipelineEngine:
         return losses.mean(), losses[replica].clone()
 
     def _returns_weights(self, criterion: Criterion, num_weighted: Tensor, *, trains: bool) -> bool:
-        """Return True for a criterion of (loss_sum, weight). Waits for the device where it is new, or in evaluation.
+        """Return True if a criterion returns (loss_sum, weight). Waits for the device if it is new, or in evaluation.
 
         Args:
-            num_weighted: replicas on which it did, 0-d, equal on all ranks.
-
-        Raises:
-            ValueError: it does on some replicas alone; on every rank, here or by `agreement`.
+            num_weighted: number of replicas on which it does, 0-d, equal on all ranks. Raises ValueError on every rank,
+                here or by `agreement`, if that is neither 0 nor all.
         """
         num_replicas = self.mesh.size("dp")
         message = (
@@ -389,7 +388,7 @@ class PipelineEngine:
             "return the same kind for every batch"
         )
         known = None
-        with suppress(TypeError):  # no weak reference to it can be had
+        with suppress(TypeError):  # some callables allow no weak reference
             known = self._is_weighted.get(criterion)
         if known is not None and trains:
             self.agreement.note_deviation((num_weighted - num_replicas * known).abs(), message.format("some"))
@@ -397,14 +396,14 @@ class PipelineEngine:
         number = int(num_weighted)
         if number not in (0, num_replicas):
             raise ValueError(message.format(f"{number} of {num_replicas}"))
-        if trains:  # in evaluation it may return another kind
+        if trains:  # evaluation may use the other kind
             with suppress(TypeError):
                 self._is_weighted[criterion] = number > 0
         return number > 0
 
-    def _returned_outputs(self, result: RunResult, asked: "_Wanted", wanted: "_Wanted") -> Any:
-        """The outputs that this rank asked for. Broadcast over pp where a rank of the replica wants them everywhere."""
-        outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
+    def _returned_outputs(self, result: RunResult, asked: "_CallKind", wanted: "_CallKind") -> Any:
+        """Return the outputs that this rank requested. Broadcast over pp if a rank wants them on all ranks."""
+        outputs = None if result.outputs is None else merge([_unsharded(output) for output in result.outputs])
         is_last = self.mesh.rank("pp") == self._last_rank
         if wanted.outputs_everywhere and self.mesh.size("pp") > 1:
             on_cpu = map_tensors(outputs, Tensor.cpu) if is_last else None  # devices are numbered by process
@@ -416,7 +415,7 @@ class PipelineEngine:
         return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
 
     def _note_absent_outputs(self) -> None:
-        """Log once, on the first rank without outputs, where they are; a script may well expect None."""
+        """Log once, on the first rank without outputs, which rank has them. No error: a script may expect None."""
         first = 1 if self._last_rank == 0 else 0
         is_first = self.mesh.rank("pp") == first and self.mesh.rank("data") == self.mesh.rank("tp") == 0
         if is_first and not self._has_noted_outputs:
@@ -428,7 +427,7 @@ class PipelineEngine:
 
 
 def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Sequence[int]) -> None:
-    """Raise StopIteration where all ranks' data has ended, ValueError where that of some has, or ranks train unlike."""
+    """Raise StopIteration if all ranks' data has ended, ValueError if only some has, or if only some ranks train."""
     ended = [rank for rank, has_one in enumerate(have) if not has_one]
     if len(ended) == len(have):
         raise StopIteration
@@ -452,7 +451,7 @@ def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Seque
 
 
 def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
-    """Leave the optimizer what corrects the gradients of a batch, where it accumulates no other that needs another."""
+    """Give the optimizer the factor that corrects a batch's gradients, combined with those of accumulated batches."""
     previous = optimizer.gradient_factor
     if isinstance(previous, Tensor) and isinstance(factor, Tensor) and optimizer.accumulation_steps > 1:
         factor = 1 / (1 / previous + 1 / factor)  # by the sum of their weights, as of one larger batch
@@ -466,7 +465,7 @@ def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
 
 
 class _Weighting:
-    """A criterion, with how much of a microbatch's loss is differentiated: its share of the batch."""
+    """A criterion, and the share of each microbatch's loss in the loss of the batch."""
 
     def __init__(self, criterion: Criterion, num_microbatches: int, first_weight: float) -> None:
         self.criterion, self.num_microbatches, self.first_weight = criterion, num_microbatches, first_weight
@@ -478,12 +477,12 @@ class _Weighting:
         return computed
 
     def share(self, loss: Tensor) -> Tensor:
-        """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
+        """Return the differentiated part: a mean divided by the number of microbatches, a sum by the first weight."""
         return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
 
 
-class _Wanted(NamedTuple):
-    """A call's kind: gradients, a loss, outputs, outputs on all stages, and the model's training mode."""
+class _CallKind(NamedTuple):
+    """The kind of a call: gradients, a loss, outputs, outputs on all stages, and the model's training mode."""
 
     trains: bool
     loss: bool
@@ -492,8 +491,8 @@ class _Wanted(NamedTuple):
     training_mode: bool
 
 
-def _whole(outputs: Any) -> Any:
-    """Outputs with whole logits. All-gather over tp or sp where they are sharded."""
+def _unsharded(outputs: Any) -> Any:
+    """Return outputs with unsharded logits. All-gather over tp or sp if they are sharded."""
     for name in list(getattr(outputs, "keys", tuple)()):
         if isinstance(outputs[name], ShardedLogits):
             setattr(outputs, name, outputs[name].gather().detach())

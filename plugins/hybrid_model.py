@@ -287,7 +287,7 @@ def connect_optimizer(boosted: "HybridParallelModule") -> None:
     """Make modules wait for overlapped all-gathers of parameters; without an optimizer refuse backward."""
     if boosted.optimizer is not None:
         if boosted.config.overlap_allgather:
-            boosted.optimizer.publisher.overlap_with_forward(boosted.module)
+            boosted.optimizer.parameter_gather.overlap_with_forward(boosted.module)
     elif boosted.mesh.world_size > 1:
         _refuse_backward(boosted.module)
 
@@ -345,7 +345,7 @@ class HybridParallelModule(BoostedModule):
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by their first names in the full model."""
         if self.optimizer is not None:
-            self.optimizer.publisher.wait()
+            self.optimizer.parameter_gather.wait()
         return self._local_parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ def train(
                 loss=loss,
                 norm=norm,
                 gradients=gradients,
-                weights=_publish(masters, worker),
+                weights=_copy_weights(masters, worker),
                 loss_scale=scale,
                 skipped=skipped,
             )
@@ -151,7 +151,7 @@ def _update(
 
 
 @torch.no_grad()
-def _publish(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
+def _copy_weights(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
     """Copy the master weights into the computing model; return copies of them, and of frozen computing parameters."""
     weights = {}
     for (name, master), parameter in zip(masters.named_parameters(), worker.parameters(), strict=True):

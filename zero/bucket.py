@@ -167,7 +167,7 @@ class Bucket:
 
     The constructor moves the parameters into flat memory of type `dtype`; the masters keep their unrounded values. All
     ranks of the partition start from the values of its first rank: one broadcast. Later only `start_reduction`
-    communicates. The reducer sums over `sum_groups`, the publisher all-gathers parameters.
+    communicates. The reducer sums over `sum_groups`, `ParameterGather` all-gathers parameters.
 
     Args:
         members: the parameters, all of one device, stage, partition and `sum_groups`; see `make_buckets`.
@@ -343,7 +343,7 @@ class Bucket:
                 slot.gradient = None
 
     def send_gradients(self) -> None:
-        """Begin to copy the slice's gradients to the device of the inner optimizer, see publish.py."""
+        """Begin to copy the slice's gradients to the device of the inner optimizer, see parameter_gather.py."""
         if self.is_offloaded:
             self.stepped_gradients.copy_(self.own_gradients, non_blocking=True)
 

@@ -4,7 +4,7 @@ backward()            gradients accumulate in float32, in flat buckets (bucket.p
 reduce_gradients()    sums over tied and partial copies, mean over the data axis (reducer.py, partition.py)
 clip_grad_by_…()      where the user clips by hand (clipping.py)
 step()                norm and overflows of all ranks, unscale and clip (clipping.py), inner step on own slices,
-                      parameters gathered (publish.py)
+                      parameters gathered (parameter_gather.py)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +36,9 @@ from .inner_optimizer import (
     optimizer_options,
     require_one_layout,
 )
+from .parameter_gather import ParameterGather
 from .partition import ManagedParameter, Partition, default_bucket_size
 from .precision import DynamicScaler, PrecisionConfig
-from .publish import Publisher
 from .reducer import Reducer
 
 
@@ -82,7 +82,7 @@ class ShardedOptimizer(OptimizerWrapper):
         last_norm: norm of the gradients of the last step, unscaled, before any clipping; None before the first.
         reducer: reduces gradients into this rank's slices; its contexts are for backwards that are not called through
             `backward`.
-        publisher: all-gathers updated parameters; can overlap this with the next forward.
+        parameter_gather: all-gathers updated parameters; can overlap this with the next forward.
         skipped_steps: number of steps skipped because gradients were not finite on some rank.
         accumulation_steps: as given.
     """
@@ -142,7 +142,7 @@ class ShardedOptimizer(OptimizerWrapper):
             check_every=check_every,
         )
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
-        self.publisher = Publisher(self.buckets)
+        self.parameter_gather = ParameterGather(self.buckets)
         self._step_device = torch.device("cpu") if cpu_offload else mesh.device
         hold_pieces(optimizer, self.buckets, device=self._step_device)
         super().__init__(optimizer)  # at the end: an optimizer that is refused stays unchanged
@@ -220,7 +220,7 @@ class ShardedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
         if not set_to_none:
-            self.publisher.wait()  # a gradient of zeros is of a parameter's shape
+            self.parameter_gather.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.renew()
         self._gradients.factor = None
         self._num_calls = 0
@@ -246,7 +246,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if self.reducer.is_reduced:
             self.reducer.require_unchanged()
         else:
-            self.publisher.wait()  # for parameters that no forward used; they may be given gradients
+            self.parameter_gather.wait()  # for parameters that no forward used; they may be given gradients
             self.reducer.reduce()
             self._gradients.renew()
 
@@ -320,7 +320,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if isfinite(norm):
             self._gradients.clip_for_step_(norm, self._max_norm)
             self._update_own_slices()
-            self.publisher.publish()
+            self.parameter_gather.gather()
         else:
             self._skip()
         if self._scaler is not None:
@@ -338,7 +338,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 "where the data ends before, go on with the next epoch's, or drop the gradients by "
                 "optimizer.zero_grad()"
             )
-        self.publisher.wait()
+        self.parameter_gather.wait()
         for slot in self.reducer.slots:
             if not slot.is_in_place:
                 raise RuntimeError(
@@ -492,7 +492,7 @@ class ShardedOptimizer(OptimizerWrapper):
             ValueError: it was saved under another layout.
         """
         with torch.no_grad():
-            self.publisher.wait()
+            self.parameter_gather.wait()
             load_local_state(self.inner, self.buckets, self._scaler, state_dict, device=self._step_device)
-            self.publisher.publish()
+            self.parameter_gather.gather()
         self.skipped_steps = state_dict["skipped_steps"]

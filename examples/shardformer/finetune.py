@@ -117,8 +117,8 @@ def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, m
             records.append({"loss": mean_over_replicas(loss.detach(), mesh), "norm": norm})
             lines.write(records[-1])
             speed = arguments.batch_size * (step - done) / (time.monotonic() - began)
-            told = f"loss {records[-1]['loss']:.4f}, gradient norm {norm:.3f}, {speed:.0f} words/s"
-            bar.set_postfix_str(told)
+            text = f"loss {records[-1]['loss']:.4f}, gradient norm {norm:.3f}, {speed:.0f} words/s"
+            bar.set_postfix_str(text)
             keeper.after_step(records)
     if arguments.save_model is not None:
         checkpoints.save_model(arguments.save_model)
@@ -186,8 +186,8 @@ def finetune(arguments: argparse.Namespace) -> int:
     coordinator.print_on_master(f"{data.spelled(words[0])} -> {data.spelled(answered[0])}")
     missed = arguments.target_accuracy is not None and accuracy < arguments.target_accuracy
     if missed:
-        told = f"accuracy {accuracy:.4f} is below the target {arguments.target_accuracy}"
-        coordinator.print_on_master(told)
+        text = f"accuracy {accuracy:.4f} is below the target {arguments.target_accuracy}"
+        coordinator.print_on_master(text)
     seconds = time.monotonic() - began
     coordinator.print_on_master(f"accuracy={accuracy:.4f} loss={loss:.4f} seconds={seconds:.1f}")
     return 1 if missed else 0

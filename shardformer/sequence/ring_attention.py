@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ...cluster.ring import round_trip, travel
+from ...cluster.ring import circulate, round_trip
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from . import flex
 from .block_mask import BlockMask, GivenMask, Mask, Seen
@@ -216,7 +216,7 @@ class _RingAttention(Function):
         softmax = OnlineSoftmax(q, v.shape[-1])
         call.look(q, v)
         with torch.autocast(q.device.type, enabled=False):
-            for source, both in travel(torch.cat([k, v], -1), call.axis.rings):
+            for source, both in circulate(torch.cat([k, v], -1), call.axis.rings):
                 keys, values = both.split([k.shape[-1], v.shape[-1]], -1)
                 for piece in call.pieces(q, v, source):
                     at = piece.columns

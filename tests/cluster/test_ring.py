@@ -1,4 +1,4 @@
-"""Tensors that travel round rings."""
+"""Tensors that circulate in rings."""
 
 from collections.abc import Sequence
 from unittest.mock import patch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.cluster import ring
 from echelon.cluster.mesh import ParallelMesh
-from echelon.cluster.ring import Shift, round_trip, travel
+from echelon.cluster.ring import Shift, circulate, round_trip
 
 from ..pool import Pool
 
@@ -35,7 +35,7 @@ def go_round(sizes: Sequence[int]) -> None:
     mesh = ParallelMesh(sp=torch.Size(sizes).numel())
     rings, size, rank = rings_of(mesh, sizes), mesh.size("sp"), mesh.rank("sp")
     own = torch.full((3,), float(rank))
-    seen = list(travel(own, rings))
+    seen = list(circulate(own, rings))
     assert seen[0][0] == rank
     assert sorted(place for place, _ in seen) == list(range(size))
     assert all((x == place).all() for place, x in seen)
@@ -73,7 +73,7 @@ def events() -> list[str]:
             return super().wait()
 
     with patch.object(ring, "Shift", Told):
-        for _ in travel(torch.zeros(1), rings):
+        for _ in circulate(torch.zeros(1), rings):
             found.append("here")
     return found
 

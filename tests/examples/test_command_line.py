@@ -57,8 +57,10 @@ def test_the_help_says_what_the_plugin_says(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         parsed("--help")
     reported = " ".join(capsys.readouterr().out.split())
-    assert "--num_microbatches NUM_MICROBATCHES how a batch is split" in reported
-    assert "in the others by sums that travel with the gradients' norm. (default: 100)" in reported
+    assert "--num_microbatches NUM_MICROBATCHES the split of a batch into microbatches" in reported
+    assert (
+        "Other calls compare checksums, which are reduced with the gradient norm. (default: 100)" in reported
+    )
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def check_program(program: str, stage: int, *, overlap_allgather: bool = False, 
     model, plain = small_model(), Plain()
     optimizer = shard(model, sgd, stage=stage, max_norm=MAX_NORM, **arguments)
     if overlap_allgather:
-        optimizer.publisher.overlap_with_forward(model)
+        optimizer.parameter_gather.overlap_with_forward(model)
     for number, letter in enumerate(program):
         seed = 10 * (number + 1)
         run(optimizer, model, letter, seed)

@@ -83,14 +83,14 @@ def inner_step() -> None:
 def overlapped(change: Callable[[nn.Sequential], Any]) -> None:
     model = small_model()
     change(model)
-    shard(model).publisher.overlap_with_forward(model)
+    shard(model).parameter_gather.overlap_with_forward(model)
 
 
 def stale(stage: int, *, overlap: bool = False) -> None:
     model = small_model()
     optimizer = shard(model, stage=stage)
     if overlap:
-        optimizer.publisher.overlap_with_forward(model)
+        optimizer.parameter_gather.overlap_with_forward(model)
     first, second = loss_of(model, 0), loss_of(model, 1)
     optimizer.backward(first)
     optimizer.step()

@@ -162,14 +162,14 @@ FAULTS = {
         Layout(tp=2, max_norm=0.1),
     ),
     "masters do not reach the parameters": fault(
-        "zero.publish:round_masters",
+        "zero.parameter_gather:round_masters",
         returning(None),
         LLAMA,
         Layout(dp=2, zero=1, precision="bf16"),
         num_steps=2,
     ),
     "offloaded masters do not come back": fault(
-        "zero.publish:round_masters",
+        "zero.parameter_gather:round_masters",
         returning(None),
         LLAMA,
         Layout(dp=2, zero=1, options=("cpu_offload",)),
@@ -182,7 +182,7 @@ FAULTS = {
         "zero.partition:Partition.gather_", around(only_the_slice), LLAMA, ZERO1, num_steps=2
     ),
     "nobody waits for parameters in flight": fault(
-        "zero.publish:Arrival.wait",
+        "zero.parameter_gather:Arrival.wait",
         returning(None),
         LLAMA,
         Layout(dp=2, zero=1, overlap_allgather=True),

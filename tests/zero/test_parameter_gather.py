@@ -21,7 +21,7 @@ from .helpers import assert_equal, loss_of, shard, small_model, weights_of
 def late(model: nn.Module) -> ShardedOptimizer:
     """An optimizer whose parameters arrive later."""
     optimizer = shard(model, adamw)
-    optimizer.publisher.overlap_with_forward(model)
+    optimizer.parameter_gather.overlap_with_forward(model)
     return optimizer
 
 
@@ -115,7 +115,7 @@ def check_reference() -> None:
     assert [each.numel() for each in taken] == [0, 0, 0, 0]
     with pytest.raises(RuntimeError):
         F.linear(torch.ones(1, 5), taken[0])
-    optimizer.publisher.wait()
+    optimizer.parameter_gather.wait()
     assert [each.numel() for each in taken] == [35, 7, 21, 3]
 
 

@@ -27,7 +27,7 @@ from ..cluster.errors import raise_errors
 from .bucket import Bucket, round_masters
 
 
-class Publisher:
+class ParameterGather:
     """All-gathers updated parameters from the masters of all ranks, in the order of the buckets.
 
     Args:
@@ -55,7 +55,7 @@ class Publisher:
             if own:
                 module.__dict__["_parameters"] = AwaitedParameters(module._parameters, own)
 
-    def publish(self) -> None:
+    def gather(self) -> None:
         """All-gather the parameters, or begin to if overlapped. One all-gather per sharded bucket; after `wait`."""
         in_flight = []
         together = [bucket for bucket in self._buckets if not bucket.is_offloaded]
