@@ -1,4 +1,4 @@
-"""Saves at once or beside training, one after the other, and the memory of copies that such a save writes from."""
+"""Run saves, synchronous or in a thread, one at a time; copies of the tensors that an asynchronous save writes."""
 
 import logging
 import threading
@@ -13,19 +13,19 @@ from torch import Tensor
 from ..cluster.agree import AgreedError
 from ..cluster.device import host_memory, wait_for_stream
 
-_CHUNK = 2**20  # of several small tensors; a larger one has a chunk of its own
+_CHUNK = 2**20  # bytes shared by several small tensors; a larger one has a chunk of its own
 _ALIGNMENT = 64
 
-Keep = Callable[[Tensor], Tensor]  # gives the memory that a save writes from, in the place of a tensor's own
+Keep = Callable[[Tensor], Tensor]  # returns the memory to save for a tensor: itself, or a copy
 
 _logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """Memory for copies on the CPU, kept from one save to the next; pinned where tensors come from a GPU.
+    """CPU memory for copies of tensors, reused from save to save; pinned if the tensors are on a GPU.
 
     Args:
-        device: of the tensors that are copied.
+        device: the device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,13 +35,13 @@ class Copies:
 
     @contextmanager
     def keeping(self) -> Iterator[Keep]:
-        """Make copies, which are there at the end of the block, in the memory of the previous ones."""
+        """Yield `copy`. Copies overwrite those of the previous save and are complete at the end of the block."""
         self._chunk, self._used = 0, 0
         yield self.copy
         wait_for_stream(self._device)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the CPU."""
+        """Start a contiguous copy to the CPU."""
         tensor = tensor.detach()
         memory = self._take(tensor.numel() * tensor.dtype.itemsize)
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
@@ -50,7 +50,7 @@ class Copies:
         if self._used and self._used + nbytes > self._chunks[self._chunk].nbytes:
             self._chunk, self._used = self._chunk + 1, 0
         here = slice(self._chunk, self._chunk + 1)
-        if not any(nbytes <= chunk.nbytes for chunk in self._chunks[here]):  # none yet, or of smaller copies
+        if not any(nbytes <= chunk.nbytes for chunk in self._chunks[here]):  # no chunk yet, or too small
             self._chunks[here] = [host_memory(max(nbytes, _CHUNK), self._device)]
         start = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -58,11 +58,11 @@ class Copies:
 
 
 class Save:
-    """A save that was begun.
+    """Handle of a save.
 
     Attributes:
-        path: what is written.
-        failure: why it failed, None while it goes on and where it did not; the same on every rank.
+        path: the file or folder that is written.
+        failure: the error if the save failed, None before its end or if it succeeded; the same on every rank.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,14 +72,14 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """True once it has ended, on this rank."""
+        """True once the save has ended on this rank."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Let it end.
+        """Wait for the end of the save.
 
         Raises:
-            OSError, ValueError, RuntimeError: it failed; nothing appeared under its name.
+            OSError, ValueError, RuntimeError: the save failed; nothing appeared under its name.
         """
         self._join()
         if self.failure is not None:
@@ -96,30 +96,30 @@ class Save:
 
 
 class Saver:
-    """The saves of a plugin, which communicate over one group: each begins when the one before has ended.
+    """Runs the saves of a plugin one at a time, since they communicate over one group.
 
-    Every rank asks for the same saves in the same order.
+    All ranks make the same saves in the same order.
     """
 
     def __init__(self) -> None:
         self._last: Save | None = None
 
     def settle(self) -> None:
-        """Let the last save end, however it does."""
+        """Wait for the end of the last save; its error is not raised here."""
         if self._last is not None:
             self._last._join()
 
     def run(
         self, work: Callable[[], None], path: Path, *, use_async: bool = False, is_reporting: bool = False
     ) -> Save:
-        """Do it now, or in a thread.
+        """Run a save now, or in a thread.
 
         Args:
             work: writes the save; collective.
-            path: what is written.
-            use_async: do it in a thread.
-            is_reporting: raise nothing that all ranks failed by; as with a thread, the first rank logs why it could not
-                be written, the save keeps that, and training goes on.
+            path: the file or folder that is written.
+            use_async: run it in a thread.
+            is_reporting: do not raise errors that all ranks share. As with a thread, the first rank logs the error,
+                `Save.failure` keeps it, and training continues.
         """
         self.settle()
         save = self._last = Save(path)

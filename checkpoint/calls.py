@@ -1,4 +1,4 @@
-"""Checks of calls that save and load, before anything is done: of their arguments, and that ranks make the same one."""
+"""Check save and load calls before they run: the arguments, and that all ranks make the same call."""
 
 import os
 import re
@@ -22,15 +22,15 @@ _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def require_same_call(name: str, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Check a call, and go on where all ranks make the same one. One all-gather of objects over the group.
+    """Check the arguments of a call and require the same call on all ranks. One all-gather of objects over the group.
 
     Args:
-        name: of the call.
-        arguments: by name.
-        group: all ranks, over the CPU.
+        name: name of the call.
+        arguments: the arguments by name.
+        group: all ranks, on the CPU backend.
 
     Raises:
-        ValueError: it cannot be done on some rank, or ranks make different calls; all of it, on every rank.
+        ValueError: arguments are invalid on some rank, or ranks make different calls; lists all errors, on every rank.
     """
 
     def checked() -> dict[str, str]:
@@ -53,7 +53,7 @@ def _is_count(value: Any, *, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-# What an argument must be, as a check and in words.
+# By argument: a predicate of valid values, and the rule as text for the error.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("checkpoint", "directory"),
@@ -93,7 +93,7 @@ def _errors(name: str, value: Any) -> list[str]:
 
 
 def _shown(name: str, value: Any) -> Any:
-    """A checked value as ranks have to agree on it: a path wherever they are, a part of a run by its class."""
+    """Return the form of a value that ranks compare: the absolute path, a plain value, or the class of an object."""
     if name in ("checkpoint", "directory"):
         return os.path.abspath(value)
     if value is None or isinstance(value, str | bool | int | float):
@@ -109,13 +109,13 @@ def _shown(name: str, value: Any) -> Any:
 
 
 def lr_scheduler_errors(value: Any) -> list[str]:
-    """Errors of a scheduler that cannot be saved or loaded."""
+    """Return the errors of a scheduler that cannot be saved or loaded."""
     errors = _part_errors("lr_scheduler", value, "give the scheduler that booster.boost returned")
     return errors or value_errors(value.state_dict(), f"the state of the {type(value).__name__}")
 
 
 def _dataloader_errors(value: Any) -> list[str]:
-    if isinstance(value, ShardedLoader):  # of others it may begin a pass to ask for their position
+    if isinstance(value, ShardedLoader):  # not others: their `state_dict` may start an epoch
         try:
             return value_errors(value.state_dict(), "the position in the data")
         except ValueError as error:
@@ -136,12 +136,12 @@ def _part_errors(name: str, part: Any, instead: str) -> list[str]:
 
 
 def save_errors(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any) -> list[str]:
-    """Reasons why no checkpoint of these could be written, as far as they are known now.
+    """Return the errors that a checkpoint of these objects would raise, as far as they are known before training.
 
     Args:
-        model: whole, or this rank's part of it.
-        optimizer: its parameter groups are tried, and not its states, which come with its steps.
-        lr_scheduler: tried where it is one of torch's.
+        model: the full model, or this rank's part of it.
+        optimizer: its parameter groups are checked; its states do not exist yet.
+        lr_scheduler: checked if it is one of torch's.
     """
     errors = config_errors(model)
     try:
@@ -155,7 +155,7 @@ def save_errors(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any
 def _option_errors(groups: list[dict[str, Any]]) -> list[str]:
     try:
         options = [each for group in groups for each in saved_options(group).items()]
-    except Exception as error:  # of a class of the user's, which cannot be copied
+    except Exception as error:  # an object of the user's that cannot be copied
         return [f"an option of a parameter group cannot be saved: {type(error).__name__}: {error}"]
     if not value_errors(options, "the options"):
         return []

@@ -1,4 +1,4 @@
-"""Saving and loading by a plugin: models, optimizers, schedulers, and all of a run."""
+"""The save and load calls of a plugin: models, optimizers, schedulers and full checkpoints."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -47,9 +47,10 @@ Method = Callable[Concatenate["Checkpoints", Arguments], Returned]
 def made_by_all(
     name: str,
 ) -> Callable[[Method[Arguments, Returned]], Method[Arguments, Returned]]:
-    """Make a call once the last save has ended and all ranks make this call; see `require_same_call`.
+    """Decorate a collective method: wait for the last save, then compare the call between ranks.
 
-    Errors that every rank raises leave all of them able to go on. An argument called `user` may differ.
+    After an error that every rank raises, all of them can continue. The argument `user` may differ between ranks; all
+    others are compared, see `require_same_call`.
 
     Raises:
         RankFailure: another rank died, left, or is in another call; see `naming_failures`.
@@ -59,7 +60,7 @@ def made_by_all(
         signature = inspect.signature(method)
 
         @wraps(method)
-        @torch.inference_mode(False)  # else training could not change what is loaded
+        @torch.inference_mode(False)  # else loaded tensors would be inference tensors, which cannot be trained
         def called(self: "Checkpoints", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()
@@ -88,7 +89,7 @@ def _failing_alike(action: str) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The savers and loaders of one plugin. Every rank calls them alike; a save ends before the next one begins.
+    """Save and load calls of one plugin. All ranks make the same calls; a save ends before the next call begins.
 
     Args:
         mesh: all ranks.
@@ -101,7 +102,7 @@ class Checkpoints:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks, over the CPU."""
+        """All ranks, on the CPU backend."""
         return self._mesh.side_group()
 
     @made_by_all("save_model")
@@ -122,7 +123,7 @@ class Checkpoints:
             raise ValueError(
                 f"prefix={prefix!r} is for the files of a folder: give shard=True, or name the file so"
             )
-        group, path = self.group, Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
+        group, path = self.group, Path(checkpoint).absolute()  # a script may change its folder during the save
         names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
         own = model.names.of_model()
         with self._keeping(use_async) as keep:
@@ -187,7 +188,7 @@ class Checkpoints:
             raise ValueError(
                 f"shard={shard!r}: an optimizer is saved as a folder, to which each rank adds; leave it out"
             )
-        group, path = self.group, Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
+        group, path = self.group, Path(checkpoint).absolute()  # a script may change its folder during the save
         with self._keeping(use_async) as keep:
             write = prepare_states(optimizer, keep, group)
         work = partial(write_together, path, write, STATES, group)
@@ -232,7 +233,7 @@ class Checkpoints:
         use_async: bool = False,
     ) -> Save:
         """See `Booster.save_checkpoint`."""
-        path = Path(directory).absolute()  # the run may go elsewhere meanwhile
+        path = Path(directory).absolute()  # a script may change its folder during the save
         training = {
             "scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
             "data": None if dataloader is None else dataloader.state_dict(),
@@ -277,7 +278,7 @@ class Checkpoints:
         )
 
     def _keeping(self, use_async: bool) -> AbstractContextManager[Keep]:
-        """The memory that a save writes from: copies, for one that goes on beside training."""
+        """Return the memory policy of a save: copies if it is asynchronous, else the tensors themselves."""
         return self._copies.keeping() if use_async else nullcontext(_as_it_is)
 
 

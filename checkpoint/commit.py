@@ -1,19 +1,19 @@
-"""Files and folders that appear all at once: written under another name, brought to the disk, renamed.
+"""Atomic creation of files and folders: write under a temporary name, flush to disk, rename.
 
-[Note: unfinished] The name of a file that is being written ends with the thread and the process that write it, so no
-two of them write under one name, nor do two boosters of one process that save beside training. The files of another
-process are removed once it is known to be dead: a process of this machine that is gone; or, since machines do not know
-of each other's processes, one of elsewhere that has changed nothing for longer than ranks wait for each other.
+[Note: unfinished] A temporary name ends with the ids of the thread and the process that write the file. So it is
+unique, even if two boosters of one process save asynchronously. Temporary files of another process are removed once it
+is known to be dead. A process of this machine is dead if it does not run. Processes of other machines are not visible:
+one is taken for dead if its files have not changed for longer than ranks wait for each other.
 
-[Note: placing] A save of a model or an optimizer replaces the files of an earlier one in a folder where others stay.
-The files are written in a folder below, and brought to the disk. Once all are there that folder is renamed to
-`.complete`: from then on the new save holds. Then its files get their places one by one. A reader must not find old and
-new ones together meanwhile: the entry, by which readers find the others, goes first, and the new one is placed last.
-The next load or save goes on with an interrupted one.
+[Note: placing] A save of a model or an optimizer replaces the files of an earlier save in a folder and keeps other files.
+The new files are written in a subfolder and flushed to disk. Then the subfolder is renamed to `.complete`: from here on
+the new save counts. Its files are then moved to their final places one by one. Readers must not find old and new files
+together. So the old entry file, by which readers find the others, is removed first, and the new one is placed
+last. The next load or save completes an interrupted placing.
 
-[Note: locked] Two runs may save to one place at one moment. Each writes under names of its own, so only while files get
-their names one has to wait for the other. The lock is the system's, on the folder itself: no file lies there for it,
-and it ends with the process, however that ends. Some shared file systems lock no folders: then a run may find that the
+[Note: locked] Two runs may save to the same folder at the same time. Each writes under its own temporary names, so they
+exclude each other only while files are renamed. The lock is a `flock` on the folder itself: it needs no file, and the
+system releases it when the process ends. Some shared file systems cannot lock folders. Then a run may find that the
 other one was faster, which is an error.
 """
 
@@ -35,21 +35,21 @@ import torch.distributed as dist
 from ..cluster.agree import on_all_ranks, on_first_rank
 from .tensor_file import write_small
 
-# Ranks wait for each other for six hours, see side_group in cluster/mesh.py; clocks may differ.
+# Longer than the six hours that ranks wait for each other (side_group in cluster/mesh.py), since clocks may differ.
 _SILENCE = 8 * 3600
 _UNKNOWN = "0" * 12  # machine
 _OWNED = re.compile(r".*-([0-9a-f]{12})-(\d+)-(\d+)")
-# Names are given within moments, but a slow disk may take its time to keep them.
+# Timeout of the lock, in seconds. Renames are fast, but a slow disk may need long to flush them.
 _PATIENCE = 600.0
 _FILES, _COMPLETE, _ORDER = "files", ".complete", "placing.json"
 
 
 class Replaced(NamedTuple):
-    """The files of a folder that a kind of save replaces.
+    """The files of a folder that one kind of save replaces.
 
     Args:
         entries: names of files by which readers find the others; every save has one of them.
-        others: patterns of the names of the rest, as far as an earlier save may have had others of them.
+        others: name patterns of the other files that an earlier save may have written.
     """
 
     entries: tuple[str, ...]
@@ -59,16 +59,17 @@ class Replaced(NamedTuple):
 def write_together(
     path: Path, write: Callable[[Path], object], kind: Replaced, group: dist.ProcessGroup
 ) -> None:
-    """Let all ranks write the files of a save, which replace those of an earlier one. Collective over the group.
+    """Write the files of a save from all ranks, in place of those of an earlier save. Collective over the group.
 
     Args:
-        path: the folder, which is made where there is none.
-        write: writes them into the folder that it is given; collective, and fails on all ranks alike.
-        kind: what is replaced.
+        path: the folder; it is made if it does not exist.
+        write: writes the files into a given folder; collective, and fails on all ranks or on none.
+        kind: the files that are replaced.
+        group: all ranks, on the CPU backend.
 
     Raises:
-        OSError: it could not be written; on every rank. What was there stands, unless the files were only to get their
-            places: then the next load or save gives them these.
+        OSError: the save failed; on every rank. The earlier save is unchanged, unless placing had begun: then the next
+            load or save completes it.
     """
     with written_beside(lambda: _begin(path), group) as folder:
         write(folder)
@@ -78,14 +79,14 @@ def write_together(
 
 @contextmanager
 def written_beside(begin: Callable[[], Path], group: dist.ProcessGroup) -> Iterator[Path]:
-    """Write in a folder that gets its name, or whose files get theirs, at the end. Collective over the group.
+    """Make a temporary folder to write in; the block commits it at its end. Collective over the group.
 
     Args:
-        begin: makes the folder, on the first rank; it is removed where the block fails.
-        group: all ranks, over the CPU.
+        begin: makes the folder, on the first rank; it is removed if the block fails.
+        group: all ranks, on the CPU backend.
 
     Raises:
-        OSError: it could not be made, or is not seen by all ranks; on every rank.
+        OSError: the folder could not be made, or not all ranks see it; on every rank.
     """
     folder = on_first_rank(begin, group)
     try:
@@ -99,10 +100,10 @@ def written_beside(begin: Callable[[], Path], group: dist.ProcessGroup) -> Itera
 
 
 def finish_placing(path: Path) -> None:
-    """Give the files of a complete save their places, where that was interrupted; nothing where it was not.
+    """Move the files of a complete save to their final places, if any are left; see [Note: placing].
 
     Raises:
-        OSError: it cannot be done.
+        OSError: a file cannot be moved.
     """
     if (path / _COMPLETE).is_dir():
         with locked(path):
@@ -113,7 +114,7 @@ def _finish_placing(path: Path) -> None:
     complete = path / _COMPLETE
     if not complete.is_dir():
         return
-    if (complete / _ORDER).exists():  # else all was placed, and removing the folder was interrupted
+    if (complete / _ORDER).exists():  # else all were placed, and only removing the folder was interrupted
         order = json.loads((complete / _ORDER).read_text())
         if (complete / order["place"][-1]).exists():
             _remove(path, order["entries"])
@@ -125,10 +126,10 @@ def _finish_placing(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file, which appears under its name, in place of an earlier one, once it is complete.
+    """Write a small file atomically, in place of an existing one.
 
     Raises:
-        OSError: it cannot be written; what was there stands.
+        OSError: the write failed; an existing file is unchanged.
     """
     make_folder(path.parent, exist_ok=True)
     remove_abandoned(unfinished_of_all(path))
@@ -155,7 +156,7 @@ def _commit(path: Path, folder: Path, kind: Replaced) -> None:
     if written[-1] not in kind.entries:
         raise AssertionError(f"{written} has none of {kind.entries}")
     with locked(path):
-        _finish_placing(path)  # what another run has saved meanwhile
+        _finish_placing(path)  # another run may have saved in the meantime
         _make_complete(path, folder, kind, written)
 
 
@@ -187,7 +188,7 @@ def _remove(path: Path, names: list[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -196,12 +197,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def unfinished(path: Path, kind: str = "writing") -> Path:
-    """The name beside `path`, of a kind, under which this thread writes; see [Note: unfinished]."""
+    """Return the temporary path of this thread for `path`, in the same folder; see [Note: unfinished]."""
     return path.with_name(f".{path.name}.{kind}-{threading.get_native_id()}-{owner_of(os.getpid())}")
 
 
 def unfinished_of_all(path: Path, kind: str = "writing") -> list[Path]:
-    """The paths of any process beside `path` under such a name."""
+    """Return the temporary paths of all processes for `path`."""
     beginning = f".{path.name}.{kind}"
     if not path.parent.is_dir():
         return []
@@ -209,10 +210,10 @@ def unfinished_of_all(path: Path, kind: str = "writing") -> list[Path]:
 
 
 def make_anew(folder: Path) -> None:
-    """Make a folder to write in, in place of that of a save of this thread that failed.
+    """Make an empty folder; an existing one, left by a failed save of this thread, is removed.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     if folder.exists():
         shutil.rmtree(folder)
@@ -220,10 +221,10 @@ def make_anew(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder with those above it.
+    """Make a folder and its parents.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
@@ -235,7 +236,7 @@ def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Remove the files and folders that nobody writes any more; one that cannot be removed stays."""
+    """Remove temporary files and folders of dead processes; errors are ignored."""
     for path in paths:
         if not _is_abandoned(path):
             continue
@@ -247,7 +248,10 @@ def remove_abandoned(paths: Iterable[Path]) -> None:
 
 
 def owner_of(process: int) -> str:
-    """A process of this machine in a name: machine, number, start; zeros where the system has none."""
+    """Return the part of a temporary name that identifies a process of this machine: machine, pid and start time.
+
+    Values that the system does not provide are zeros.
+    """
     return f"{_machine()}-{process}-{_start(process) or 0}"
 
 
@@ -259,7 +263,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _is_alive(process: int, start: int) -> bool:
-    """True while a process of this machine runs, and is the one that started then."""
+    """Return True if a process of this machine runs and has this start time."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -270,7 +274,7 @@ def _is_alive(process: int, start: int) -> bool:
 
 
 def _machine() -> str:
-    """This start of this machine, as far as processes know of each other."""
+    """Return an id of this machine, its boot and its pid namespace."""
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text()
         return hashlib.sha256((booted + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
@@ -279,9 +283,9 @@ def _machine() -> str:
 
 
 def _start(process: int) -> int | None:
-    """The start of a process, in ticks of the machine; None where it has ended, or the system has none."""
+    """Return the start time of a process in clock ticks; None if it has ended, or on systems without /proc."""
     try:
-        # "number (name) state parent …", and a name may have spaces.
+        # "pid (name) state parent …"; the name may contain spaces.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -289,7 +293,7 @@ def _start(process: int) -> int | None:
 
 
 def _last_change(path: Path) -> float:
-    """The time of the last change in it; now where it goes meanwhile."""
+    """Return the time of the last change in a file or folder; now if it is removed during the check."""
     try:
         return max(
             max(status.st_mtime, status.st_ctime)
@@ -301,10 +305,10 @@ def _last_change(path: Path) -> float:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Give names in a folder, which is there, while others who do wait. Not to be nested.
+    """Lock an existing folder against other processes that rename files in it. Not reentrant; see [Note: locked].
 
     Raises:
-        OSError: the folder cannot be opened, or somebody has had it for too long.
+        OSError: the folder cannot be opened, or the lock was not free within the timeout.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -312,14 +316,14 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_locked:  # by closing alone a process that was forked meanwhile would keep it
+            if is_locked:  # closing is not enough: a process forked in the meantime would keep the lock
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 
 
 def _lock(descriptor: int, folder: Path) -> bool:
-    """Wait for the lock; False where there is none."""
+    """Wait for the lock; return False if the file system cannot lock folders."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The writer of each tensor of a model, and bringing it the boxes of other ranks, one tensor at a time."""
+"""Assign a model's tensors to ranks that write them, and send their boxes to the writers, one tensor at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -16,7 +16,7 @@ Parts = Mapping[tuple[str, Box], Tensor]  # this rank's memory, by tensor and bo
 
 
 class Offer(NamedTuple):
-    """The boxes of a tensor that a rank can send."""
+    """The boxes of a tensor that a rank can send, with the global shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -24,14 +24,14 @@ class Offer(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A tensor that a rank writes, and the boxes that make it up with the rank that has each."""
+    """A tensor to write: its entry, and for each of its boxes the rank that provides it."""
 
     entry: Entry
     sources: Mapping[Box, int]
 
 
 class FilePlan(NamedTuple):
-    """A file that a rank writes, and the tensors in it, in their order there."""
+    """A file, the rank that writes it, and its tensors in the order of the file."""
 
     name: str
     writer: int
@@ -39,7 +39,7 @@ class FilePlan(NamedTuple):
 
 
 def offers_of(local: Mapping[str, LocalTensor]) -> dict[str, Offer]:
-    """The boxes that this rank can send, to be reported to the others."""
+    """Return the boxes that this rank can send, to report them to the other ranks."""
     return {
         name: Offer(each.shape, each.dtype, tuple(part.box for part in each.parts))
         for name, each in local.items()
@@ -48,10 +48,10 @@ def offers_of(local: Mapping[str, LocalTensor]) -> dict[str, Offer]:
 
 
 def entries_of(offers: Sequence[Mapping[str, Offer]], order: Sequence[str]) -> list[Entry]:
-    """All tensors that any rank offers, in the given order, and those that it does not name behind them.
+    """Return all tensors that any rank offers, in the given order; tensors without a place in it follow.
 
     Raises:
-        AssertionError: ranks differ in the shape or the format of one.
+        AssertionError: ranks differ in the shape or dtype of a tensor.
     """
     found: dict[str, Entry] = {}
     for listing in offers:
@@ -63,7 +63,7 @@ def entries_of(offers: Sequence[Mapping[str, Offer]], order: Sequence[str]) -> l
 
 
 def split_into_files(entries: Sequence[Entry], max_bytes: float) -> list[list[Entry]]:
-    """The tensors in files of at most so many bytes each, in their order; a larger one has a file of its own."""
+    """Split the tensors, in order, into files of at most `max_bytes`; a larger tensor has a file of its own."""
     files: list[list[Entry]] = [[]]
     for entry in entries:
         if files[-1] and sum(each.nbytes for each in files[-1]) + entry.nbytes > max_bytes:
@@ -73,9 +73,10 @@ def split_into_files(entries: Sequence[Entry], max_bytes: float) -> list[list[En
 
 
 def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[str, Offer]]) -> list[FilePlan]:
-    """Assign the files to the ranks, evenly in bytes and to where their tensors are, and the sending of boxes too.
+    """Assign each file to a writing rank and each box to a sending rank.
 
-    The same on every rank that is given the same.
+    Both are balanced by bytes; between equal ranks, the one that has most of a file's bytes writes it. The plan is
+    deterministic: equal arguments give equal plans on all ranks.
 
     Raises:
         AssertionError: no rank has some part of a tensor.
@@ -95,7 +96,7 @@ def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[st
         for entry in order_in_file(entries):
             sources = {}
             for box, ranks in owners[entry].items():
-                # The writer itself for a box that it has, else the rank that sends least.
+                # The writer itself if it has the box, else the rank that sends least so far.
                 rank = writer if writer in ranks else min(ranks, key=lambda each: (sent[each], each))
                 sources[box] = rank
                 sent[rank] += box.numel * entry.dtype.itemsize * (rank != writer)
@@ -105,7 +106,7 @@ def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[st
 
 
 def _owners(entry: Entry, offers: Sequence[Mapping[str, Offer]]) -> dict[Box, list[int]]:
-    """The ranks that have each box of a tensor."""
+    """Return the ranks that have each box of a tensor."""
     owners: dict[Box, list[int]] = {}
     for rank, listing in enumerate(offers):
         for box in listing[entry.name].boxes if entry.name in listing else ():
@@ -117,7 +118,7 @@ def _owners(entry: Entry, offers: Sequence[Mapping[str, Offer]]) -> dict[Box, li
 
 
 def needed_parts(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], rank: int) -> Parts:
-    """This rank's memory of the boxes that it sends or writes."""
+    """Return this rank's memory of the boxes that it sends or writes."""
     memory = {
         (name, part.box): part.local for name, each in local.items() if each.may_save for part in each.parts
     }
@@ -133,22 +134,22 @@ def needed_parts(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], ra
 def assemble(
     parts: Parts, plans: Sequence[FilePlan], group: dist.ProcessGroup
 ) -> Iterator[tuple[FilePlan, Entry, Tensor]]:
-    """The whole tensors that this rank writes, on the CPU, file by file in their order.
+    """Yield the unsharded tensors that this rank writes, on the CPU, file by file.
 
-    Collective over the group, one message per box that its writer lacks: every rank has to come to the end.
-    Tensors of different writers are in flight at the same time: a rank has in memory one that it writes, and its boxes
-    of one tensor of each other rank.
+    Collective over the group, with one message per box that its writer lacks. Every rank must exhaust the iterator.
+    One tensor per writer is in flight at a time. A rank has in memory one tensor that it writes, and its boxes of one
+    tensor of each other rank.
 
     Args:
-        parts: of `needed_parts`.
+        parts: result of `needed_parts`.
         plans: equal on all ranks.
-        group: of the CPU (gloo).
+        group: all ranks, on the CPU backend (gloo).
     """
     queues: list[list[tuple[FilePlan, Written]]] = [[] for _ in range(group.size())]
     for plan in plans:
         queues[plan.writer] += [(plan, written) for written in plan.tensors]
     for round_ in zip_longest(*queues):
-        # The memory of each send is kept until it is done.
+        # Keeps the memory of each send until the send is done.
         sends = [
             (content, dist.isend(content, group=group, group_dst=writer, tag=tag))
             for writer, each in enumerate(round_)
@@ -167,7 +168,7 @@ def assemble(
 
 
 def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tensor:
-    """The whole tensor; without a copy where this rank has all of it."""
+    """Return the unsharded tensor; without a copy if this rank has all of it."""
     entry, rank = written.entry, group.rank()
     if list(written.sources.values()) == [rank]:
         return parts[entry.name, next(iter(written.sources))].detach().cpu()
@@ -188,5 +189,5 @@ def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tenso
 
 
 def _bytes(content: Tensor) -> Tensor:
-    """As bytes: gloo knows few formats."""
+    """Return a view as bytes: gloo supports few dtypes."""
     return content.view(-1).view(torch.uint8)
