@@ -60,7 +60,7 @@ def made_by_all(
         signature = inspect.signature(method)
 
         @wraps(method)
-        @torch.inference_mode(False)  # else loaded tensors would be inference tensors, which cannot be trained
+        @torch.inference_mode(False)  # inference tensors could not be trained after loading
         def called(self: "Checkpoints", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()
@@ -123,7 +123,7 @@ class Checkpoints:
             raise ValueError(
                 f"prefix={prefix!r} is for the files of a folder: give shard=True, or name the file so"
             )
-        group, path = self.group, Path(checkpoint).absolute()  # a script may change its folder during the save
+        group, path = self.group, Path(checkpoint).absolute()  # the script may change its folder meanwhile
         names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
         own = model.names.of_model()
         with self._keeping(use_async) as keep:
@@ -188,7 +188,7 @@ class Checkpoints:
             raise ValueError(
                 f"shard={shard!r}: an optimizer is saved as a folder, to which each rank adds; leave it out"
             )
-        group, path = self.group, Path(checkpoint).absolute()  # a script may change its folder during the save
+        group, path = self.group, Path(checkpoint).absolute()  # the script may change its folder meanwhile
         with self._keeping(use_async) as keep:
             write = prepare_states(optimizer, keep, group)
         work = partial(write_together, path, write, STATES, group)
@@ -233,7 +233,7 @@ class Checkpoints:
         use_async: bool = False,
     ) -> Save:
         """See `Booster.save_checkpoint`."""
-        path = Path(directory).absolute()  # a script may change its folder during the save
+        path = Path(directory).absolute()  # the script may change its folder meanwhile
         training = {
             "scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
             "data": None if dataloader is None else dataloader.state_dict(),

@@ -5,11 +5,11 @@ unique, even if two boosters of one process save asynchronously. Temporary files
 is known to be dead. A process of this machine is dead if it does not run. Processes of other machines are not visible:
 one is taken for dead if its files have not changed for longer than ranks wait for each other.
 
-[Note: placing] A save of a model or an optimizer replaces the files of an earlier save in a folder and keeps other files.
+[Note: placing] A save of a model or an optimizer replaces the files of an earlier save in a folder; other files stay.
 The new files are written in a subfolder and flushed to disk. Then the subfolder is renamed to `.complete`: from here on
 the new save counts. Its files are then moved to their final places one by one. Readers must not find old and new files
-together. So the old entry file, by which readers find the others, is removed first, and the new one is placed
-last. The next load or save completes an interrupted placing.
+together. So the old entry file, by which readers find the others, is removed first, and the new one is placed last.
+The next load or save completes an interrupted placing.
 
 [Note: locked] Two runs may save to the same folder at the same time. Each writes under its own temporary names, so they
 exclude each other only while files are renamed. The lock is a `flock` on the folder itself: it needs no file, and the

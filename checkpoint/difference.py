@@ -1,4 +1,4 @@
-"""The differences between two checkpoints, whatever layouts wrote them."""
+"""Compare two checkpoints, independent of the layouts that wrote them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from .box import Box, Stored, flat_boxes
 from .inspect import Opened, Progress, nbytes
 from .tensor_file import dtype_name
 
-# Parts of a config that say nothing of the model.
+# Config entries that do not describe the model.
 PASSED_OVER = ("transformers_version", "_name_or_path")
-CHUNK = 1 << 20  # entries that are read at once: some 8 MiB for each of a few tensors in float64
+CHUNK = 1 << 20  # entries read at a time: 8 MiB for each of a few temporary float64 tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """The largest differences of two tensors.
+    """The largest differences between two tensors.
 
     Args:
-        absolute: the largest |a − b|; infinite where one of them is no number, or infinite, and the other is not.
+        absolute: the largest |a − b|; infinite if one of them is NaN or infinite and the other is not.
         relative: the largest |a − b| / max(|a|, |b|).
         magnitude: the largest finite |a| or |b|.
-        differing: entries that are not equal to the bit, of tensors of one format; else that are not equal.
-        entries: of all.
+        differing: number of entries that differ in any bit; for different dtypes, in value.
+        entries: number of all entries.
     """
 
     absolute: float = 0.0
@@ -38,7 +38,7 @@ class Distance:
     entries: int = 0
 
     def joined(self, other: "Distance") -> "Distance":
-        """Of both."""
+        """Combine with the distance of other entries."""
         return Distance(
             absolute=max(self.absolute, other.absolute),
             relative=max(self.relative, other.relative),
@@ -48,18 +48,18 @@ class Distance:
         )
 
     def exceeds(self, tolerance: float) -> bool:
-        """True where they differ by more than a share of the largest entry; by any bit where the share is 0."""
+        """Return True if |a − b| exceeds `tolerance` times the largest entry; with tolerance 0, if any bit differs."""
         return self.differing > 0 if tolerance == 0 else self.absolute > tolerance * self.magnitude
 
 
 class Difference(NamedTuple):
-    """Something that is not the same in A and in B.
+    """A difference between checkpoints A and B.
 
     Args:
         part: "model", "config", "optimizer", "groups", "scalars", "training" or "random".
-        name: the tensor or the value.
-        what: in words.
-        distance: of tensors of one shape, and of numbers.
+        name: name of the tensor or value.
+        what: description of the difference.
+        distance: for tensors of equal shape, and for numbers.
     """
 
     part: str
@@ -69,12 +69,12 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """Two checkpoints that are compared.
+    """Comparison of two checkpoints.
 
     Args:
-        a, b: opened.
-        tolerance: tensors and numbers differ where |a − b| is somewhere more than this share of the tensor's largest
-            entry; 0: where any bit differs.
+        a, b: the opened checkpoints.
+        tolerance: tensors and numbers differ if any |a − b| exceeds this fraction of the tensor's largest entry; with
+            0, if any bit differs.
     """
 
     def __init__(self, a: Opened, b: Opened, tolerance: float = 0.0) -> None:
@@ -90,14 +90,14 @@ class Comparison:
             if a.optimizer is not None and b.optimizer is not None:
                 self._values.append((part, _part_of(a.groups, part), _part_of(b.groups, part)))
         self._values.append(("training", {**a.training, "layout": None}, {**b.training, "layout": None}))
-        if a.random.keys() == b.random.keys():  # of a rank they mean something only to the same rank
+        if a.random.keys() == b.random.keys():  # comparable only between the same ranks
             self._values.append(("random", dict(a.random), dict(b.random)))
         else:
             self.notes.append("written by other ranks: their random states are not compared")
 
     @property
     def total_bytes(self) -> int:
-        """Of A's tensors that are read."""
+        """Size of A's tensors that are read, in bytes."""
         return sum(
             nbytes(a, name)
             for _, a, b in self._stores
@@ -107,10 +107,10 @@ class Comparison:
         )
 
     def differences(self, progress: Progress) -> Iterator[Difference]:
-        """All of them, as they are found.
+        """Yield all differences as they are found.
 
         Args:
-            progress: gets the bytes of A's tensors as they are read.
+            progress: called with the bytes of A's tensors as they are read.
 
         Raises:
             ValueError, OSError: a file is damaged or missing.
@@ -163,7 +163,7 @@ def _config_of(opened: Opened) -> Mapping[str, Any]:
 
 
 def _part_of(groups: Mapping[str, Any], part: str) -> Any:
-    """The scalars of an optimizer's groups file, or all the rest of it."""
+    """Return the scalars of an optimizer's groups file, or everything else in it."""
     scalars = groups.get("scalars", {})
     return (
         scalars if part == "scalars" else {name: each for name, each in groups.items() if name != "scalars"}
@@ -171,7 +171,7 @@ def _part_of(groups: Mapping[str, Any], part: str) -> Any:
 
 
 def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain values by their path: "scheduler._last_lr.1"."""
+    """Yield plain values with their path, such as "scheduler._last_lr.1"."""
     if isinstance(values, Mapping):
         pairs: Any = values.items()
     elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
@@ -184,7 +184,7 @@ def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _as_tensor(value: Any) -> Tensor | None:
-    """A number or a tensor as a tensor."""
+    """Return a float or a tensor as a tensor; None for other values."""
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
     return value if isinstance(value, Tensor) else None
@@ -198,7 +198,7 @@ def _shown(value: Any) -> str:
 
 
 def distance_between(a: Tensor, b: Tensor) -> Distance:
-    """The distance of two tensors of one shape."""
+    """Return the distance of two tensors of equal shape."""
     if not a.numel():
         return Distance()
     if a.is_complex() or b.is_complex():
@@ -208,10 +208,10 @@ def distance_between(a: Tensor, b: Tensor) -> Distance:
         return Distance(magnitude=_magnitude(a.double()), entries=a.numel())
     x, y = a.double(), b.double()
     difference = (x - y).abs_()
-    alike = (x == y) | (x.isnan() & y.isnan())  # infinities too
+    alike = (x == y) | (x.isnan() & y.isnan())  # equal infinities too
     difference.masked_fill_(alike, 0.0).nan_to_num_(nan=inf, posinf=inf)
     relative = difference / torch.maximum(x.abs(), y.abs()).nan_to_num_(nan=inf, posinf=inf)
-    relative.masked_fill_(alike, 0.0).nan_to_num_(nan=inf, posinf=inf)  # inf / inf: no number
+    relative.masked_fill_(alike, 0.0).nan_to_num_(nan=inf, posinf=inf)  # inf / inf is NaN
     return Distance(
         absolute=difference.max().item(),
         relative=relative.max().item(),
@@ -222,7 +222,7 @@ def distance_between(a: Tensor, b: Tensor) -> Distance:
 
 
 def chunks_of(shape: Sequence[int], entries: int = CHUNK) -> Iterator[Box]:
-    """Boxes of a tensor, end to end in row-major order, of at most so many entries each."""
+    """Yield consecutive boxes of a tensor, in row-major order, of at most `entries` entries each."""
     whole = prod(shape)
     for start in range(0, whole, entries):
         yield from flat_boxes(start, min(start + entries, whole), shape)

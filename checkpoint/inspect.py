@@ -1,4 +1,4 @@
-"""A checkpoint, or a Hugging Face folder, in one process: opened, summed up, and searched for damage."""
+"""Open, summarize and verify a checkpoint or a Hugging Face folder, in one process."""
 
 import json
 from collections import Counter
@@ -31,15 +31,15 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The content of a folder; tensors are read when asked for.
+    """The content of an opened folder; tensors are read on demand.
 
     Args:
         path: the step-… folder, or the Hugging Face folder.
-        manifest: None for a Hugging Face folder.
+        manifest: the manifest; None for a Hugging Face folder.
         model: the weights.
-        config: of the model; None where the folder has none.
-        optimizer: its tensors, None where there are none.
-        groups: class, groups and scalars of the optimizer; empty where there is none.
+        config: the model's config; None if the folder has none.
+        optimizer: the optimizer's tensors; None if there are none.
+        groups: class, groups and scalars of the optimizer; empty if there is none.
         training: scheduler, position in the data, user values, sizes of the mesh; empty for a Hugging Face folder.
         random: the random states of every rank, by its coordinates: "pp 0, dp 1, sp 0, tp 0".
     """
@@ -55,10 +55,10 @@ class Opened:
 
 
 def find_folder(path: Path) -> Path:
-    """The step-… folder or Hugging Face folder that is meant: this one, or the newest complete step in it.
+    """Return the given step-… or Hugging Face folder, or the newest complete step in the given folder.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the path is neither.
     """
     if not path.is_dir():
         raise ValueError(
@@ -78,11 +78,11 @@ def find_folder(path: Path) -> Path:
 
 
 def open_folder(path: Path) -> Opened:
-    """Open a folder of `find_folder`.
+    """Open a folder that `find_folder` returned.
 
     Raises:
-        ValueError: something in it is damaged; names the file.
-        OSError: something in it is missing.
+        ValueError: a file in it is damaged; names the file.
+        OSError: a file in it is missing.
     """
     is_checkpoint = (path / MANIFEST).is_file()
     model = path / MODEL if is_checkpoint else path
@@ -122,19 +122,18 @@ def _mapping(found: Any, path: Path) -> Mapping[str, Any]:
 
 
 def nbytes(stored: Stored, name: str) -> int:
-    """Bytes of a whole tensor."""
+    """Return the size of an unsharded tensor in bytes."""
     return Box.whole(stored.shape(name)).numel * stored.dtype(name).itemsize
 
 
 def summarize(opened: Opened) -> dict[str, Any]:
-    """The content of a folder in numbers and names; None or empty where a Hugging Face folder has none.
-
-    No tensor is read.
+    """Summarize the content of a folder, without reading tensors.
 
     Returns:
         By name: path, step, echelon (the release), model_class, layout (sizes of the mesh), files (path and bytes),
-        parts (kinds of tensors: name, tensors, entries, bytes, dtypes by bytes), optimizer (its class), groups
-        (options, and number of parameters), scheduler, scaler, data, skipped_steps, user, random (places of ranks).
+        parts (kinds of tensors: name, tensors, entries, bytes, bytes by dtype), optimizer (its class), groups
+        (options, and number of parameters), scheduler, scaler, data, skipped_steps, user, random (coordinates of
+        ranks). Entries that a Hugging Face folder lacks are None or empty.
     """
     manifest, training = opened.manifest or {}, opened.training
     extra = opened.groups.get("extra", {})
@@ -177,9 +176,9 @@ def _part(kind: str, tensors: Collection[tuple[Stored, str]]) -> dict[str, Any]:
 
 
 def list_tensors(opened: Opened, pattern: str = "*") -> Iterator[dict[str, Any]]:
-    """Yield name, shape, dtype and files of the tensors whose name fits a pattern of the shell.
+    """Yield name, shape, dtype and files of the tensors whose name matches a shell pattern.
 
-    Those of the optimizer are called STATE/PARAMETER.
+    Tensors of the optimizer are named STATE/PARAMETER.
     """
     for stored, name, files in _tensors(opened):
         if fnmatchcase(name, pattern):
@@ -188,7 +187,7 @@ def list_tensors(opened: Opened, pattern: str = "*") -> Iterator[dict[str, Any]]
 
 
 def _tensors(opened: Opened) -> Iterator[tuple[Stored, str, list[str]]]:
-    """All tensors with their files."""
+    """Yield all tensors with their files."""
     for name, path in opened.model.paths.items():
         yield opened.model, name, [str(path.relative_to(opened.path))]
     if (states := opened.optimizer) is not None:
@@ -197,7 +196,7 @@ def _tensors(opened: Opened) -> Iterator[tuple[Stored, str, list[str]]]:
 
 
 def plain(value: Any) -> Any:
-    """The same as JSON can hold it: tensors by their format and shape, where they are no numbers."""
+    """Convert a value for JSON: a tensor becomes a number, or its dtype and shape if it has several entries."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else f"{dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, Mapping):
@@ -208,11 +207,11 @@ def plain(value: Any) -> Any:
 
 
 class Findings(NamedTuple):
-    """Damage and notes of a folder.
+    """Errors and notes of a verified folder.
 
     Args:
-        errors: damage, each with the file, and the tensor where it is one.
-        notes: parts that could not be checked, and harmless oddities.
+        errors: damage; each error names the file and, if known, the tensor.
+        notes: parts that could not be checked, and harmless irregularities.
     """
 
     errors: tuple[str, ...]
@@ -220,11 +219,13 @@ class Findings(NamedTuple):
 
 
 def examine(folder: Path, *, progress: Progress) -> Findings:
-    """Compare the files of a folder with each other, once every byte of a checkpoint was read; others have no hashes.
+    """Verify the hashes of all files of a checkpoint, then the consistency between the files.
+
+    A Hugging Face folder has no hashes: only its consistency is checked.
 
     Args:
-        folder: of `find_folder`.
-        progress: gets the bytes of every file that was read.
+        folder: result of `find_folder`.
+        progress: called with the size of every file after it was read.
     """
     if not (folder / MANIFEST).is_file():
         notes = [f"without {MANIFEST} there are no hashes to compare"]
@@ -247,7 +248,7 @@ def examine(folder: Path, *, progress: Progress) -> Findings:
 
 
 def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
-    """The errors that a check of a file finds, or its own, since damage may make anything of the code that reads it."""
+    """Return the errors that a check yields, and the exception that it raises: damaged files may raise any."""
     try:
         return list(check())
     except (ValueError, OSError) as error:  # names the file
@@ -257,7 +258,7 @@ def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
 
 
 def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
-    """Errors of a model's files, index and config; what cannot be compared is noted."""
+    """Yield errors of a model's files, index and config; add a note for what cannot be compared."""
     model, path = Weights(folder), folder / "config.json"
     indices = (folder / each.listing for each in (SAFETENSORS, TORCH) if not (folder / each.one).is_file())
     if (index := next(filter(Path.is_file, indices), None)) is not None:
@@ -275,20 +276,20 @@ def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
         return
     try:
         built = outline_of(model_class, AutoConfig.from_pretrained(folder))
-    except Exception as error:  # a class may raise anything, and for want of a package too
+    except Exception as error:  # a class may raise anything, also for a missing package
         notes.append(f"{path} makes no {class_name} without memory, so it is not compared: {error!r}")
         return
     names = TensorNames.of(built)
     shapes = {names.first[name]: tuple(each.shape) for name, each in built.state_dict().items()}
     unknown = [name for name in model.names if name not in names.first]
-    if unknown:  # adapters, other heads, names of the hub: transformers may well know what to do with them
+    if unknown:  # adapters, other heads, names of the hub: transformers may be able to load them
         notes.append(f"{len(unknown)} tensors are none of a {class_name}'s: {unknown[0]}, …")
     errors = fitting_errors(shapes, model, names, strict=not unknown)
     yield from (f"{folder} does not fit its config.json: {error}" for error in errors)
 
 
 def _optimizer_errors(folder: Path) -> Iterator[str]:
-    """Errors of an index that does not fit the files, boxes that do not make up a tensor, and groups."""
+    """Yield errors of the optimizer's index, boxes and groups."""
     states, index, path = (
         StateFiles(folder / OPTIMIZER),
         folder / OPTIMIZER / INDEX,

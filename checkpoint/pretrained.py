@@ -1,8 +1,8 @@
-"""Weights in any Hugging Face folder or file: found, under the names that a model has for them, read by boxes.
+"""Find the weights in a Hugging Face folder or file, map their names to those of a model, and read them by boxes.
 
-[Note: reading by boxes] A tensor that is stored as the model has it is read by boxes. One that transformers' own
-conversions make of several (experts, for example) is recorded by lazy tensors, made whole when it is read first, and
-then cut.
+[Note: reading by boxes] A tensor that is stored in the model's form is read by boxes. A tensor that transformers'
+conversions make from several stored ones (experts, for example) is recorded with lazy tensors. It is materialized
+unsharded at its first read, and boxes are cut from it.
 """
 
 import copy
@@ -24,7 +24,7 @@ from ..lazy.tensor import LazyTensor, lazily, real
 from .box import Box, Stored
 from .local import LocalTensor, TensorNames
 
-# What a folder is searched for, in this order, as `from_pretrained` does.
+# File names that are tried in a folder, in the order of `from_pretrained`.
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -36,11 +36,11 @@ _OF_SEVERAL = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
 class Weights:
-    """The tensors of a file or folder under the names that they have there; `Stored`. None is read.
+    """The tensors of a file or folder by their stored names; implements `Stored`. Opening reads no tensor.
 
     Raises:
-        FileNotFoundError: there is no such file or folder, or nothing of a model in it.
-        ValueError: a file is damaged or holds something else, or two have a tensor of one name; names it.
+        FileNotFoundError: the path does not exist, or contains no model.
+        ValueError: a file is damaged or of another kind, or two files have a tensor of the same name; names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,19 +58,19 @@ class Weights:
 
     @property
     def names(self) -> Collection[str]:
-        """All tensors."""
+        """The names of all tensors."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one."""
+        """Return the global shape of a tensor."""
         return tuple(self.tensors[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The format of one."""
+        """Return the stored dtype."""
         return self.tensors[name].dtype
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one; see [Note: reading by boxes]."""
+        """Return a box of a tensor; see [Note: reading by boxes]."""
         whole = self.tensors[name]
         if Box.whole(whole.shape).common(box) != box and box.numel:
             raise AssertionError(f"{box} of {name}, which has shape {tuple(whole.shape)}")
@@ -83,21 +83,20 @@ class Weights:
 
 
 def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Weights:
-    """The tensors of a file or folder by the names that a model has for them, none of them read.
+    """Open the tensors of a file or folder by the names of a model, without reading them.
 
-    Names are turned into those of the model as `from_pretrained` does: the prefix of the base model may be missing or
-    too much, older names and those of other formats are known, experts may be stored one by one. A tensor that the
-    model does not know keeps the name that it has in the file, unless `from_pretrained` passes over it in silence.
-    Communicates nothing.
+    Names are mapped as `from_pretrained` does. The base model's prefix may be missing or added, names may be older or
+    of other formats, and experts may be stored one by one. A tensor that is not in the model keeps its stored name,
+    unless `from_pretrained` ignores it silently: then it is left out. Communicates nothing.
 
     Args:
-        path: a safetensors or torch file of any name, an index of several, or a folder that holds them.
-        model: a model of transformers, which may be cut: only its class and its config count. None, or another
-            module, takes the names as they are.
+        path: a safetensors or torch file of any name, an index of several files, or a folder of these.
+        model: a transformers model, possibly cut into stages: only its class and its config are used. With None or
+            another module, names are not mapped.
 
     Raises:
-        FileNotFoundError: there is no such file or folder, or nothing of a model in it.
-        ValueError: files are broken, incomplete or quantized, hold something else, or cannot be converted.
+        FileNotFoundError: the path does not exist, or contains no model.
+        ValueError: files are damaged, incomplete, quantized or of another kind, or cannot be converted.
     """
     path = Path(path)
     refuse_quantized(tensor_files(path)[0].parent)
@@ -108,14 +107,15 @@ def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Weights
 
 
 def tensor_files(path: Path) -> list[Path]:
-    """The files with the tensors of a model.
+    """Return the files with the tensors of a model.
 
     Args:
-        path: a file, which may be an index of others; or a folder.
+        path: a file, an index of files, or a folder.
 
     Raises:
-        FileNotFoundError: there is nothing, or files of several are missing.
-        ValueError: an index cannot be read, or the folder holds an adapter.
+        FileNotFoundError: the path does not exist or contains no model, or files of an index or a numbered set are
+            missing.
+        ValueError: an index cannot be read, or the folder contains an adapter.
     """
     if path.is_file():
         return _of_index(path) if path.name.endswith(_INDEX) else [path]
@@ -138,7 +138,7 @@ def tensor_files(path: Path) -> list[Path]:
 
 
 def _of_index(path: Path) -> list[Path]:
-    """The files that an index names."""
+    """Return the files that an index lists."""
     try:
         names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError) as error:
@@ -152,7 +152,7 @@ def _of_index(path: Path) -> list[Path]:
 
 
 def _all_of_several(files: list[Path]) -> list[Path]:
-    """Files without an index, once those that are numbered are all there."""
+    """Return files that have no index, after a check that no file of a numbered set is missing."""
     for path in files:
         if (found := _OF_SEVERAL.search(path.name)) is None:
             continue
@@ -166,15 +166,15 @@ def _all_of_several(files: list[Path]) -> list[Path]:
 
 
 def known_to(model: nn.Module, stored: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Tensors of files by the names of a model, converted into what the model holds.
+    """Map stored tensors to the names of a model and convert them to its form.
 
-    Tied tensors are found under each of their names, if they are stored under one. Those that nothing explains keep
-    their names.
+    A tied tensor that is stored under one of its names is returned under all of them. Tensors that are not in the model
+    keep their stored names.
 
     Args:
-        model: of transformers; it may be cut.
-        stored: tensors of files.
-        path: where from, for errors.
+        model: a transformers model, possibly cut into stages.
+        stored: tensors by their stored names.
+        path: path of the files, for errors.
 
     Raises:
         ValueError: tensors cannot be converted, or differ although the model ties them; names all of them.
@@ -191,10 +191,10 @@ def known_to(model: nn.Module, stored: Mapping[str, Tensor], path: Path) -> dict
 
 
 def outline_of(model_class: Any, config: Any) -> Any:
-    """A model of transformers as a config says, whole, on the meta device; draws nothing at random.
+    """Build the full transformers model of a config on the meta device, without changing the random state.
 
     Raises:
-        ValueError: its class cannot be built from its config alone.
+        ValueError: the class cannot be built from its config alone.
     """
     from transformers import initialization
 
@@ -202,7 +202,7 @@ def outline_of(model_class: Any, config: Any) -> Any:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), safely():
             outline = model_class(copy.deepcopy(config))
-            outline.tie_weights()  # transformers 5.0 ties nothing on the meta device by itself
+            outline.tie_weights()  # transformers 5.0 does not tie weights on the meta device
             return outline
     except TypeError as error:
         raise ValueError(
@@ -214,7 +214,7 @@ def outline_of(model_class: Any, config: Any) -> Any:
 def _renamed(
     stored: Mapping[str, Tensor], outline: Any, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors that the model knows, under its names, and the others."""
+    """Return the tensors that the model has, by its names, and the others, by their stored names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -231,7 +231,7 @@ def _renamed(
     found: dict[str, Tensor] = {}
     unknown: dict[str, Tensor] = {}
     to_convert: dict[str, Any] = {}
-    for name in sorted(stored, key=dot_natural_key):  # the order of numbers: experts are put together in it
+    for name in sorted(stored, key=dot_natural_key):  # numeric order, in which experts are joined
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
@@ -247,7 +247,7 @@ def _renamed(
 
 
 def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[str, Tensor]:
-    """The results of converters from the tensors that they have collected."""
+    """Run converters on the tensors that they have collected, and return the results."""
     found: dict[str, Tensor] = {}
     errors = []
     for target, converter in converters.items():
@@ -257,7 +257,7 @@ def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[
         except Exception as error:  # conversions may raise anything
             errors.append(f"{target} from {sources}: {type(error).__name__}: {error}")
             continue
-        made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns errors beside
+        made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns errors too
         found |= {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
     if errors:
         raise ValueError(f"weights of {path} cannot be converted into the model's: {'; '.join(errors)}")
@@ -265,18 +265,18 @@ def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[
 
 
 def _ignored(outline: Any) -> Callable[[str], bool]:
-    """A predicate of the names of files that `from_pretrained` passes over in silence."""
+    """Return a predicate of stored names that `from_pretrained` ignores silently."""
     buffers = [name for name, _ in outline.named_buffers()]
     patterns = set(outline._keys_to_ignore_on_load_unexpected or ())
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # each layer had one
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # older releases saved one per layer
         patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):  # it was saved
+    if any(name.endswith("position_ids") for name in buffers):  # older releases saved it
         patterns.add(r"(^|\.)position_ids$")
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def _tied(found: dict[str, Tensor], outline: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Tensors that the model ties, under each of their names."""
+    """Add tied tensors under each of their names."""
     tied: dict[int, list[str]] = {}
     for name, tensor in outline.state_dict(keep_vars=True).items():
         tied.setdefault(id(tensor), []).append(name)
@@ -309,19 +309,19 @@ def fit(
     what: str,
     group: dist.ProcessGroup,
 ) -> Callable[[], None]:
-    """Compare stored tensors with those of all ranks. Collective over the group.
+    """Check that stored tensors fit the model, on all ranks. Collective over the group.
 
     Args:
-        local: by the first names.
-        stored: under any of the names.
-        names: of the whole model.
-        strict: refuse what is missing or extra; else that is left as it is. Shapes have to fit in any case.
-        what: to be named in errors.
-        group: all ranks, over the CPU.
+        local: this rank's tensors, by their first names.
+        stored: the stored tensors, by any of their names.
+        names: the names of the full model's tensors.
+        strict: refuse missing and extra tensors; else they are ignored. Shapes must fit in any case.
+        what: name of the stored tensors in errors.
+        group: all ranks, on the CPU backend.
 
     Returns:
-        Reads this rank's boxes into its memory; collective over the group. It raises OSError or ValueError on every
-        rank where a file cannot be read.
+        A function that reads this rank's boxes into its memory. Collective over the group; raises OSError or ValueError
+        on every rank if a file cannot be read.
 
     Raises:
         ValueError: tensors are missing, extra or of another shape; lists all of them, on every rank.
@@ -337,7 +337,7 @@ def fit(
 def fitting_errors(
     shapes: Mapping[str, tuple[int, ...]], stored: Stored, names: TensorNames, *, strict: bool
 ) -> list[str]:
-    """Errors of stored tensors of other shapes than these, by the first names, and of names; see `fit`."""
+    """Return errors of stored tensors that do not fit these shapes (by first name) and names; see `fit`."""
     places = _places(stored, names)
     errors = [
         f"{name} has shape {stored.shape(places[name])} in the file and {shape} in the model"
@@ -351,10 +351,10 @@ def fitting_errors(
 
 
 def raise_of_all(errors: list[str], what: str, group: dist.ProcessGroup) -> None:
-    """Raise the errors that any rank found, each once. Collective over the group.
+    """Raise the errors that any rank found, without duplicates. Collective over the group.
 
     Raises:
-        ValueError: there are some; on every rank.
+        ValueError: some rank has errors; on every rank.
     """
     every = on_all_ranks(lambda: errors, group)
     if found := dict.fromkeys(error for each in every for error in each):
@@ -365,12 +365,12 @@ def raise_of_all(errors: list[str], what: str, group: dist.ProcessGroup) -> None
 def read_into(
     local: Mapping[str, LocalTensor], stored: Stored, places: Mapping[str, str] | None = None
 ) -> None:
-    """Fill a rank's tensors with their boxes of stored ones; those that are not stored stay as they are.
+    """Read this rank's boxes from stored tensors; tensors that are not stored are unchanged.
 
     Args:
-        local: by name.
-        stored: under these names, or under `places`.
-        places: the stored name of each.
+        local: this rank's tensors by name.
+        stored: the stored tensors.
+        places: the stored name by the name in `local`; None if they are the same.
     """
     places = {name: name for name in stored.names} if places is None else places
     for name, each in local.items():
@@ -380,7 +380,7 @@ def read_into(
 
 
 def _places(stored: Stored, names: TensorNames) -> dict[str, str]:
-    """The name under which each tensor is stored, by its first one."""
+    """Return the stored name of each tensor, by its first name."""
     places: dict[str, str] = {}
     for name in stored.names:
         first = names.first.get(name)
