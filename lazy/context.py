@@ -1,10 +1,10 @@
-"""`LazyInitContext`, in which models are built and read from files without memory, and `materialize`, which ends that.
+"""`LazyInitContext` builds models, or reads them from files, without memory; `materialize` then allocates it.
 
-[Note: from_pretrained] transformers opens files, renames what it finds, converts it (experts one by one into one
-tensor, for example), puts it into the model, initializes what is missing and ties what is tied. All that is left to it,
-whatever its version: within the block it finds lazy tensors in files, so conversions are recorded and nothing is read.
-Two functions that it looks up in one of its modules are exchanged for that, for the thread that is in the block, and
-put back when it leaves, also by an error.
+[Note: from_pretrained] transformers opens files, renames and converts their tensors (several experts into one tensor,
+for example), puts them into the model, initializes missing weights and ties weights. Its own code does all of this, in
+every version. Within the block it gets lazy tensors from files, so conversions are recorded and nothing is read. For
+this, two functions that it looks up in one of its modules are replaced, with an effect only in the thread of the block.
+They are restored at the end of the block, also after an error.
 """
 
 import json
@@ -28,8 +28,8 @@ from .tensor import LazyTensor, allocate, content_of, lazily
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ops = torch.ops.aten
-# What allocates memory, as torch's and transformers' constructors do for parameters. Numbers that are computed from
-# others, as those of rotary embeddings, are few, and materialized at once.
+# Calls by which the constructors of torch and transformers allocate parameters. Tensors that are computed from others,
+# such as those of rotary embeddings, are small and computed at once.
 _ALLOCATIONS = (
     _ops.empty.memory_format,
     _ops.empty_strided.default,
@@ -45,18 +45,18 @@ _LOCAL = ("_parameters", "_buffers")
 
 
 def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-    """Compute every lazily built tensor that a module holds, one after the other, in place; returns the module.
+    """Materialize all lazy tensors of a module, one by one, in place, and return the module.
 
-    Each becomes a plain tensor, and stays the same object: optimizers and ties go on holding it. Modules that were not
-    built lazily are left as they are. Communicates nothing.
+    Each becomes a plain tensor but remains the same object, so references from optimizers and tied modules stay valid.
+    Modules that were not built lazily are unchanged. Communicates nothing.
 
     Args:
-        module: a model; parameters, buffers and other tensors of all its modules are found.
-        verbose: print how many tensors were materialized, and how large they are together.
+        module: a model; parameters, buffers and other tensor attributes of all its modules are materialized.
+        verbose: print the number of materialized tensors and their total size.
 
     Raises:
-        RuntimeError: it is called inside of LazyInitContext.
-        ValueError: tensors cannot be materialized; names all of them. None was.
+        RuntimeError: the call is inside a LazyInitContext, or a tensor cannot be computed or replaced.
+        ValueError: tensors cannot be materialized; names all of them, before any is materialized.
     """
     if isinstance(torch.empty(1), LazyTensor):
         raise RuntimeError(
@@ -76,11 +76,12 @@ def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
 
 
 class LazyInitContext(TorchDispatchMode):
-    """Builds models without memory; `booster.boost` then materializes the part of each rank, and nothing else.
+    """Build models without memory; `booster.boost` then materializes only the local shards of each rank.
 
-    Weights are those of a model that is built on the CPU without it, to the bit, and so is what is drawn next: every
-    number is drawn twice, here to be forgotten and once more when it is needed. What `from_pretrained` finds in files
-    is read from there, each rank its own slices; see [Note: from_pretrained].
+    Weights are bitwise equal to those of a model built on the CPU without this context, and so are later random
+    numbers: every number is drawn twice, once in the context, where it is discarded, and again when it is needed.
+    Weights of `from_pretrained` are read from the files when needed, on each rank only its own slices; see
+    [Note: from_pretrained].
 
     Example:
         with LazyInitContext():
@@ -89,11 +90,11 @@ class LazyInitContext(TorchDispatchMode):
         model, optimizer, *_ = booster.boost(model, optimizer)
 
     Args:
-        default_device: of materialized tensors, if nobody asks for another place; a plugin puts them on its own.
-            None is the CPU.
+        default_device: device of materialized tensors, unless they are moved by `to`; None is the CPU. A plugin moves
+            them to its own device.
 
     Raises:
-        ValueError: when entered, if torch builds on another device than the CPU by default.
+        ValueError: on entry, if torch's default device is not the CPU.
     """
 
     def __init__(self, default_device: torch.device | str | int | None = None) -> None:
@@ -131,7 +132,7 @@ class LazyInitContext(TorchDispatchMode):
 
 
 def _like_outline(outline: Tensor, kwargs: dict[str, Any]) -> tuple[OpOverload, tuple, dict[str, Any]]:
-    """The call that allocates what `empty_like` would, of a tensor that has a shape alone."""
+    """Return the allocating call that is equivalent to `empty_like` of a meta tensor."""
     like = torch.empty_like(outline, **{**kwargs, "device": _META})
     given = {name: kwargs.get(name) for name in ("device", "pin_memory")}
     device = given["device"] or _META
@@ -143,7 +144,7 @@ def _like_outline(outline: Tensor, kwargs: dict[str, Any]) -> tuple[OpOverload, 
 
 
 def _allocates_weights(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """True for a call that allocates plain floating-point memory on the CPU."""
+    """Return True if a call allocates a dense floating-point tensor on the CPU."""
     if function not in _ALLOCATIONS or kwargs.get("pin_memory"):
         return False
     is_plain = kwargs.get("device") in (None, _CPU) and kwargs.get("layout") in (None, torch.strided)
@@ -152,7 +153,7 @@ def _allocates_weights(function: OpOverload, args: tuple, kwargs: dict[str, Any]
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a module or one below it holds, once, by the first of its names."""
+    """Yield every tensor of a module and its submodules once, with its first name."""
     seen = set()
     for path, each in module.named_modules():
         for keys, leaf in tree_flatten_with_path(vars(each))[0]:
@@ -163,7 +164,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _errors(name: str, tensor: Tensor) -> list[str]:
-    """Errors of a tensor of a lazily built model that cannot be materialized."""
+    """Return errors if a tensor of a lazily built model cannot be materialized."""
     if not isinstance(tensor, LazyTensor):
         return [f"{name} is on the meta device and holds nothing"] if tensor.is_meta else []
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -175,9 +176,9 @@ def _replace(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStorage
     """Replace a lazy tensor by a materialized one in the same object.
 
     Args:
-        name: for errors.
+        name: name of the tensor, for errors.
         tensor: the tensor.
-        made: the memory that is materialized already, with the lazy one of that content, by the id of the latter.
+        made: pairs of a lazy storage and its materialized one, by the id of the lazy storage; extended here.
     """
     lazy, content = tensor.untyped_storage(), content_of(tensor)
     if id(lazy) not in made:
@@ -201,7 +202,7 @@ def _replace(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStorage
 
 
 class _LazySlice:
-    """A tensor of a safetensors file until transformers reads it, which then gets a lazy tensor."""
+    """A slice object of safetensors that yields a lazy tensor when transformers reads it."""
 
     def __init__(self, outline: Any, tensor: Tensor) -> None:
         self._outline = outline
@@ -215,7 +216,7 @@ class _LazySlice:
 
 
 class _LazyFile:
-    """A safetensors file as transformers opens it, of which the tensors are lazy."""
+    """An open safetensors file whose tensors are lazy."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -225,7 +226,7 @@ class _LazyFile:
         return _LazySlice(self._file.get_slice(name), self.get_tensor(name))
 
     def get_tensor(self, name: str) -> Tensor:
-        """A lazy one."""
+        """Return a lazy tensor."""
         with _disable_current_modes():
             return lazily(self._file.get_tensor(name))
 
@@ -242,7 +243,7 @@ class _LazyFile:
 
 @contextmanager
 def reading_lazily() -> Iterator[None]:
-    """Let `from_pretrained` find lazy tensors in files; see [Note: from_pretrained]."""
+    """Make `from_pretrained` get lazy tensors from files within the block; see [Note: from_pretrained]."""
     from transformers import modeling_utils
 
     thread = threading.get_ident()
@@ -270,10 +271,10 @@ def reading_lazily() -> Iterator[None]:
 
 
 def refuse_quantized(folder: Path) -> None:
-    """Raise for a folder whose config.json says that its weights are quantized.
+    """Refuse a folder whose config.json declares quantized weights.
 
     Raises:
-        ValueError: they are; says by what.
+        ValueError: the weights are quantized; names the method.
     """
     path = folder / "config.json"
     if not path.is_file():

@@ -25,7 +25,7 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
     with open(path, "rb") as file:
         start = file.read(9)
     with _disable_current_modes():  # the mode of LazyInitContext
-        if start[8:] == b"{":  # before it the length of a header, which may begin like a file of torch
+        if start[8:] == b"{":  # first, since the header's length may look like the start of a torch file
             return _of_safetensors(path)
         if start.startswith((b"PK", b"\x80")):
             return _of_torch(path, is_mapped=start.startswith(b"PK"))
@@ -49,7 +49,7 @@ def _of_torch(path: Path, *, is_mapped: bool) -> dict[str, Tensor]:
         found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except OSError:
         raise
-    except Exception as error:  # torch raises several kinds, of zip, pickle and its own
+    except Exception as error:  # torch raises errors of zip, of pickle and its own
         raise ValueError(f"torch cannot load {path} as a file of tensors alone: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
         entries = type(found).__name__ if not isinstance(found, dict) else sorted(map(str, found))[:8]

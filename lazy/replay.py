@@ -1,9 +1,9 @@
-"""The values of lazy tensors: recorded calls, and running them once more into memory.
+"""Values of lazy tensors: recorded calls, and their replay into memory.
 
-[Note: values] A value is one state of a tensor's memory. It never changes: a call that writes makes another one out of
-it. So a read of a tensor names the value that it had then, and a value that is no longer needed is forgotten:
-for example what torch's constructors draw, where transformers draws all of it anew. A call that draws at random has
-the generator's state with it, so each value can be made on its own, at any time and in any order, equal to the bit.
+[Note: values] A value is one state of a tensor's memory. It is immutable: a call that writes makes a new value from it.
+A read refers to the value at the time of the read. Values that nothing refers to are dropped, for example the draws of
+torch's constructors after transformers has drawn all weights again. A call that draws random numbers stores the
+generator's state. So each value can be computed alone, at any time and in any order, with equal bits.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class Geometry:
 
     @staticmethod
     def of(tensor: Tensor) -> "Geometry":
-        """The geometry of a tensor."""
+        """Return the geometry of a tensor."""
         return Geometry(
             dtype=tensor.dtype,
             size=tuple(tensor.size()),
@@ -42,14 +42,14 @@ class Geometry:
         )
 
     def of_memory(self, storage: UntypedStorage) -> Tensor:
-        """The tensor of this geometry in some memory."""
+        """Return the tensor of this geometry in a storage."""
         blank = torch.empty(0, dtype=self.dtype, device=storage.device)
         return blank.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class Read:
-    """A tensor among a call's arguments. `value` is None where it lies in the memory that the call writes to."""
+    """A tensor argument of a call. `value` is None if the tensor is in the memory that the call writes to."""
 
     value: "Value | None"
     geometry: Geometry
@@ -57,12 +57,12 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of one of torch's operators.
+    """A recorded call of a torch operator.
 
     Args:
-        function: what is called.
-        args, kwargs: its arguments, `Read` in the place of tensors that are not there yet.
-        generator_state: the state of the generator that it draws from, before it did; None if it draws nothing.
+        function: the operator.
+        args, kwargs: its arguments, with `Read` in place of lazy tensors.
+        generator_state: state of the random generator before the call; None if the call draws no random numbers.
     """
 
     function: OpOverload
@@ -71,35 +71,40 @@ class Call:
     generator_state: Tensor | None
 
     def reads(self) -> list[Read]:
-        """The tensors that it needs."""
+        """Return the lazy tensors that the call reads."""
         return [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, Read)]
 
     def run(self, tensor_of: Callable[[Read], Tensor]) -> list[Tensor]:
-        """Do it once more, and leave the generator as it was.
+        """Repeat the call, without changing the state of the random generator.
+
+        Args:
+            tensor_of: returns the tensor of a `Read`.
+
+        Returns:
+            The tensors that the call returned.
 
         Raises:
-            RuntimeError: torch cannot; names the operator.
+            RuntimeError: the call failed; names the operator.
         """
         args, kwargs = tree_map_only(Read, tensor_of, (self.args, self.kwargs))
         try:
             with torch.no_grad(), _drawing_from(self.generator_state):
                 returned = self.function(*args, **kwargs)
-        except Exception as error:  # an operator may raise anything, and the user's call of it is long past
+        except Exception as error:  # an operator may raise anything, and without the user's call in the trace
             raise RuntimeError(f"{self.function} could not be run: {error}") from error
         return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Value:
-    """The content of some memory once a call is done; see [Note: values].
+    """The content of a tensor's memory after a call; see [Note: values].
 
     Args:
-        num_bytes: of the memory.
-        call: the call; None for the content of a tensor that is there.
-        there: that tensor, of a file, whose memory is nobody's to write to.
-        returned: which of the tensors that the call returns lies in this memory, and where; None for a call that writes
-            to memory that is there.
-        before: what a call that writes finds there; None where it does not matter.
+        num_bytes: size of the memory.
+        call: the call; None for the content of an existing tensor.
+        there: the existing tensor, for example of a file; it must not be written.
+        returned: index of the returned tensor in this memory, and its geometry; None for a call that writes in place.
+        before: the value before a call that writes in place; None if the call overwrites all of it.
     """
 
     num_bytes: int
@@ -109,13 +114,13 @@ class Value:
     before: "Value | None" = None
 
     def needs(self) -> list["Value"]:
-        """The values that it is made of, each once."""
+        """Return the values from which this one is computed, without duplicates."""
         read = [] if self.call is None else [each.value for each in self.call.reads()]
         return [each for each in dict.fromkeys([self.before, *read]) if each is not None]
 
 
 def fingerprint(value: Value) -> int:
-    """A number that differs where a value does: in its calls, their arguments, the generator's state, or files."""
+    """Return a hash of a value's calls, their arguments and random states, and samples of the files."""
     codes: dict[Value | None, int] = {None: 0}
     for each in in_order(value):
         if each.there is not None:
@@ -129,7 +134,7 @@ def fingerprint(value: Value) -> int:
 
 
 def _samples(tensor: Tensor) -> Tensor:
-    """Some entries, so that a file is not read through."""
+    """Return a few entries, so that the file is not read completely."""
     flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
 
@@ -141,7 +146,7 @@ def _described(leaf: Any, codes: Mapping[Value | None, int]) -> Any:
 
 
 def in_order(value: Value) -> list[Value]:
-    """A value and all that it is made of, each after what it needs itself."""
+    """Return a value and all values that it depends on, in topological order."""
     order: list[Value] = []
     seen: set[Value] = set()
     to_do = [(value, False)]
@@ -158,7 +163,7 @@ def in_order(value: Value) -> list[Value]:
 
 @contextmanager
 def _drawing_from(state: Tensor | None) -> Iterator[None]:
-    """Let the CPU's generator begin at a state; afterwards it is where it was."""
+    """Set the state of the CPU's random generator for a block; afterwards the previous state is restored."""
     if state is None:
         yield
         return
@@ -171,17 +176,17 @@ def _drawing_from(state: Tensor | None) -> Iterator[None]:
 
 
 def make(value: Value) -> UntypedStorage:
-    """Memory on the CPU that holds a value, of its own. What that is made of is freed as soon as it is not needed.
+    """Compute a value into new CPU memory. Intermediate values are freed as soon as possible.
 
     Raises:
-        RuntimeError: torch refuses to repeat a call; names the operator.
+        RuntimeError: a repeated call failed; names the operator.
     """
     made = borrow(value)
     return made if value.there is None else made.clone()
 
 
 def borrow(value: Value) -> UntypedStorage:
-    """As `make`, or the memory of a tensor that is there, to be read alone."""
+    """Compute a value as `make` does, but without copying an existing tensor: only for reading."""
     order = in_order(value)
     uses = Counter(need for each in order for need in each.needs())
     found: dict[Value, UntypedStorage] = {}
@@ -196,7 +201,7 @@ def borrow(value: Value) -> UntypedStorage:
 
 
 def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool) -> UntypedStorage:
-    """A value from the memory of those that it needs; what it writes to is taken over, unless it is kept."""
+    """Compute a value from the values that it needs. An in-place call reuses the old memory, unless that is kept."""
     if value.there is not None:
         return value.there.untyped_storage()
     assert value.call is not None
@@ -215,7 +220,7 @@ def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool)
 def _returned(
     call: Call, index: int, geometry: Geometry, num_bytes: int, needs: dict[Value, UntypedStorage]
 ) -> UntypedStorage:
-    """The memory of a tensor that a call returns; a copy where it lies otherwise than was recorded, or is not new."""
+    """Return the memory of a returned tensor; a copy if the recorded geometry differs or the memory is not new."""
 
     def tensor_of(read: Read) -> Tensor:
         assert read.value is not None, "only a call that writes reads the memory that it writes to"

@@ -1,11 +1,11 @@
-"""Tensors without memory that record what is done to them, to be materialized later.
+"""Tensors without memory that record the calls on them and are materialized later.
 
-[Note: lazy tensors] A LazyTensor is a tensor on the meta device, of a class of its own, so that torch hands every call
-that takes one to `record`, inside a LazyInitContext and after it, also through `.data`. What its memory is to hold
-stands on the (empty) storage itself: views share it, and `parameter.data = ...` takes it along. So the cutting of a
-lazy parameter is recorded as everything else is, and materializing it then computes the whole and keeps the shard.
+[Note: lazy tensors] A LazyTensor is a meta tensor of a subclass. torch therefore dispatches every call with one to
+`record`, inside a LazyInitContext and after it, also through `.data`. The record of the future content is an attribute
+of the (empty) storage. So views share it, and `parameter.data = ...` carries it along. Cutting a shard from a lazy
+parameter is recorded like any other call; materializing then computes the unsharded tensor and keeps the shard.
 
-A call that asks for numbers (`item()`, `if tensor.any():`) gets them: they are computed, and forgotten.
+A call that needs values (`item()`, `if tensor.any():`) gets them: they are computed and discarded.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from .replay import Call, Geometry, Read, Value, borrow, make
 _CONTENT = "_echelon_content"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ops = torch.ops.aten
-# Calls that write to all that they are given, whatever was there.
+# Calls that overwrite all entries of their tensor, independent of the previous content.
 _OVERWRITING = (
     _ops.copy_.default,
     _ops.fill_.Scalar,
@@ -32,7 +32,7 @@ _OVERWRITING = (
     _ops.uniform_.default,
     _ops.zero_.default,
 )
-# Calls that write nothing, and change how a tensor itself lies in its memory.
+# In-place calls that write nothing and only change the shape and strides of the tensor.
 _TURNING = (
     _ops.squeeze_.default,
     _ops.squeeze_.dim,
@@ -68,18 +68,18 @@ class LazyTensor(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """False: initializations pass over a tensor that will never have memory."""
+        """False, since initializations skip meta tensors."""
         return False
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
-        """True where it will be on the CPU."""
+        """True if the tensor will be materialized on the CPU."""
         return self.device == _CPU
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As ever; on the meta device it is a plain tensor that holds nothing.
+        """Record `Tensor.to`; for the meta device return a plain tensor without content.
 
-        torch itself would compare with the meta device, on which nothing is to stay.
+        torch's own method would compare the target with the meta device instead of the future one.
         """
         copy = kwargs.pop("copy", False)
         if args and isinstance(args[0], Tensor):
@@ -104,7 +104,7 @@ class LazyTensor(Tensor):
         return self.to(cuda_device(device))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """As ever. torch itself would put a number on the meta device first, where it is lost."""
+        """Record `Tensor.__setitem__`. torch's own method would lose a number by moving it to the meta device first."""
         super().__setitem__(
             index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype)
         )
@@ -117,17 +117,17 @@ class LazyTensor(Tensor):
 
 
 def content_of(tensor: LazyTensor) -> Content:
-    """The future content of a lazy tensor's memory."""
+    """Return the record of the future content of a lazy tensor's memory."""
     found: Content = getattr(tensor.untyped_storage(), _CONTENT)
     return found
 
 
 def allocate(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, device: torch.device) -> Tensor:
-    """The lazy tensor of a call that makes one out of none.
+    """Return the lazy tensor of a call that allocates a tensor.
 
     Args:
         function, args, kwargs: the call.
-        device: where the tensor will be.
+        device: the device on which the tensor is materialized.
     """
     allocated = _returned(function, args, kwargs, device=device)
     assert isinstance(allocated, Tensor)
@@ -135,17 +135,17 @@ def allocate(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devic
 
 
 def lazily(tensor: Tensor) -> Tensor:
-    """The lazy tensor of one that is there, in a file for example, and is not to be written to."""
+    """Return a lazy tensor with the content of an existing one (from a file, for example), which is never written."""
     storage = UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
     _set_content(storage, Content(Value(num_bytes=storage.nbytes(), there=tensor), _CPU))
     return _wrapped(Geometry.of(tensor).of_memory(storage))
 
 
 def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the results of a call with lazy tensors: lazy tensors, or numbers where it asks for them.
+    """Record a call with lazy tensors and return its results: lazy tensors, or values if it needs values.
 
     Raises:
-        ValueError: it cannot be recorded.
+        ValueError: the call cannot be recorded.
     """
     written = _written(function, args, kwargs)
     lazy = [each for each in written if isinstance(each, LazyTensor)]
@@ -168,7 +168,7 @@ def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _written(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to."""
+    """Return the tensors that a call writes to."""
     arguments = function._schema.arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     names = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
@@ -184,7 +184,7 @@ def _write(function: OpOverload, args: tuple, kwargs: dict[str, Any], target: La
     is_overwriting = function in _OVERWRITING
     if call.generator_state is not None:
         own = UntypedStorage(before.num_bytes, device="cpu") if is_overwriting else make(before)
-        _computed(  # as the generator has to be where the next one expects it
+        _computed(  # advances the generator for the next call
             function,
             args,
             kwargs,
@@ -200,7 +200,7 @@ def _write(function: OpOverload, args: tuple, kwargs: dict[str, Any], target: La
 
 
 def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, device: torch.device) -> Any:
-    """Record a call that writes to nothing, and return its results; some may be views."""
+    """Record a call without writes and return its results; some may be views."""
     lent: list[UntypedStorage] = []
 
     def outline(tensor: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devi
     outline_kwargs |= {name: of_meta for name, of_meta in _ON_META.items() if kwargs.get(name) is not None}
     try:
         returned = function(*outline_args, **outline_kwargs)
-    except RuntimeError:  # it asks for numbers, or its shape depends on some; or it is no valid call
+    except RuntimeError:  # the call needs values, its shape depends on values, or it is invalid
         return _computed(function, args, kwargs)
     outlines = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
     if not outlines or any(each.untyped_storage() is other for each in outlines for other in lent):
@@ -223,7 +223,7 @@ def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devi
         return returned
     call = _call(function, args, kwargs)
     if call.generator_state is not None:
-        _computed(function, args, kwargs)  # as the generator has to be where the next one expects it
+        _computed(function, args, kwargs)  # advances the generator for the next call
     for index, each in enumerate(outlines):
         storage = each.untyped_storage()
         if not hasattr(storage, _CONTENT):  # else it is a view
@@ -232,12 +232,12 @@ def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devi
     return tree_map_only(Tensor, _wrapped, returned)
 
 
-# Arguments that say where a call is to work, and what they are for the outline of what it returns.
+# Replacements of the device and generator arguments when a call runs on the meta device.
 _ON_META = {"device": _META, "generator": None}
 
 
 def real(tensor: LazyTensor) -> Tensor:
-    """A lazy tensor's numbers, on the CPU, to be read and dropped again; nothing else shares their memory."""
+    """Compute the values of a lazy tensor, on the CPU. Only for reading: they may be memory of a file."""
     return Geometry.of(tensor).of_memory(borrow(content_of(tensor).value))
 
 
@@ -247,7 +247,7 @@ def _computed(
     kwargs: dict[str, Any],
     numbers_of: Callable[[LazyTensor], Tensor] = real,
 ) -> Any:
-    """Return the results of a call once its arguments have their numbers."""
+    """Run a call with the values of its lazy arguments and return the results."""
     real_args, real_kwargs = tree_map_only(LazyTensor, numbers_of, (args, kwargs))
     return function(*real_args, **real_kwargs)
 
@@ -255,7 +255,7 @@ def _computed(
 def _call(
     function: OpOverload, args: tuple, kwargs: dict[str, Any], written: UntypedStorage | None = None
 ) -> Call:
-    """A call as it is recorded, on the CPU; before it draws."""
+    """Return the record of a call on the CPU; must be called before the call draws random numbers."""
 
     def recorded(tensor: Tensor) -> Any:
         if isinstance(tensor, LazyTensor):
@@ -266,7 +266,7 @@ def _call(
                 f"{function} was called with a lazily built tensor and one on the meta device, which holds nothing: "
                 "build all parts of a model inside of LazyInitContext and none by torch.device('meta')"
             )
-        return tensor.detach().to(_CPU, copy=True)  # it may change
+        return tensor.detach().to(_CPU, copy=True)  # the original may change later
 
     generator = kwargs.get("generator") or torch.default_generator
     is_random = torch.Tag.nondeterministic_seeded in function.tags
@@ -285,6 +285,6 @@ def _set_content(storage: UntypedStorage, content: Content) -> None:
 
 
 def _wrapped(outline: Tensor) -> Tensor:
-    """A tensor of the meta device as a lazy one of the same memory."""
+    """Return a meta tensor as a lazy tensor of the same storage."""
     wrapped: Tensor = Tensor._make_subclass(LazyTensor, outline)
     return wrapped
