@@ -1,4 +1,4 @@
-"""A DataLoader of the user's, sharded over the data axis: its sampler's order, and the generators it draws from."""
+"""Shard a user's own DataLoader over the data axis: the order of its sampler, and its random generators."""
 
 import copy
 import logging
@@ -22,14 +22,14 @@ from .sampler import BegunPass, Draw, StatefulSampler, key_errors, num_parts
 
 
 class Streams:
-    """The global generators of Python, NumPy and torch's CPU as a sampler sees them, and generators that it was given.
+    """The random generators of a sampler: the global ones of Python, NumPy and torch's CPU, and its own.
 
     Args:
-        given: of the dataloader and its sampler.
-        apart: let the sampler draw from copies of the global ones, as they are now, so that no other draw moves it.
+        given: generators of the dataloader and its sampler.
+        apart: let the sampler draw from copies of the current global states, independent of all other draws.
 
     Attributes:
-        apart: whether it does so in every pass.
+        apart: True if every pass draws from the copies.
     """
 
     def __init__(self, given: Sequence[torch.Generator], *, apart: bool) -> None:
@@ -38,7 +38,7 @@ class Streams:
         self._own = _global_state() if apart else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the next draws follow from."""
+        """Return the state that determines the next draws."""
         return {
             "apart": self.apart,
             "own": _global_state() if self._own is None else self._own,
@@ -46,10 +46,10 @@ class Streams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draw what another run would have drawn; until `release`, unless either keeps them apart.
+        """Continue with the draws of another run: until `release`, or always if either run has `apart`.
 
         Raises:
-            ValueError: it had another number of generators.
+            ValueError: the other run had another number of generators.
         """
         if len(state["given"]) != len(self._given):
             raise ValueError(
@@ -62,13 +62,13 @@ class Streams:
             generator.set_state(saved)
 
     def release(self) -> None:
-        """Draw from the global generators again, unless they are kept apart."""
+        """Draw from the global generators again, unless `apart` is set."""
         if not self.apart:
             self._own = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Around what a sampler draws. The global generators go on as before where it has copies."""
+        """Use these generators for a sampler's draws. With copies, the global states are restored afterwards."""
         if self._own is None:
             yield
             return
@@ -98,13 +98,13 @@ def _set_global(state: Mapping[str, Any]) -> None:
 
 
 class Place(NamedTuple):
-    """The place that all replicas together have reached.
+    """The position of all replicas together.
 
     Args:
-        epoch: passes that ended before this one.
-        samples: taken of this one.
-        start: the generators as its sampler began; None where they are taken as they stand.
-        entropy: what the random numbers of its batches follow from; None before it began.
+        epoch: number of passes that ended before this one.
+        samples: samples taken in this pass.
+        start: generator states at the start of the pass; None to use the current ones.
+        entropy: seed of the random numbers of its batches; None before the pass begins.
     """
 
     epoch: int
@@ -114,15 +114,15 @@ class Place(NamedTuple):
 
 
 class GivenSampler(Sampler[int], StatefulSampler):
-    """Shards the samples of a sampler as `ResumableSampler` does: the batches of all replicas are its next ones.
+    """Shard the samples of a user's sampler as `ResumableSampler` does: in its order, assigned to replicas in turn.
 
-    What it does not define is the inner sampler's.
+    Other attributes are those of the inner sampler.
 
     Args:
-        loader: has a sampler that gives the same samples on every rank as long as its generators stand alike, and may
-            have a generator, from which each pass draws once, as torch's do.
-        streams: the generators that the sampler draws from.
-        num_replicas, rank: of the data axis.
+        loader: its sampler must yield the same samples on every rank if its generators have the same states. If it has
+            a generator, each pass draws one number from it, as torch's does.
+        streams: the generators of the sampler.
+        num_replicas, rank: size and rank of the data axis.
     """
 
     def __init__(self, loader: DataLoader, streams: Streams, *, num_replicas: int, rank: int) -> None:
@@ -131,32 +131,32 @@ class GivenSampler(Sampler[int], StatefulSampler):
         self.sampler: Any = batches.sampler
         self.num_replicas = num_replicas
         self.rank = rank
-        self.drop_last = batches.drop_last  # what does not fill a batch on every rank
+        self.drop_last = batches.drop_last  # leave out samples that do not fill a batch on every rank
         self._size = len(loader.dataset)  # type: ignore[arg-type]
         self._streams = streams
         self._generator = loader.generator
-        self._lasts = loader.persistent_workers  # draws once for all passes, as torch's persistent workers do
+        self._lasts = loader.persistent_workers  # one entropy for all passes, as persistent workers have
         self.position = self._next_pass(0, None)
         self._is_loaded = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sampler":  # not there yet, when it is copied
+        if name == "sampler":  # not set yet during a copy
             raise AttributeError(name)
         return getattr(self.sampler, name)
 
     def __len__(self) -> int:
-        """Samples of this rank in an epoch."""
+        """Number of this rank's samples in an epoch."""
         return num_parts(len(self.sampler), self.num_replicas, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[int]:
-        """Every sample that is this rank's in a whole pass."""
+        """Iterate over this rank's samples of a full pass."""
         with self._streams.drawing():
             return iter([*islice(self.sampler, self.rank, None, self.num_replicas)])
 
     def begin(self, batch_size: int) -> BegunPass:
-        """Begin a pass: the next one, or the one that was loaded, at its place."""
+        """Begin the next pass, or continue a loaded one at its position."""
         place, is_loaded, self._is_loaded = self.position, self._is_loaded, False
-        if place.samples and not is_loaded:  # the pass before broke off
+        if place.samples and not is_loaded:  # the previous pass was abandoned
             place = self._next_pass(place.epoch + 1, place.entropy)
         if is_loaded and place.start is not None:
             self._streams.load_state_dict(place.start)
@@ -167,14 +167,14 @@ class GivenSampler(Sampler[int], StatefulSampler):
         return BegunPass(place.epoch, self._num_batches(batch_size, place.samples), self._draws(batch_size))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of all replicas together, and the generators as the pass began."""
+        """Return the position of all replicas together, and the generator states at the start of the pass."""
         return {**self.position._asdict(), "size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on at a place.
+        """Set the position at which the next pass continues.
 
         Raises:
-            ValueError: it is one in other data, or of a dataloader of `prepare_dataloader`.
+            ValueError: the position is of other data, or of a dataloader of `prepare_dataloader`.
         """
         raise_errors(key_errors(state, (*Place._fields, "size")))
         if state["size"] != self._size:
@@ -186,7 +186,7 @@ class GivenSampler(Sampler[int], StatefulSampler):
         self._is_loaded = True
 
     def _drawn(self) -> int:
-        """The seed that torch's DataLoader draws for its workers before its sampler draws."""
+        """Draw the seed that torch's DataLoader draws for its workers before the sampler's first draw."""
         with self._streams.drawing():
             return int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
 
@@ -218,7 +218,7 @@ class GivenSampler(Sampler[int], StatefulSampler):
             batch, number = following, number + 1
 
     def _batch(self, order: Iterator[int], ahead: list[int], size: int) -> list[int]:
-        """The next samples of all replicas together, or none."""
+        """Return the samples of the next batch of all replicas together; empty at the end."""
         found = ahead + self._next(order, size - len(ahead))
         return [] if self.drop_last and len(found) < size else found
 
@@ -242,20 +242,20 @@ _MOST_COMPARED = 4096
 
 
 def shard_given_loader(loader: Any, *, rank: int, size: int) -> Any:
-    """A loader that gives this replica its share of a plain DataLoader's samples, or the loader where there is no need.
+    """Shard a user's plain DataLoader over the replicas; return it unchanged if it needs no sharding.
 
-    `batch_size` is that of each replica. All ranks draw the order from the generators of rank 0 as they are now, which
-    draws of training do not move; one process alone draws from the global ones, as a plain loop does.
+    `batch_size` is per replica. All ranks draw the order from copies of the current generator states of rank 0, which
+    other draws do not change. A single process draws from the global generators, as a plain loop does.
 
     Collective over the world.
 
     Args:
-        loader: a plain DataLoader; or None, one of `sharded_loader` or with a DistributedSampler, which are left as
-            they are; and so is, for one replica, what cannot be sharded.
-        rank, size: of the data axis.
+        loader: a plain DataLoader. Returned unchanged are None, loaders of `sharded_loader` or with a
+            DistributedSampler, and, with a single replica, loaders that cannot be sharded.
+        rank, size: rank and size of the data axis.
 
     Raises:
-        ValueError: it cannot be sharded, or differs between ranks; on every rank.
+        ValueError: the loader cannot be sharded, or differs between ranks; on every rank.
     """
     errors = [] if _is_sharded(loader) else loader_errors(loader)
     is_left = _is_sharded(loader) or (size == 1 and bool(errors))
@@ -279,12 +279,13 @@ def shard_given_loader(loader: Any, *, rank: int, size: int) -> Any:
 
 
 def rebuilt_loader(loader: DataLoader, streams: Streams, *, seed: int, rank: int, size: int) -> ShardedLoader:
-    """One rank's share of a DataLoader.
+    """Return a loader of one rank's share of a DataLoader's samples.
 
     Args:
-        streams: that its sampler draws from, equal on all ranks.
-        seed: for what a dataset or `worker_init_fn` keeps generators for.
-        rank, size: of the data axis.
+        loader: the user's loader.
+        streams: the generators of its sampler, equal on all ranks.
+        seed: seeds generators of the data set or `worker_init_fn` in worker processes.
+        rank, size: rank and size of the data axis.
     """
     sampler = GivenSampler(loader, streams, num_replicas=size, rank=rank)
     own = ("dataset", "collate_fn", "generator", "worker_init_fn", *WORKER_SETTINGS)
@@ -305,33 +306,33 @@ def _is_sharded(loader: Any) -> bool:
     if not isinstance(loader, DataLoader):
         return False
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    # Of Hugging Face's streams, those of split_dataset_by_node know their rank.
+    # Set on Hugging Face's streaming data sets by split_dataset_by_node.
     is_split = getattr(loader.dataset, "_distributed", None) is not None
     return is_split or any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
 def _generators(loader: DataLoader) -> list[torch.Generator]:
-    """Return the generators that were given to the loader or its sampler, each once."""
+    """Return the generators of the loader and its sampler, without duplicates."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     given = (loader.generator, getattr(sampler, "generator", None))
     return [*dict.fromkeys(each for each in given if isinstance(each, torch.Generator))]
 
 
 def _follow_first_rank(streams: Streams) -> int:
-    """Let the streams stand where those of rank 0 do; returns a seed that is equal on all ranks. One broadcast."""
+    """Load the generator states of rank 0, and return a seed that is equal on all ranks. One broadcast."""
     state, seed = broadcast_object((streams.state_dict(), torch.initial_seed() % 2**63), 0, dist.group.WORLD)
     streams.load_state_dict(state)
     return int(seed)
 
 
 def _description(loader: DataLoader, streams: Streams) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks, so that replicas can share the loader."""
+    """Return the settings of the loader that must be equal on all ranks."""
     dataset, batches = loader.dataset, loader.batch_sampler
     assert isinstance(batches, BatchSampler)
     described = f"a {type(dataset).__name__} of {len(dataset)}"  # type: ignore[arg-type]
     if isinstance(dataset, Subset):
         described += f" from {_shown(dataset.indices)}"
-    if (fingerprint := getattr(dataset, "_fingerprint", None)) is not None:  # of Hugging Face's data sets
+    if (fingerprint := getattr(dataset, "_fingerprint", None)) is not None:  # set by Hugging Face datasets
         described += f", fingerprint {fingerprint}"
     return {
         "dataset": described,
@@ -342,7 +343,7 @@ def _description(loader: DataLoader, streams: Streams) -> dict[str, Any]:
 
 
 def _first_samples(loader: DataLoader, streams: Streams) -> list[Any]:
-    """The beginning of the order, from a copy of the sampler, which may be one that shards by itself."""
+    """Return the first samples of the order, from a copy of the sampler: it may shard by rank itself."""
     state = streams.state_dict()
     given: Any = loader.batch_sampler.sampler  # type: ignore[union-attr]
     try:

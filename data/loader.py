@@ -1,4 +1,4 @@
-"""Dataloaders whose samples are sharded over the data axis, with the place that training has reached."""
+"""Dataloaders whose samples are sharded over the data axis and which track the position of training in the data."""
 
 import inspect
 import random
@@ -46,7 +46,7 @@ _KNOWN = {*_LOWEST, *_SWITCHES, *inspect.signature(DataLoader).parameters}
 
 
 def argument_errors(given: Mapping[str, Any]) -> list[str]:
-    """Return the errors of arguments of a sharded dataloader, besides its data set."""
+    """Return the errors of a sharded dataloader's arguments, except the data set."""
     errors = [
         f"{name}={given[name]!r} must be a whole number from {lowest}"
         for name, lowest in _LOWEST.items()
@@ -68,7 +68,7 @@ def argument_errors(given: Mapping[str, Any]) -> list[str]:
 
 
 def loader_errors(loader: Any) -> list[str]:
-    """Return the reasons why a user's dataloader cannot be sharded as it is."""
+    """Return the reasons why a user's dataloader cannot be sharded."""
     if type(loader) is not DataLoader:
         return [
             f"it is a {type(loader).__name__}, and only a plain torch.utils.data.DataLoader can be rebuilt"
@@ -95,19 +95,23 @@ def sharded_loader(
     sampler_class: type[DistributedSampler] | None = None,
     **kwargs: Any,
 ) -> "ShardedLoader":
-    """A dataloader of one rank's share of a data set. Whatever it draws follows from the seed and the place of a batch.
+    """Return a dataloader of one rank's share of a data set.
+
+    Its random numbers depend only on the seed and on the position of a batch in the data.
 
     Args:
         dataset: a map-style dataset.
-        batch_size: samples of this rank in a batch.
-        rank, size: of the data axis.
-        shuffle: in an order that depends on `seed` and on the epoch.
+        batch_size: samples in a batch of this rank.
+        rank, size: rank and size of the data axis.
+        shuffle: shuffle in an order that depends on `seed` and the epoch.
+        seed: seed of the order and of random numbers.
         drop_last: leave out samples that do not fill a batch on every rank.
-        sampler_class: in the place of ResumableSampler, called as torch's DistributedSampler is.
+        collate_fn: makes a batch from a list of samples.
+        sampler_class: used instead of ResumableSampler, with the arguments of torch's DistributedSampler.
         kwargs: further arguments for the DataLoader.
 
     Raises:
-        ValueError: something cannot be sharded; all errors at once.
+        ValueError: the data set cannot be sharded, or arguments are invalid; all errors at once.
     """
     given = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, **kwargs}
     raise_errors([*dataset_errors(dataset), *argument_errors(given)])
@@ -132,15 +136,18 @@ def sharded_loader(
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A DataLoader that knows how much of the data was taken from it, by all replicas together.
+    """A DataLoader that tracks the samples that all replicas together have taken.
 
-    Its length is that of a whole epoch. `iter` of it has the length of what that pass gives, which is less where the
-    pass goes on within an epoch.
+    Its length is the number of batches in a full epoch. The length of its iterator is the number of batches in that
+    pass, which is smaller if the pass resumes within an epoch.
 
     Args:
+        dataset: a map-style dataset.
         stateful_sampler: begins passes over the samples of `sampler`.
-        seed: what worker processes are seeded from, besides the epoch.
-        settings: of the DataLoader.
+        seed: seeds worker processes, together with the epoch.
+        batch_size: samples in a batch of this rank.
+        sampler: yields this rank's samples.
+        settings: further arguments for the DataLoader.
     """
 
     def __init__(
@@ -162,7 +169,7 @@ class ShardedLoader(DataLoader[Any]):
         self._maker: DataLoader[Any] | None = None
 
     def __iter__(self) -> "Pass":  # type: ignore[override]
-        """Begin a pass; see `ResumableSampler` for its epoch and where in it."""
+        """Begin a pass; see `ResumableSampler` for its epoch and position."""
         begun = self.stateful_sampler.begin(self._num_samples)
         self.num_passes += 1
         if self._maker is None or not self.persistent_workers:
@@ -170,37 +177,37 @@ class ShardedLoader(DataLoader[Any]):
         return Pass(self, begun, self._maker, self._current)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data: what the training loop has taken, not what workers hold ready.
+        """Return the position in the data: batches that the training loop has taken, without prefetched ones.
 
         Returns:
-            "epoch", "samples" of it that all replicas have taken, and "seed", "size" and "shuffle" of the data, equal
-            on all ranks. After a whole epoch "samples" is "size". With a sampler class of the user's instead: its
-            "sampler" state, "epoch" and "batches".
+            "epoch", its "samples" that all replicas together have taken, and the "seed", "size" and "shuffle" of the
+            data; equal on all ranks. After a complete epoch "samples" equals "size". With a sampler class of the
+            user's: the "sampler" state, "epoch" and "batches".
 
         Raises:
-            ValueError: a sampler class of the user's has no state.
+            ValueError: the user's sampler class has no state.
         """
         return self.stateful_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on where another run stood, and the one after it be a whole next epoch.
+        """Set the position, saved by another run, at which the next pass continues. Later passes are full epochs.
 
-        The run may have had another number of replicas or another batch size.
+        That run may have had another number of replicas or another batch size.
 
         Raises:
-            ValueError: the position is one in other data or another order; all errors at once.
+            ValueError: the position is of other data or another order; all errors at once.
         """
         self.stateful_sampler.load_state_dict(state)
 
     def _new_maker(self, epoch: int) -> DataLoader[Any]:
-        """The DataLoader that makes batches of draws, here or in workers."""
+        """Return the DataLoader that makes batches from draws, in this process or in workers."""
         return DataLoader(
             BatchDataset(self.dataset, self.collate_fn),
             batch_size=None,
             sampler=self._current,
             collate_fn=unchanged,
             worker_init_fn=partial(_start_worker, then=self.worker_init_fn),
-            # Of what a data set or `worker_init_fn` keeps generators for; a batch's own numbers follow from its draw.
+            # Seeds generators of the data set or `worker_init_fn`; a batch's random numbers depend on its draw alone.
             generator=torch.Generator().manual_seed(derived_seed(*self._seed, epoch)),
             **{name: getattr(self, name) for name in WORKER_SETTINGS},
         )
@@ -218,7 +225,7 @@ WORKER_SETTINGS = (
 
 
 class _Current:
-    """The draws of the pass that began last: what torch's DataLoader takes for its sampler."""
+    """The draws of the latest pass, as the sampler of torch's DataLoader."""
 
     def __init__(self) -> None:
         self.draws: Iterator[Draw] = iter(())
@@ -228,9 +235,9 @@ class _Current:
 
 
 class Pass(Iterator[Any]):
-    """The batches from where a pass begins to the end of its epoch. Its loader's position follows what is taken.
+    """Iterator over the batches of a pass. Taking a batch advances the loader's position.
 
-    Its length is the number of batches that it gives from its beginning.
+    Its length is the number of all batches of the pass.
     """
 
     def __init__(
@@ -239,7 +246,7 @@ class Pass(Iterator[Any]):
         self._loader = loader
         self._number = loader.num_passes
         self._num_batches = begun.num_batches
-        self._positions: dict[int, Any] = {}  # after each batch that was drawn and not yet taken
+        self._positions: dict[int, Any] = {}  # by number, the positions after batches in flight
         current.draws = _noted(begun.draws, self._positions)
         self._batches = iter(maker)
 
@@ -257,34 +264,34 @@ class Pass(Iterator[Any]):
         return len(self._loader) if self._num_batches is None else self._num_batches
 
 
-# Not a method: a generator that held its pass would keep abandoned workers alive until the garbage is collected.
+# Not a method: a generator with a reference to its pass would keep abandoned workers alive until garbage collection.
 def _noted(draws: Iterator[tuple[Draw, Any]], positions: dict[int, Any]) -> Iterator[Draw]:
-    """The draws, the position after each written down."""
+    """Yield the draws, and record the position after each in `positions`."""
     for draw, position in draws:
         positions[draw.number] = position
         yield draw
 
 
 class BatchDataset(Dataset[tuple[int, Any]]):
-    """The batches of a data set by their draws, so that the one who makes a batch knows its place, in any process."""
+    """A data set of batches, indexed by draws, so that any process that makes a batch can seed it."""
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any]) -> None:
         self.dataset = dataset
         self._collate = collate
 
     def __getitem__(self, draw: Draw) -> tuple[int, Any]:
-        """The batch and its number. The generators of this process stand as they stood."""
+        """Return the number of a batch and the batch. The process's random states are unchanged."""
         with seeded(draw.entropy):
             return draw.number, self._collate(_samples(self.dataset, draw.indices))
 
 
 def unchanged(batch: Any) -> Any:
-    """The batch. A collator for a DataLoader whose data set gives batches; workers can be sent it by name."""
+    """Return the batch: a collator that workers can unpickle, for a DataLoader whose data set yields batches."""
     return batch
 
 
 def _start_worker(worker: int, then: Callable[[int], None] | None) -> None:
-    """Let the data set that a worker process reports be the user's own."""
+    """Make `get_worker_info` report the user's own data set in a worker process."""
     info = get_worker_info()
     if info is None:
         raise AssertionError(f"worker {worker} starts outside of a worker process")
@@ -296,7 +303,7 @@ def _start_worker(worker: int, then: Callable[[int], None] | None) -> None:
 
 @contextmanager
 def seeded(entropy: Sequence[int]) -> Iterator[None]:
-    """Let Python, NumPy and torch's CPU draw what follows from some numbers alone, and go on afterwards as before."""
+    """Seed Python, NumPy and torch's CPU generator for a block, and restore their states afterwards."""
     seed, cpu = derived_seed(*entropy), torch.device("cpu")
     with generators_put_back(cpu):
         random.seed(seed)
@@ -306,6 +313,6 @@ def seeded(entropy: Sequence[int]) -> Iterator[None]:
 
 
 def _samples(dataset: Any, indices: list[int]) -> list[Any]:
-    """Samples of a data set, all at once where it can give them so, as torch's DataLoader reads them."""
+    """Return samples of a data set, with one call of `__getitems__` if it has one, as torch's DataLoader does."""
     several = getattr(dataset, "__getitems__", None)
     return several(indices) if several else [dataset[index] for index in indices]

@@ -1,4 +1,4 @@
-"""The order of samples over all replicas, and how far training has come in it."""
+"""Samplers that shard the samples over the replicas, and the position of training in the data."""
 
 import copy
 import math
@@ -16,12 +16,12 @@ from ..cluster.errors import raise_errors
 
 
 class Draw(NamedTuple):
-    """The samples and random numbers that a batch is made from.
+    """The samples and the seed of a batch.
 
     Args:
-        number: of the batch in its pass over the data.
-        indices: of its samples.
-        entropy: whole numbers that its random numbers follow from.
+        number: number of the batch in its pass over the data.
+        indices: indices of its samples.
+        entropy: whole numbers that seed its random numbers.
     """
 
     number: int
@@ -30,12 +30,12 @@ class Draw(NamedTuple):
 
 
 class BegunPass(NamedTuple):
-    """A pass over the data that has begun.
+    """A pass over the data (an epoch, or the rest of one) that has begun.
 
     Args:
-        epoch: that it is of.
-        num_batches: that it gives; None where nobody knows.
-        draws: what each batch is made from, and the position in the data once that batch is taken.
+        epoch: its epoch.
+        num_batches: number of batches that it yields; None if unknown.
+        draws: the draw of each batch, with the position in the data after that batch.
     """
 
     epoch: int
@@ -44,82 +44,83 @@ class BegunPass(NamedTuple):
 
 
 class StatefulSampler(ABC):
-    """A sampler of one replica that knows the place in the data that training has reached.
+    """A sampler of one replica that tracks the position of training in the data.
 
     Attributes:
-        position: the place; it is set to the one of the batch's draw when a batch is taken.
+        position: the current position. The loader sets it when the training loop takes a batch.
     """
 
     position: Any
 
     @abstractmethod
     def begin(self, batch_size: int) -> BegunPass:
-        """Begin a pass: the next one, or the one that was loaded, at its place."""
+        """Begin the next pass, or continue a loaded one at its position."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The place of all replicas together."""
+        """Return the position, which is common to all replicas."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on at a place."""
+        """Set the position at which the next pass continues."""
 
 
 def num_parts(count: int, size: int, *, drop_last: bool) -> int:
-    """The number of parts of this size, batches or shares; `drop_last` leaves out one that is not full."""
+    """Return the number of parts of `size` in `count`; `drop_last` leaves out an incomplete part."""
     return count // size if drop_last else -(-count // size)
 
 
 def derived_seed(*entropy: int) -> int:
-    """A seed of 32 bits that differs with each of these whole numbers and with their order."""
+    """Return a 32-bit seed that depends on all of these whole numbers and on their order."""
     return int(np.random.SeedSequence([number % 2**64 for number in entropy]).generate_state(1)[0])
 
 
 class Position(NamedTuple):
-    """The part of an epoch that all replicas have taken: all of it where `samples` is the size of the data set."""
+    """The samples of an epoch that all replicas together have taken; the epoch is complete at the data set's size."""
 
     epoch: int
     samples: int
 
 
 class ResumableSampler(DistributedSampler[int], StatefulSampler):
-    """torch's DistributedSampler, whose passes can begin within an epoch, for any number of replicas.
+    """A DistributedSampler that can resume within an epoch, with any number of replicas.
 
-    The order of an epoch follows from its number and the seed alone. It is dealt out like cards: the first batches
-    of all replicas together are its first samples, however many replicas share them. Where they do not share
-    them evenly, the first samples of the order are given again at its end, or with `drop_last` the last are left out.
+    The order of an epoch depends only on its number and the seed. Samples are assigned to replicas in turn. So the
+    first batches of all replicas together are the first samples of the order, for any number of replicas. If the
+    samples do not divide evenly, the first samples of the order are repeated at its end, or with `drop_last` the last
+    ones are left out.
 
-    A pass is of the epoch that `set_epoch` named since the last pass began, or else of the next one. `set_epoch` of
-    an epoch that was loaded goes on at its place, and of another begins it.
+    A pass covers the epoch that `set_epoch` has set since the last pass began, else the next epoch. If `set_epoch` sets
+    the loaded epoch, the pass continues at the loaded position; any other epoch begins at its start.
 
     Args:
-        dataset, num_replicas, rank, shuffle, seed, drop_last: as torch's.
+        dataset, num_replicas, rank, shuffle, seed, drop_last: as in torch's DistributedSampler.
 
     Attributes:
-        position: where training stands.
+        position: the current position of training.
     """
 
     def __init__(self, dataset: Any, **settings: Any) -> None:
         super().__init__(dataset, **settings)
         self.position = Position(0, 0)
         self._loaded: Position | None = None
-        self._is_due = True  # the epoch was named and no pass over it has begun
+        self._is_due = True  # the epoch is set and no pass over it has begun
 
     @property
     def size(self) -> int:
-        """Samples of the data set."""
+        """Number of samples in the data set."""
         assert isinstance(self.dataset, Sized)
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch, self._is_due = int(epoch), True
-        # A script that names the epoch in each step stays where it is.
+        # A script that sets the same epoch in each step must keep its position.
         if epoch != self.position.epoch:
             self.position = self._next_position()
 
     def begin(self, batch_size: int) -> BegunPass:
-        """Begin a pass: the batches of this rank, from the place where it begins to the end of the epoch."""
+        """Begin a pass over this rank's batches, from the current position to the end of the epoch."""
         if not self._is_due:
             self.epoch += 1
         first = self._next_position()
@@ -130,7 +131,7 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         return BegunPass(first.epoch, num_batches, self._draws(first, own, batch_size, num_batches))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of all replicas together, and what differs in another order; equal on all ranks."""
+        """Return the position and the settings on which the order depends; equal on all ranks."""
         return {
             "epoch": self.position.epoch,
             "samples": self.position.samples,
@@ -140,10 +141,10 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on at a position; after a whole epoch it is of the next one.
+        """Set the position at which the next pass continues; after a complete epoch, the next epoch begins.
 
         Raises:
-            ValueError: the state is none of this order; all errors at once.
+            ValueError: the state is invalid or of another order; all errors at once.
         """
         raise_errors(self._errors(state))
         self.position = self._loaded = Position(state["epoch"], state["samples"])
@@ -151,18 +152,18 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         self._is_due = self.position.samples < self.size
 
     def _next_position(self) -> Position:
-        """The position at which a pass over the named epoch begins."""
+        """Return the position at which a pass over the current epoch begins."""
         loaded = self._loaded
         return loaded if loaded is not None and loaded.epoch == self.epoch else Position(self.epoch, 0)
 
     def _order(self, epoch: int) -> Tensor:
-        """(size,), the samples in the order of an epoch."""
+        """Return the (size,) sample indices in the order of an epoch."""
         if not self.shuffle:
             return torch.arange(self.size)
         return torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def _share(self, first: Position) -> Tensor:
-        """This rank's samples of an epoch, from a position on."""
+        """Return this rank's samples of an epoch, from a position on."""
         order = self._order(first.epoch)
         left = order[first.samples :]
         missing = -len(left) % self.num_replicas
@@ -202,7 +203,7 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
 
 
 def key_errors(state: Any, expected: Collection[str]) -> list[str]:
-    """Return the reasons why something is no mapping with exactly these keys."""
+    """Return errors if a state is not a mapping with exactly these keys."""
     if not isinstance(state, Mapping):
         return [
             f"the position in the data must be a state_dict() of a dataloader, not a {type(state).__name__}"
@@ -219,7 +220,7 @@ def key_errors(state: Any, expected: Collection[str]) -> list[str]:
 
 
 class Reached(NamedTuple):
-    """The part a replica has taken: batches of a pass, and the sampler's state after them (None where it has none)."""
+    """A replica's position: batches taken in a pass, and the sampler's state after them (None if it has no state)."""
 
     epoch: int
     batches: int
@@ -227,13 +228,13 @@ class Reached(NamedTuple):
 
 
 class ForeignSampler(StatefulSampler):
-    """The passes of a sampler that knows nothing of positions; those count as epochs for random numbers.
+    """A wrapper of a user's sampler class that has no positions. Each pass counts as an epoch for random numbers.
 
     Args:
-        sampler: gives this rank's samples. Its `state_dict` is called after each batch that is drawn from it, since
-            workers are ahead of what training has taken.
-        seed, rank: what random numbers follow from, besides the pass and the batch.
-        drop_last: leave out a last batch that is not full.
+        sampler: yields this rank's samples. Its `state_dict`, if it has one, is called after each batch drawn from it,
+            since workers prefetch batches that training has not taken yet.
+        seed, rank: seed random numbers, together with the pass and the batch.
+        drop_last: leave out an incomplete last batch.
     """
 
     def __init__(self, sampler: Sampler[int], *, seed: int, rank: int, drop_last: bool) -> None:
@@ -243,10 +244,10 @@ class ForeignSampler(StatefulSampler):
         self._drop_last = drop_last
         self._has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self.position = Reached(0, 0, None)
-        self._goes_on = True  # the next pass is the one of the position
+        self._goes_on = True  # the next pass continues at the position
 
     def begin(self, batch_size: int) -> BegunPass:
-        """Begin a pass: the batches that the sampler gives."""
+        """Begin a pass over the batches of the sampler."""
         total = self._num_batches(batch_size)
         epoch, first, state = self.position
         if not self._goes_on or (first and first == total):
@@ -258,7 +259,7 @@ class ForeignSampler(StatefulSampler):
         return BegunPass(epoch, None if total is None else total - first, self._draws(batches, epoch, first))
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state as of what training has taken, and how far this pass has come.
+        """Return the sampler's state after the batches that training has taken, and their number in this pass.
 
         Raises:
             ValueError: the sampler has no state.
@@ -268,10 +269,10 @@ class ForeignSampler(StatefulSampler):
         return {"sampler": self._own_state() if state is None else state, "epoch": epoch, "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hand the sampler its state, and go on counting.
+        """Load the sampler's state and the position in the pass.
 
         Raises:
-            ValueError: the sampler has no state, or this is not one of `state_dict`.
+            ValueError: the sampler has no state, or the argument is not from `state_dict`.
         """
         self._require_state()
         raise_errors(key_errors(state, ("sampler", "epoch", "batches")))
