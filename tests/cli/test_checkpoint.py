@@ -1,4 +1,4 @@
-"""`echelon checkpoint`: what is printed, which status, and which folder is meant."""
+"""`echelon checkpoint`: its output, exit status, and choice of the folder."""
 
 import json
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_the_newest_complete_step_of_a_folder_is_taken_and_reported(step: Path, 
     assert listed(tmp_path / "run")["step"] == 107
 
 
-def test_diff_is_silent_about_layouts_and_tells_what_differs(step: Path, tmp_path: Path) -> None:
+def test_diff_ignores_layouts_and_reports_differences(step: Path, tmp_path: Path) -> None:
     made = Handmade.of(small_config())
     made.cut, made.ranks, made.layout = columns, 3, {"pp": 1, "dp": 1, "sp": 1, "tp": 3}
     status, output = call("diff", step, made.write(tmp_path / "same"))
@@ -130,7 +130,7 @@ def test_diff_is_silent_about_layouts_and_tells_what_differs(step: Path, tmp_pat
     assert status == 0 and "nothing differs by more than 0.2 of its tensor" in output
 
 
-def test_verify_tells_the_damaged_tensor(step: Path) -> None:
+def test_verify_names_the_damaged_tensor(step: Path) -> None:
     status, output = call("verify", step)
     assert (status, f"{step} is sound" in output) == (0, True)
     path = step / "model" / "model-00001-of-00003.safetensors"
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_read_is_reported_with_status_1(step: Path, name: 
     ("command", "instead"),
     [("reshard", "booster.save_checkpoint(..., size_per_shard=MIB)"), ("export", 'precision="fp32"')],
 )
-def test_a_command_that_is_gone_says_what_to_do_instead(step: Path, command: str, instead: str) -> None:
+def test_a_removed_command_names_its_replacement(step: Path, command: str, instead: str) -> None:
     status, output = call(command, step, "out", "--size-per-shard", 1)
     assert status == 2 and "there is no such command any more" in output and instead in output
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: it answers for help at once, and imports what a command needs when it runs."""
+"""The command line: help needs no large import, and commands import what they need when they run."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ HELP = (
 )
 LARGE = ("torch", "transformers", "datasets", "numpy", "matplotlib")
 
-# Runs each line of stdin as a command line, and prints which large packages were imported by then.
+# Runs each line of stdin as a command line, and prints the large packages that were imported so far.
 SCRIPT = f"""
 import sys
 from echelon.cli import main
@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 
 def imported(*lines: str) -> list[str]:
-    """The lines that a fresh process says of what it imported, one for each command line."""
+    """Return the large packages that a fresh process imported, a line for each command line."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], input="\n".join(lines), capture_output=True, text=True, check=True
     )
@@ -86,4 +86,4 @@ start = time.process_time()
 from echelon import Booster, HybridParallelPlugin
 print(time.process_time() - start)
 """
-    assert float(in_fresh_process(script)) < 1  # 0.3 s where nothing else runs
+    assert float(in_fresh_process(script)) < 1  # 0.3 s on an idle machine

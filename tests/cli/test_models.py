@@ -1,4 +1,4 @@
-"""`echelon models`: the matrix of the last results, and the page that is made from it."""
+"""`echelon models`: the matrix of the last results, and the page made from it."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ from ..contract.matrix_rows import LAYOUTS, choices
 from ..matrix import complete_parts, make_page, types_with_a_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-# Of another library: the matrix is of transformers' own types.
+# A type of another library: the matrix has transformers' own types.
 ELSEWHERE = {"chatglm"}
 
 
@@ -79,7 +79,7 @@ def test_a_feature_is_proven_refused_with_its_reason_or_not_tried() -> None:
     assert lines[-1] == "- fused norm: bert, llama: it has none."
 
 
-def test_layouts_that_spread_sequences_are_counted_by_mode() -> None:
+def test_layouts_that_shard_sequences_are_counted_by_mode() -> None:
     outcomes = {
         "tp2·ring·fp32": True,
         "tp4·ring·fp32": False,
@@ -93,7 +93,7 @@ def test_layouts_that_spread_sequences_are_counted_by_mode() -> None:
 
 
 def on_a_terminal(*arguments: str, columns: int) -> list[str]:
-    """The lines that `echelon models` prints on a terminal of this width."""
+    """Return the lines that `echelon models` prints on a terminal of this width."""
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-c", "from echelon.cli import main; main()", "models", *arguments]
@@ -101,7 +101,7 @@ def on_a_terminal(*arguments: str, columns: int) -> list[str]:
     process = subprocess.Popen(command, stdout=terminal, env=others | {"TERM": "xterm"})
     os.close(terminal)
     printed = b""
-    with open(master, "rb", buffering=0) as reader, suppress(OSError):  # Linux ends a closed terminal so
+    with open(master, "rb", buffering=0) as reader, suppress(OSError):  # raised for a closed terminal
         while part := reader.read(2**16):
             printed += part
     assert process.wait() == 0
@@ -126,7 +126,7 @@ def test_a_pipe_gets_the_page() -> None:
     assert (result.exit_code, result.output) == (0, PAGE.read_text())
 
 
-def test_a_type_is_shown_by_name_and_others_by_how_they_begin() -> None:
+def test_types_are_shown_by_name_or_by_its_beginning() -> None:
     result = CliRunner().invoke(app, ["models", "bloom"])
     assert result.exit_code == 0
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines()]
@@ -143,7 +143,7 @@ def test_a_type_is_shown_by_name_and_others_by_how_they_begin() -> None:
 
 
 def part(number: int, count: int, commit: str = "abc", **rows: bool) -> dict[str, Any]:
-    """The results of one part: an outcome by layout, all of one model and head."""
+    """Return the results of one part: outcomes by layout, all for one model and head."""
     return {
         "part": [number, count],
         "commit": commit,
@@ -185,7 +185,7 @@ def test_the_page_is_made_once_all_parts_are_there_and_says_which_cells_are_of_o
     assert document.read_text().endswith("- 000: llama causal tp4.\n- aaa: llama causal pp2.\n")
     assert "torch 1, transformers 2, commit abc." in document.read_text()
     (results / "1-of-1.json").write_text(json.dumps(part(1, 1, "abd", dp2=True)))
-    make_page(results, matrix, document)  # one that was tried again
+    make_page(results, matrix, document)  # with a repeated row
     kept = json.loads(matrix.read_text())
     assert kept["commit"] == "abc" and kept["others"]["llama causal dp2"] == "abd"
 

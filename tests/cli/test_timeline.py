@@ -1,4 +1,4 @@
-"""`echelon timeline`: figures, pictures, refusals, and what is made of a measurement."""
+"""`echelon timeline`: figures, pictures, refusals, and the evaluation of measurements."""
 
 import sys
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_a_schedule_is_drawn_and_its_figures_are_printed(
 
 
 @pytest.mark.parametrize("style", SCHEDULES)
-def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style: str) -> None:
+def test_every_schedule_can_be_selected_by_its_name_alone(tmp_path: Path, style: str) -> None:
     status, output = call("--schedule", style, "--pp", "2", "--out", str(tmp_path / "drawn.svg"))
     assert status == 0, output
 
@@ -117,7 +117,7 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
 
 
 def test_a_file_that_cannot_be_written_is_reported_after_the_figures() -> None:
-    status, output = call("--out", "/proc/drawn.svg")  # where nobody can make a file, root neither
+    status, output = call("--out", "/proc/drawn.svg")  # a folder where not even root can create a file
     assert status == 1, output
     assert "37.5%" in output and "out='/proc/drawn.svg' cannot be written (" in output
 
@@ -171,7 +171,7 @@ def test_the_median_step_is_drawn_from_its_own_start_in_milliseconds() -> None:
     assert median_step(steps) == [[span(Op.FORWARD, 0, 500)], [span(Op.FORWARD, 500, 3000)]]
 
 
-def test_mean_costs_are_those_of_the_parts_that_were_measured() -> None:
+def test_mean_costs_are_those_of_the_measured_parts() -> None:
     whole = [
         [span(Op.FORWARD, 0, 2), span(Op.BACKWARD, 2, 8)],
         [span(Op.FORWARD, 0, 4), span(Op.BACKWARD, 4, 14)],
@@ -181,7 +181,7 @@ def test_mean_costs_are_those_of_the_parts_that_were_measured() -> None:
     assert mean_costs(parts) == Costs(forward=1, backward_input=2, backward_weight=3)
 
 
-@pytest.mark.slow  # processes of its own, as those of `echelon verify` that are quick
+@pytest.mark.slow  # starts processes, like quick tests of `echelon verify`
 def test_local_processes_are_measured_and_drawn(tmp_path: Path) -> None:
     out = tmp_path / "measured.svg"
     sizes = ("--pp", "2", "--microbatches", "3", "--hidden", "32", "--steps", "1")

@@ -61,7 +61,7 @@ def test_a_run_goes_on_under_another_layout_in_new_processes() -> None:
 
 
 def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
-    """The run that was asked for, which is not started."""
+    """Return the requested run, without starting it."""
     found: list[Relay] = []
 
     def take(relay: Relay, **_: object) -> ResumeReport:
@@ -74,7 +74,7 @@ def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
     return found[0]
 
 
-def test_further_parts_keep_precision_microbatches_and_steps_until_reported_otherwise(
+def test_further_parts_inherit_precision_microbatches_and_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = ("--precision", "fp16", "--microbatches", "4", "--steps", "2", "--max-norm", "0.5", "--dp", "2")
@@ -89,7 +89,7 @@ def test_further_parts_keep_precision_microbatches_and_steps_until_reported_othe
     )
 
 
-def test_what_differs_from_what_was_saved_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_from_the_saved_contents_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     handover = Handover(step=1, num_tensors=9, differing=("exp_avg/a.weight",))
     wrong = ResumeReport(steps=report(0.5).steps, departure=str(handover), handovers=(handover,))
     monkeypatch.setattr(command, "run_relay", lambda *_, **__: wrong)
@@ -99,7 +99,7 @@ def test_what_differs_from_what_was_saved_is_named_with_status_1(monkeypatch: py
 
 
 def kill_rank_1(rank: int, *_: object) -> None:
-    dist.barrier()  # or rank 0 may be gone before rank 1 has found it
+    dist.barrier()  # otherwise rank 0 may end before rank 1 has connected to it
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -131,7 +131,7 @@ def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.Monke
         (
             ("--then", "--install-completion"),
             ("--install-completion",),
-        ),  # which would write to the user's home
+        ),  # otherwise torch would write to the user's home
         (("--then", "--pp 5", "--zero", "9"), ("zero_stage=9", "--then number 1: the model has 4 layers")),
         (
             ("--then", "--seed 3 --max-norm 1"),
@@ -150,7 +150,7 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
         assert part in output
 
 
-def test_what_speaks_against_sharing_weights_is_reported_beside_what_speaks_against_a_split() -> None:
+def test_errors_of_weight_sharding_and_of_the_split_are_reported_together() -> None:
     dropping = ModelChoice(model_type="codegen", settings=(("layerdrop", 0.1),))
     sharing, split = command.sharding_errors(dropping, HybridConfig(pp_size=2, wp_size=2))
     assert sharing.startswith("layerdrop=0.1 in the model's config")

@@ -22,7 +22,7 @@ from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
 # B batch, W width
 WIDTH = 6
 Batch = dict[str, Tensor]
-# Schedules, each with its chunks per rank.
+# Schedules with their chunks per rank.
 STYLES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2)]
 
 
@@ -66,7 +66,7 @@ class LayerStage:
 
 
 class CountingStage(LayerStage):
-    """Sends besides the hidden state a skip connection, numbers, an empty tensor and a strided one."""
+    """A stage that also sends a skip connection, integers, an empty tensor and a strided one."""
 
     def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
         if self.is_first:
@@ -98,7 +98,7 @@ def reference(
     num_stages: int,
     scale: Callable[[Tensor], Tensor] = identity,
 ) -> list[Tensor]:
-    """The losses of one process without any of the machinery; gradients are left in the layers."""
+    """Return the losses of one process without pipeline code; gradients are accumulated in the layers."""
     stages = [stage_class(layers, index, num_stages) for index in range(num_stages)]
     losses = []
     for microbatch in microbatches:
@@ -122,12 +122,12 @@ def run_alone(
 
 
 class Pipeline:
-    """This rank's stages and transport, and a reference beside it.
+    """This rank's stages and transport, with a reference.
 
     Args:
         stage_class: the class of the stages.
         style, num_chunks: the schedule, which places the stages.
-        dtype, num_frozen: of the layers.
+        dtype, num_frozen: the dtype of the layers, and the number of frozen ones.
         overlap: see `Transport`.
         pp: pipeline ranks; None for all.
     """
@@ -163,13 +163,13 @@ class Pipeline:
         self.weight_gradients = defer_weight_gradients(nn.ModuleList(self.layers))
 
     def train(self, microbatches: Sequence[Batch], style: str | None = None, **options: Any) -> RunResult:
-        """One step."""
+        """Run one training step."""
         compute = build_schedule(style or self.style, self.size, len(microbatches), self.num_chunks)
         return self._run(compute, microbatches, **options)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], **options: Any) -> RunResult:
-        """The forwards alone."""
+        """Run only the forwards."""
         compute = build_schedule(self.style, self.size, len(microbatches), self.num_chunks)
         return self._run(forward_only(compute), microbatches, **options)
 
@@ -181,7 +181,7 @@ class Pipeline:
     def check_train(
         self, microbatches: Sequence[Batch], *, scale: Callable[[Tensor], Tensor] = identity
     ) -> None:
-        """One training step: losses and gradients are those of the reference, to the bit."""
+        """Run one training step; losses and gradients equal the reference's bit for bit."""
         result = self.train(microbatches, scale=scale)
         losses = reference(
             self.expected, microbatches, stage_class=self.stage_class, num_stages=self.num_stages, scale=scale
@@ -199,6 +199,6 @@ class Pipeline:
 
 @contextmanager
 def as_if_large() -> Iterator[None]:
-    """As few tensors are in flight as where they are large."""
+    """Limit the tensors in flight to the number for large ones."""
     with patch.object(transport, "_MAX_BYTES_IN_FLIGHT", 0):
         yield

@@ -11,34 +11,36 @@ Case = tuple[str, int, int, int]  # style, ranks, microbatches, chunks per rank
 
 
 def parsed(text: str) -> Action:
-    """`0sF1` as an action."""
+    """Parse an action such as `0sF1`."""
     return Action(Op(text[1:-1]), int(text[0]), int(text[-1]))
 
 
 def written(*ranks: str) -> Schedule:
-    """A schedule from one line per rank, as lists of actions print without their commas."""
+    """Parse a schedule: one string per rank, its actions as they print, separated by spaces."""
     return [[parsed(action) for action in line.split()] for line in ranks]
 
 
 def chunks_of(name: str, most: int = 3) -> list[int]:
-    """Which numbers of chunks per rank a style is tried with."""
+    """Return the tested numbers of chunks per rank of a style."""
     own = SCHEDULES[name].chunks
     return [own] if own else list(range(1, most + 1))
 
 
 def cases(ranks: int, microbatches: int) -> list[Case]:
-    """All styles with 1 to so many ranks and microbatches."""
+    """Return all styles with up to these numbers of ranks and microbatches."""
     sizes = list(product(range(1, ranks + 1), range(1, microbatches + 1)))
     return [(name, p, m, v) for name in SCHEDULES for p, m in sizes for v in chunks_of(name)]
 
 
 def random_schedule(generator: random.Random, num_ranks: int | None = None) -> tuple[Schedule, int]:
-    """Computations in an order that can be run: stages on any ranks, backwards whole or split, each rank's
-    computations in any order that agrees with one order of all. And their number of microbatches.
+    """Return random computations that can run, and their number of microbatches.
+
+    Stages are on any ranks, and backwards undivided or split. Each rank's computations are in an order that is
+    compatible with a common order of all.
 
     Args:
-        num_ranks: each with a stage, which then takes the backwards of its microbatches in order, so that gradients
-            are added as in one process; None: any number, where some may have nothing to do, and any order.
+        num_ranks: every rank has a stage, and runs the backwards of its microbatches in order, so that gradients
+            accumulate as in one process. None: any number, ranks may be without work, and any order.
     """
     ordered, num_microbatches = num_ranks is not None, generator.randint(1, 4)
     num_ranks = num_ranks or generator.randint(1, 4)

@@ -1,4 +1,4 @@
-"""Stages run one after another in one process, against the whole model."""
+"""Stages run in sequence in one process, compared with the full model."""
 
 import copy
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from echelon.verify.batch import loss_of
 
 
 class Ranks(NamedTuple):
-    """A model cut for several ranks: each rank's part of it, and all stages."""
+    """A model cut for several ranks: each rank's part, and all stages."""
 
     parts: list[nn.Module]
     stages: list[Stage]
 
 
 def plan_of(model: nn.Module) -> StagePlan:
-    """The stage plan that the model's table gives it."""
+    """Return the stage plan of the model's table."""
     policy = policy_for(model)
     policy.set_model(model)
     plan = policy.stage_plan()
@@ -30,7 +30,7 @@ def plan_of(model: nn.Module) -> StagePlan:
 
 
 def cut(model: nn.Module, plan: StagePlan, stage_ranks: Sequence[int], bounds: Sequence[int]) -> Ranks:
-    """Copies of the model, one per rank, each cut to the rank's stages."""
+    """Return copies of the model, one per rank, each cut to the rank's stages."""
     parts, stages = [], {}
     for rank in range(max(stage_ranks) + 1):
         part = copy.deepcopy(model)
@@ -41,12 +41,12 @@ def cut(model: nn.Module, plan: StagePlan, stage_ranks: Sequence[int], bounds: S
 
 
 def scalar(outputs: Any) -> Tensor:
-    """The model's loss, or a mean of what it returns."""
+    """Return the model's loss, or a mean of its outputs."""
     return outputs.square().mean() if isinstance(outputs, Tensor) else loss_of(outputs, None)
 
 
 def train(stages: Sequence[Stage], batch: Any) -> Tensor:
-    """Forward and backward through all stages in turn. Returns the loss."""
+    """Run forward and backward through all stages in sequence; return the loss."""
     arrived: list[tuple[Tensor, ...]] = []
     sent: list[tuple[Tensor, ...]] = []
     received: tuple[Tensor, ...] = ()
@@ -67,11 +67,11 @@ def train(stages: Sequence[Stage], batch: Any) -> Tensor:
 
 
 def require_same(model: nn.Module, ranks: Ranks, batch: Any, *, tolerance: float) -> None:
-    """The stages have the loss and every gradient of the whole model, and every parameter stands somewhere.
+    """Compare the stages' loss and gradients with the full model's; every parameter must be on a stage.
 
     Args:
-        model: the whole model; it is left without gradients.
-        tolerance: of the loss, and of gradients as a share of the largest one.
+        model: the full model; its gradients are dropped.
+        tolerance: the tolerance of the loss, and of gradients relative to the largest one.
     """
     whole = copy.deepcopy(model)
     args, kwargs = as_arguments(batch)
@@ -90,7 +90,7 @@ def require_same(model: nn.Module, ranks: Ranks, batch: Any, *, tolerance: float
 
 
 def summed_gradients(whole: nn.Module, ranks: Ranks) -> dict[str, Tensor | None]:
-    """By a parameter's first name, the gradients of all its replicas summed, each rank's counted once."""
+    """Return by a parameter's first name the sum of the gradients of all its replicas, each rank's once."""
     first = {parameter: name for name, parameter in whole.named_parameters()}
     names = {name: first[parameter] for name, parameter in whole.named_parameters(remove_duplicate=False)}
     by_rank = [

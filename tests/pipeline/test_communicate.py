@@ -1,4 +1,4 @@
-"""Sends and receives as they are added to computations: in an order that ends however the transport waits."""
+"""Sends and receives added to computations: their order ends for any blocking of the transport."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ BOTH_ORDERS = pytest.mark.parametrize("ahead", [True, False])
 
 
 def schedules() -> Iterator[Schedule]:
-    """All styles at small sizes, their evaluation, and random orders on random placements."""
+    """Yield all styles at small sizes, their evaluation, and random orders on random placements."""
     generator = random.Random(1)
     for name, p, m, v in cases(5, 7):
         yield (compute := build_schedule(name, p, m, v))
@@ -36,7 +36,7 @@ def test_transfers_have_one_order_on_both_ends_and_every_schedule_ends_in_any_ti
             require_order(actions)
         for sent, received in channels(ordered).values():
             assert [counterpart(action) for action in sent] == received
-        if not ahead:  # all transfers of two ranks have one order
+        if not ahead:  # all transfers of two ranks have the same order
             for rank, peer in combinations(range(len(ordered)), 2):
                 answers = [counterpart(action) for action in transfers(ordered, peer, rank)]
                 assert transfers(ordered, rank, peer) == answers
@@ -45,7 +45,7 @@ def test_transfers_have_one_order_on_both_ends_and_every_schedule_ends_in_any_ti
 
 
 def require_order(actions: list[Action]) -> None:
-    """A result is sent right after it was computed, and a gradient received after what it answers was sent."""
+    """Require that results are sent directly after their computation, and gradients received after that send."""
     without_receives = [action for action in actions if action.op not in RECEIVES]
     for before, action in pairwise(without_receives):
         if action.op in SENDS:
@@ -57,7 +57,7 @@ def require_order(actions: list[Action]) -> None:
 
 
 def channels(schedule: Schedule) -> dict[tuple[int, int, Op], tuple[list[Action], list[Action]]]:
-    """Sends and receives from one rank to another, of activations or gradients."""
+    """Return the sends and receives of each pair of ranks, of activations or gradients."""
     holders = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
     ends: dict[tuple[int, int, Op], tuple[list[Action], list[Action]]] = {}
     for action in (action for actions in schedule for action in actions if action.op not in COMPUTES):
@@ -73,7 +73,7 @@ def transfers(schedule: Schedule, rank: int, peer: int) -> list[Action]:
 
 
 def uses_of(actions: list[Action], receive: Action) -> tuple[int, list[Action]]:
-    """The computations of a rank, and which of them uses what a receive brings."""
+    """Return the computations of a rank, and the index of the one that uses a received tensor."""
     computed = [action for action in actions if action.op in COMPUTES]
     kinds = [op for op, travel in TRANSFERS.items() if travel.receive is receive.op]
     (use,) = (computed.index(use) for op in kinds if (use := receive._replace(op=op)) in computed)
@@ -81,13 +81,13 @@ def uses_of(actions: list[Action], receive: Action) -> tuple[int, list[Action]]:
 
 
 def lead(actions: list[Action], receive: Action) -> int:
-    """How many computations run between a receive and the one that uses it."""
+    """Return the number of computations between a receive and the one that uses it."""
     use, _ = uses_of(actions, receive)
     return use - sum(action.op in COMPUTES for action in actions[: actions.index(receive)])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbh1"])
-def test_a_receive_stands_two_computations_ahead_where_that_is_possible(name: str) -> None:
+def test_a_receive_is_posted_two_computations_ahead_if_possible(name: str) -> None:
     """In interleaved schedules whose ranks divide the microbatches: larger groups need some earlier."""
     for style, p, m, v in cases(5, 9):
         if style != name or (name == "interleaved" and m % p):
@@ -95,14 +95,14 @@ def test_a_receive_stands_two_computations_ahead_where_that_is_possible(name: st
         for actions in with_communication(build_schedule(name, p, m, v)):
             for receive in filter(lambda action: action.op in RECEIVES, actions):
                 use, computed = uses_of(actions, receive)
-                # Nothing runs before a rank's first computation; a gradient comes after what it answers.
+                # Nothing runs before a rank's first computation; a gradient comes after its output was sent.
                 is_answer = receive.op is Op.RECV_BACKWARD
                 earliest = computed.index(receive._replace(op=Op.FORWARD)) + 1 if is_answer else 0
                 assert lead(actions, receive) == min(2, use - earliest), (p, m, v, receive)
 
 
 @BOTH_ORDERS
-def test_receives_stand_where_they_were_written_by_hand(ahead: bool) -> None:
+def test_receives_are_placed_as_in_schedules_written_by_hand(ahead: bool) -> None:
     expected = {
         True: (
             "0F0 0sF0 0rB0 0F1 0sF1 0rB1 0B0 0F2 0sF2 0rB2 0B1 0B2",
@@ -124,7 +124,7 @@ def test_receives_stand_where_they_were_written_by_hand(ahead: bool) -> None:
 
 
 def test_a_receive_that_a_sender_cannot_wait_for_is_posted_earlier() -> None:
-    """Rank 0 sends all its activations before it takes a gradient; rank 1 uses the last ones late."""
+    """Rank 0 sends all its activations before it receives a gradient; rank 1 uses the last ones late."""
     compute = [gpipe(2, 6)[0], one_f_one_b(2, 6)[1]]
     ordered = with_communication(compute)
     RandomTiming(ordered, random.Random(0), receives_block=False, buffered_sends=0).run()
@@ -150,15 +150,19 @@ def test_a_receive_that_a_sender_cannot_wait_for_is_posted_earlier() -> None:
         (written("0F0 1B0 0B0"), "no rank holds stage 1"),
     ],
 )
-def test_what_cannot_run_is_refused_with_its_actions(compute: Schedule, message: str, ahead: bool) -> None:
+def test_computations_that_cannot_run_are_refused_by_name(
+    compute: Schedule, message: str, ahead: bool
+) -> None:
     with pytest.raises(ValueError, match=message):
         with_communication(compute, ahead=ahead)
 
 
 class RandomTiming:
-    """All ranks in random turns over channels that hold a few sends: computations wait for what was received, sends
-    wait while too many before them were not. Asserts that all ranks get to their ends, and both ends of a channel
-    have one order."""
+    """All ranks run in random turns over channels for a few sends.
+
+    Computations wait for received tensors, and a send waits while too many earlier ones were not received. Asserts
+    that all ranks reach their ends, and that both ends of a channel have the same order.
+    """
 
     def __init__(
         self, schedule: Schedule, generator: random.Random, *, receives_block: bool, buffered_sends: int
@@ -185,7 +189,7 @@ class RandomTiming:
             assert self.posted[channel] == [counterpart(action) for action in sent]
 
     def channel(self, action: Action) -> tuple:
-        """Named from the sender's end."""
+        """Return the channel of a transfer, named from the sender's end."""
         send = action if action.op in SENDS else counterpart(action)
         return send.op, self.holders[send.stage], self.holders[counterpart(send).stage]
 

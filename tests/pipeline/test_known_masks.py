@@ -1,4 +1,4 @@
-"""Masks of which the host knows: transformers asks about them, and no device is waited for."""
+"""Masks with a copy on the host: transformers reads them without waiting for the device."""
 
 from typing import Any
 
@@ -68,9 +68,7 @@ def test_transformers_reads_no_mask_and_computes_the_same(name: str, kernel: str
     for texts in ("plain", "whole", "padded", *["packed"] * (name != "T5ForConditionalGeneration")):
         batch = batch_of(texts)
         moved = with_known_masks({name: each.clone() for name, each in batch.items()}, batch, model)
-        if (
-            name != "BertForMaskedLM" and texts != "packed"
-        ):  # those with a cache, as models have it by default
+        if name != "BertForMaskedLM" and texts != "packed":  # masks with a cache, which models use by default
             batch["use_cache"], moved["use_cache"] = False, False  # type: ignore[assignment]
         with host_reads() as reads:
             found = stage.forward(moved, ()).logits
@@ -79,7 +77,7 @@ def test_transformers_reads_no_mask_and_computes_the_same(name: str, kernel: str
         assert type(found) is Tensor
 
 
-def test_what_is_computed_otherwise_is_a_plain_tensor() -> None:
+def test_results_of_other_operations_are_plain_tensors() -> None:
     mask = known(torch.ones(2, 4, dtype=torch.long))
     assert type(mask.float()) is Tensor
     assert type(mask[torch.tensor([0])]) is Tensor
@@ -87,11 +85,11 @@ def test_what_is_computed_otherwise_is_a_plain_tensor() -> None:
     assert isinstance(mask.to(torch.bool)[:, :2], KnownTensor)
 
 
-def test_answers_are_the_hosts() -> None:
+def test_values_are_read_from_the_hosts_copy() -> None:
     mask = known(torch.tensor([[1, 1, 0]]))
     on_device = mask.as_subclass(Tensor)
     assert not mask.all() and mask.any() and mask.sum() == 2
-    on_device.untyped_storage().fill_(0)  # as where the device is not there yet
+    on_device.untyped_storage().fill_(0)  # as if the device has not computed them yet
     assert (
         mask.any()
         and (mask[:, :2] == 1).all()
@@ -115,7 +113,7 @@ def test_a_change_in_place_is_seen() -> None:
 
 
 def test_mask_functions_that_are_compiled_get_plain_masks() -> None:
-    """And layers of flash attention; where the mask hides nothing, none of them ever has it."""
+    """Layers of flash attention do too; if the mask hides nothing, none of them gets it."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     batch = {"attention_mask": torch.tensor([[1, 0]]), "decoder_attention_mask": torch.ones(1, 2)}
     for kernel, kinds in (
@@ -136,7 +134,7 @@ def test_a_compiled_model_gets_plain_tensors() -> None:
     assert type(Stage(model).forward(batch, ()).loss) is Tensor
 
 
-def test_tensors_that_the_host_has_not_are_left_alone() -> None:
+def test_tensors_without_a_copy_on_the_host_are_unchanged() -> None:
     model = nn.Linear(1, 1)
     with torch.inference_mode():
         assert type(mask_of_all(torch.ones(1, 3))) is Tensor

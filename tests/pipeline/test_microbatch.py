@@ -1,4 +1,4 @@
-"""Cutting batches into microbatches and joining what came of them."""
+"""Splitting batches into microbatches and merging their results."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ def test_every_mapping_becomes_a_plain_dict(kind: Any) -> None:
     assert microbatches[1]["input_ids"].tolist() == [[2, 3]]
 
 
-def test_what_has_no_batch_dimension_goes_to_every_microbatch() -> None:
+def test_values_without_a_batch_dimension_go_to_every_microbatch() -> None:
     temperature = torch.tensor(0.5)
     batch = {"x": rows(2), "temperature": temperature, "name": "two", "flag": True, "none": None}
     for microbatch in split(batch, num_microbatches=2, microbatch_size=None):
@@ -98,7 +98,7 @@ def test_lengths_that_differ_are_refused_by_name() -> None:
         ((3, 2), "microbatch_size=2 cuts a batch of 4 samples into 2 microbatches, and num_microbatches=3"),
     ],
 )
-def test_sizes_that_do_not_say_how_to_cut_are_refused(
+def test_ambiguous_sizes_of_microbatches_are_refused(
     sizes: tuple[int | None, int | None], fault: str
 ) -> None:
     with pytest.raises(ValueError, match=fault):

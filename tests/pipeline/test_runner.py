@@ -1,4 +1,4 @@
-"""The runner and the transport over real processes against one process: equal to the bit, errors name the peer."""
+"""The runner and the transport over real processes, equal to one process bit for bit; errors name the peer."""
 
 import os
 import random
@@ -42,9 +42,9 @@ from .small_schedules import random_schedule
 def train_like_one_process(
     stage_class: type[LayerStage], styles: Sequence[tuple[str, int]] = STYLES, **settings: Any
 ) -> None:
-    """Steps of different batch sizes and numbers of microbatches, unequal ones too, gradients adding up.
+    """Train steps of different batch sizes and numbers of microbatches, also unequal ones, with accumulated gradients.
 
-    The last one has shapes that were met before, and as few tensors in flight as if they were large.
+    The last step repeats earlier shapes, and limits the tensors in flight as for large ones.
     """
     for style, num_chunks in styles:
         pipeline = Pipeline(stage_class=stage_class, style=style, num_chunks=num_chunks, **settings)
@@ -56,7 +56,7 @@ def train_like_one_process(
 
 
 class UnusedStage(LayerStage):
-    """Sends a second tensor that the last stage does not use: its gradient is nothing, not missing."""
+    """A stage that sends a second tensor, which the last stage does not use: its gradient is zero, not missing."""
 
     def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
         output = super().forward(microbatch, received[:1])
@@ -64,7 +64,7 @@ class UnusedStage(LayerStage):
 
 
 class TrainingExtraStage(LayerStage):
-    """Sends a second tensor in training only, as a model with an auxiliary loss does."""
+    """A stage that sends a second tensor in training only, like a model with an auxiliary loss."""
 
     def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
         is_training = torch.is_grad_enabled()
@@ -87,8 +87,8 @@ ONE_STYLE: dict[str, Any] = dict(styles=[("1f1b", 1)])
         (2, UnusedStage, ONE_STYLE),
         (2, TrainingExtraStage, ONE_STYLE),
         *((2, LayerStage, dict(dtype=dtype, **ONE_STYLE)) for dtype in (torch.float16, torch.float64)),
-        (4, LayerStage, dict(pp=2, **ONE_STYLE)),  # two replicas beside each other
-        (3, LayerStage, dict(num_frozen=4, **ONE_STYLE)),  # nothing that is sent needs a gradient
+        (4, LayerStage, dict(pp=2, **ONE_STYLE)),  # two replicas
+        (3, LayerStage, dict(num_frozen=4, **ONE_STYLE)),  # no sent tensor needs a gradient
     ],
 )
 def test_losses_and_gradients_are_those_of_one_process(
@@ -98,7 +98,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 
 def run_random_schedules() -> None:
-    """Each with shapes that were not seen before, so that these are described in the middle of it; then again."""
+    """Run random schedules, each with new shapes, which are described during the run; then again."""
     generator, world = random.Random(0), dist.get_world_size()
     for number in range(8):
         compute, num_microbatches = random_schedule(generator, world)
@@ -151,7 +151,7 @@ def evaluate_between_steps() -> None:
         expected = make_batch(5, seed=10)["x"]
         for layer in pipeline.expected:
             expected = layer(expected)
-        # Rows of a product may be summed in another order when the batch is cut: hence not to the bit.
+        # Rows of a product may be summed in another order when the batch is split: hence not bit for bit.
         torch.testing.assert_close(merge(result.outputs)["out"], expected)
         assert [int(weight) for weight in result.weights] == [3 * WIDTH, 2 * WIDTH] and len(
             result.losses
@@ -167,7 +167,7 @@ def test_evaluation_between_steps_changes_nothing(pool: Pool) -> None:
 
 
 class WatchedStage(LayerStage):
-    """Counts at every call how many of its earlier inputs and outputs are still in memory."""
+    """A stage that counts at every call how many of its earlier inputs and outputs are still in memory."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -186,7 +186,7 @@ def train_watched(name: str) -> list[int]:
     pipeline = Pipeline(stage_class=WatchedStage)
     stage: Any = pipeline.stage
     with as_if_large():
-        for _ in range(2):  # in the first step shapes are described, and sends are not waited for
+        for _ in range(2):  # the first step describes shapes, and does not wait for sends
             stage.storages.clear()
             stage.alive.clear()
             pipeline.train(pieces(12, 12), name)
@@ -195,7 +195,7 @@ def train_watched(name: str) -> list[int]:
 
 
 def test_outputs_are_freed_once_sent_and_inputs_after_their_backward(pool: Pool) -> None:
-    # 4 large sends may be in flight, and gloo may still hold the tensor of the last one that was waited for.
+    # 4 large sends may be in flight, and gloo may still keep the tensor of the last completed one.
     first, last = pool.run(2, train_watched, "gpipe")
     assert max(first) <= 5 < 11
     assert last == list(range(12)), "all inputs live until their backwards"
@@ -207,7 +207,7 @@ def test_outputs_are_freed_once_sent_and_inputs_after_their_backward(pool: Pool)
 
 
 class UnsteadyStage(LayerStage):
-    """The width of its outputs depends on the values of the microbatch, not on its shapes."""
+    """A stage whose output width depends on the values of the microbatch, not on its shapes."""
 
     def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
         output = super().forward(microbatch, tuple(r[:, :WIDTH] for r in received))
@@ -283,7 +283,7 @@ def die_in_step(dying_rank: int, style: str, num_chunks: int) -> None:
 
 @pytest.mark.parametrize(
     ("style", "num_chunks"),
-    # Every one needs a new process.
+    # Each row needs a new process.
     [pytest.param(*style, marks=[pytest.mark.slow] * (style != ("1f1b", 1))) for style in STYLES],
 )
 @pytest.mark.parametrize("dying_rank", [0, 1])
@@ -302,10 +302,10 @@ def test_a_rank_that_dies_is_named_by_its_peer(
     )
 
 
-# One process: a single stage, or several handed from one to the next.
+# One process: a single stage, or several that pass tensors to the next.
 
 
-def test_several_stages_on_one_rank_are_handed_on_without_a_transport() -> None:
+def test_stages_of_one_rank_need_no_transport() -> None:
     forwards = [Action(Op.FORWARD, stage, m) for m in (2, 0, 1) for stage in range(3)]
     backwards = [Action(Op.BACKWARD, stage, m) for m in range(3) for stage in (2, 1, 0)]
     layers, expected = make_layers(), make_layers()

@@ -1,4 +1,4 @@
-"""Orders of computations, the styles there are, and what becomes of schedules that a user wrote."""
+"""Orders of computations, the built-in styles, and user schedules."""
 
 from itertools import product
 from typing import Any
@@ -23,7 +23,7 @@ from echelon.pipeline.validate import own_schedule_errors
 from .small_schedules import cases, chunks_of, written
 
 FORWARD, BACKWARD = Op.FORWARD, Op.BACKWARD
-# Of figure 4 of arXiv:2104.04473 (4 ranks, 2 chunks, 8 microbatches) the first and the last rank.
+# The first and the last rank of figure 4 of arXiv:2104.04473 (4 ranks, 2 chunks, 8 microbatches).
 PUBLISHED = [interleaved(4, 8, 2)[0], interleaved(4, 8, 2)[3]]
 ORDERS: dict[str, tuple[Schedule, tuple[str, ...]]] = {
     "gpipe": (gpipe(2, 3), ("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")),
@@ -112,12 +112,12 @@ def failing(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def turning(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Places the stages by the number of microbatches."""
+    """Place the stages depending on the number of microbatches."""
     schedule = one_f_one_b(num_ranks, num_microbatches)
     return schedule if num_microbatches % 2 == 0 else schedule[::-1]
 
 
-def test_a_schedule_of_ones_own_is_taken_as_a_list_or_a_function() -> None:
+def test_a_user_schedule_is_a_list_or_a_function() -> None:
     assert style_errors(OWN, 1, 2) == style_errors(gpipe(2, 2, 3), 3, 2) == []
     assert build_schedule(OWN, 2, 2, 1) == OWN
     assert build_stage_ranks(OWN, 2, 1) == (0, 1, 0)
@@ -128,7 +128,7 @@ def test_a_schedule_of_ones_own_is_taken_as_a_list_or_a_function() -> None:
     assert build_schedule(turning, 2, 6, 1, required_stage_ranks=(0, 1)) == one_f_one_b(2, 6)
 
 
-# What is given as pp_style for 2 ranks, the chunks and the number of microbatches, and what is said of it.
+# The pp_style for 2 ranks, the chunks and the number of microbatches, and the error.
 REFUSED: list[tuple[Any, int, int | None, str]] = [
     ("1F1B", 1, None, "there is no schedule '1F1B': use one of 'gpipe', '1f1b', 'interleaved', 'zbh1', 'zbv', or"),
     ("1f1b", 2, None, "'1f1b' has 1 stage per rank and cannot have num_model_chunks=2: 'gpipe' and 'interleaved' take"),
@@ -167,7 +167,7 @@ REFUSED: list[tuple[Any, int, int | None, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_a_schedule_that_cannot_be_had_is_refused(number: int) -> None:
+def test_an_invalid_schedule_is_refused(number: int) -> None:
     style, chunks, microbatches, message = REFUSED[number]
     (error,) = style_errors(style, chunks, 2, microbatches)
     assert message in error and len(error) < 250

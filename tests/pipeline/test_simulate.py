@@ -1,4 +1,4 @@
-"""The simulation against published results and against an event simulation that shares nothing with it."""
+"""The simulation, compared with published results and with an independent event simulation."""
 
 import heapq
 import random
@@ -43,7 +43,7 @@ def test_bubbles_are_the_published_ones(costs: Costs) -> None:
             simulate(zero_bubble_v(p, m), costs.per_chunk(2)),
         )
         assert max(split.end, v_shaped.end) <= whole.end + 1e-9
-        for rank in range(p) if m >= p and w <= 1 else ():  # weight gradients fit where 1F1B waits
+        for rank in range(p) if m >= p and w <= 1 else ():  # weight gradients fit into the bubble of 1F1B
             assert whole.idle(rank) == pytest.approx((p - 1) * (f + i + w), abs=1e-9)
             assert split.idle(rank) == pytest.approx((p - 1) * (f + i - w), abs=1e-9)
         for v in range(1, 5):
@@ -52,13 +52,13 @@ def test_bubbles_are_the_published_ones(costs: Costs) -> None:
                 for build in (gpipe, interleaved):
                     bubble = simulate(build(p, m, v), chunk).bubble
                     assert bubble == pytest.approx((p - 1) / (v * m), abs=1e-12), (p, m, v)
-            else:  # the last stage does all microbatches; before it stand all other stages once, and after it
+            else:  # the last stage runs all microbatches; all other stages run once before it, and once after it
                 end = (v * p - 1 + m) * (chunk.of(Op.FORWARD) + chunk.of(Op.BACKWARD))
                 assert simulate(interleaved(p, m, v), chunk).end == pytest.approx(end)
 
 
 def own_idle(timeline: Timeline, rank: int) -> float:
-    """Between its own first and last computation."""
+    """Return the idle time between a rank's first and last computation."""
     return sum(after.start - before.end for before, after in pairwise(timeline.spans[rank]))
 
 
@@ -91,7 +91,7 @@ def test_peaks_of_activations_are_the_published_ones() -> None:
             timeline = simulate(zero_bubble_v(p, m), costs)
             assert max(timeline.peak_activations) == min(2 * p, 2 * m)
             assert max(timeline.peak_shares) == min(p, m)
-    # Those of a split backward are kept until its weight gradients.
+    # Activations of a split backward are kept until its weight gradients.
     assert simulate(written("0F0 0I0 0F1 0I1 0W0 0W1"), Costs()).peak_activations == [2]
     assert simulate(written("0F0 0I0 0W0 0F1 0I1 0W1"), Costs()).peak_activations == [1]
 
@@ -113,7 +113,7 @@ def test_an_event_simulation_agrees() -> None:
 
 
 def event_spans(schedule: Schedule, costs: Costs) -> list[list[Span]]:
-    """Events in order of time: a computation begins when the last thing that it waits for has come."""
+    """Simulate events in order of time: a computation starts when the last of its inputs is available."""
     duration = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
     duration["B"] = costs.backward_input + costs.backward_weight
     waiting: dict[str, int] = {}
@@ -146,7 +146,7 @@ def event_spans(schedule: Schedule, costs: Costs) -> list[list[Span]]:
 
 
 def needs_of(action: Action) -> list[str]:
-    """Names of what must be over before; some are in no schedule."""
+    """Return the names of required events; some are in no schedule."""
     kind, stage, microbatch = action.op.value, action.stage, action.microbatch
     if kind == "W":
         return [f"{stage}I{microbatch}"]
@@ -156,7 +156,7 @@ def needs_of(action: Action) -> list[str]:
 
 
 def event_peaks(spans: list[list[Span]]) -> list[int]:
-    """Activations held at every moment, counted from the clock; what ends then is gone before what starts."""
+    """Count the activations at every moment, by the clock; an end is counted before a start at the same time."""
     peaks = []
     for own in spans:
         changes = [(span.start, 1) for span in own if span.action.op.value == "F"]
@@ -183,7 +183,7 @@ def test_evaluation_holds_one_microbatch_and_a_rank_without_work_is_idle() -> No
     assert (timeline.idle(1), timeline.bubble) == (3, 1)
 
 
-def test_a_schedule_that_cannot_go_on_is_refused() -> None:
+def test_a_schedule_that_deadlocks_is_refused() -> None:
     schedule = gpipe(2, 1)
     schedule[1].reverse()
     with pytest.raises(ValueError, match="deadlocks: 0B0, 1B0 can never start"):

@@ -1,4 +1,4 @@
-"""Stage cutting, in one process: stages in turn give the whole model's loss and gradients, and keep its names."""
+"""Stage cutting, in one process: stages in sequence have the full model's loss and gradients, and keep its names."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ LLAMA, T5 = ModelChoice(model_type="llama"), ModelChoice(model_type="t5")
 
 
 def heads(model_type: str, *heads: str) -> list[ModelChoice]:
-    """Models of a type with these heads."""
+    """Return models of a type with these heads."""
     return [ModelChoice(model_type=model_type, head=head) for head in heads]
 
 
@@ -30,14 +30,14 @@ TEXTS = [
     for model_type in ("llama", "bert", "gpt2", "t5")
     for choice in heads(model_type, *{kind: head for head, kind in heads_of(model_type).items()}.values())
 ]
-# Layers that change the shape, share biases, or are all read at the end.
+# Models whose layers change the shape, share biases, or have all their outputs read at the end.
 IMAGES = [
     *heads("swin", "image_classification", "backbone"),
     *heads("swinv2", "image_classification"),
     *heads("beit", "masked_image", "segmentation"),
 ]
 FURTHER_HEADS = [*heads("swin", "masked_image", "base"), *heads("swinv2", "backbone"), *heads("beit", "base")]
-# Layers that run several times.
+# Models with layers that run several times.
 SHARED = [
     ModelChoice(model_type="albert", head="masked"),
     ModelChoice(model_type="albert", settings=(("num_hidden_groups", 2),)),
@@ -48,7 +48,7 @@ UNEQUAL = replace(T5, tied=True, settings=(("num_layers", 3), ("num_decoder_laye
 
 
 def is_bitwise(choice: ModelChoice) -> bool:
-    """Where nothing is summed in another order: biases of all layers, what several stages use, an encoder's output."""
+    """Return True if no sum has another order: biases of all layers, values of several stages, encoder outputs."""
     adds_up = ("albert", "t5"), ("backbone", "segmentation")
     is_shared = (choice.model_type, choice.head) == ("beit", "masked_image")
     return choice.model_type not in adds_up[0] and choice.head not in adds_up[1] and not is_shared
@@ -57,7 +57,7 @@ def is_bitwise(choice: ModelChoice) -> bool:
 def check(
     model: nn.Module, batch: Any, stage_ranks: Sequence[int], bounds: list[int], *, bitwise: bool
 ) -> None:
-    """Compare a cut model with the whole one: names, parameters of each stage, loss and gradients."""
+    """Compare a cut model with the full one: names, parameters of each stage, loss and gradients."""
     plan = plan_of(model)
     ranks = cut(model, plan, stage_ranks, bounds)
     require_names(model, ranks, plan, bounds)
@@ -68,7 +68,7 @@ def check(
 
 
 def require_names(model: nn.Module, ranks: Ranks, plan: StagePlan, bounds: list[int]) -> None:
-    """Every rank has the names of the checkpoint, and holds what the plan says of its stages."""
+    """Require that every rank has the names of the checkpoint, and the modules of its stages according to the plan."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     local: set[str] = set()
     for part in ranks.parts:
@@ -86,7 +86,7 @@ def require_names(model: nn.Module, ranks: Ranks, plan: StagePlan, bounds: list[
 
 
 def every_cut(count: int) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Two stages with every cut there is, and as many stages as layers; on ranks of their own, on one, on two."""
+    """Return all cuts into two stages, and one stage per layer; on separate ranks, on one, on two."""
     bounds = [*([0, middle, count] for middle in range(1, count)), [*range(count + 1)]]
     return [
         (stage_ranks, each)
@@ -155,7 +155,7 @@ def test_stages_of_the_decoder_send_two_tensors_and_those_of_the_encoder_one() -
     assert shapes == [[encoded], [encoded], [hidden, encoded], [hidden, encoded]]
 
 
-def test_another_module_in_the_place_of_a_borrowed_one_is_called() -> None:
+def test_a_replacement_of_a_borrowed_module_is_called() -> None:
     model, batch = T5.build(), make_batch(T5, num_samples=2, seed=0)
     (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 8])
     path = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
@@ -171,13 +171,13 @@ def test_another_module_in_the_place_of_a_borrowed_one_is_called() -> None:
 def two_stages(
     choice: ModelChoice = LLAMA, **settings: Any
 ) -> tuple[nn.Module, list[Stage], dict[str, Tensor]]:
-    """A rank that holds both stages of a model, the stages, and a batch."""
+    """Return a rank with both stages of a model, the stages, and a batch."""
     choice = replace(choice, settings=tuple(settings.items()))
     (part,), stages = cut(model := choice.build(), plan_of(model), (0, 0), [0, 2, 4])
     return part, stages, make_batch(choice, num_samples=2, seed=0)
 
 
-def test_the_tree_is_whole_again_after_a_stage_that_failed() -> None:
+def test_the_module_tree_is_restored_after_a_failed_stage() -> None:
     part, stages, _ = two_stages()
     before = dict(part.named_modules())
     with pytest.raises(ValueError, match="input_ids"):

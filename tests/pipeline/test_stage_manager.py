@@ -1,4 +1,4 @@
-"""How layers are dealt out to stages, against all ways there are, and by the sizes of real models."""
+"""Distribution of layers to stages, compared with all other distributions, and for the sizes of real models."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ def largest(counts: list[int], size: StageSize) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_way_to_deal_out_layers_has_a_smaller_largest_stage_and_of_equal_ones_it_is_the_most_even(
+def test_layers_are_distributed_with_the_smallest_largest_stage_and_then_most_evenly(
     seed: int,
 ) -> None:
     draw = random.Random(seed)
@@ -51,7 +51,7 @@ def test_no_way_to_deal_out_layers_has_a_smaller_largest_stage_and_of_equal_ones
     assert found == min(order)[-1]
 
 
-def test_layers_that_divide_are_dealt_evenly_and_extra_ones_go_to_the_middle() -> None:
+def test_divisible_layers_are_distributed_evenly_and_extra_ones_go_to_the_middle() -> None:
     assert deal_layers(8, 4, by_weights([100, *[1] * 7])) == [2, 2, 2, 2]
     assert deal_layers(9, 4) == [2, 2, 3, 2]
     assert deal_layers(10, 4) == [2, 3, 3, 2]
@@ -59,7 +59,7 @@ def test_layers_that_divide_are_dealt_evenly_and_extra_ones_go_to_the_middle() -
     assert layer_bounds([2, 3, 2]) == [0, 2, 5, 7]
 
 
-def test_a_long_model_with_a_heavy_embedding_is_dealt_out() -> None:
+def test_layers_of_a_long_model_with_a_large_embedding_are_distributed() -> None:
     weights = [50, *[1] * 125, 50]
     counts = deal_layers(127, 32, by_weights(weights))
     assert (counts[0], counts[-1], sum(counts)) == (1, 1, 127)
@@ -91,7 +91,7 @@ def test_a_stages_size_is_that_of_its_parameters_and_a_tied_head_counts_on_the_l
 
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(100, [2, 3, 2]), (700, [2, 4, 1]), (1000, [1, 5, 1])])
-def test_a_heavy_embedding_and_head_leave_fewer_layers_at_the_ends(
+def test_a_large_embedding_and_head_leave_fewer_layers_at_the_ends(
     vocab_size: int, expected: list[int]
 ) -> None:
     model = on_meta(True, vocab_size)

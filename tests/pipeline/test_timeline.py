@@ -1,4 +1,4 @@
-"""Drawn timelines: every computation has its box, numbers fit, colours stay apart, files are what they should be."""
+"""Drawn timelines: every computation has its box, numbers fit, colours are distinct, files are valid."""
 
 import itertools
 import sys
@@ -27,7 +27,7 @@ from echelon.pipeline.timeline import (
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
-# How (linear) colours look to people without one kind of cone; Machado, Oliveira, Fernandes 2009, severity 1.
+# (Linear) colours as seen without one kind of cone; Machado, Oliveira, Fernandes 2009, severity 1.
 VISION = {
     "usual": np.eye(3),
     "protanopia": np.array(
@@ -110,7 +110,7 @@ def test_title_rows_axis_and_legend_say_what_is_drawn() -> None:
     assert "zbv: bubble 6.2% of the work" in shown and "time (fortnights)" in shown
     for label in ("forward", "input gradient", "weight gradient", "waiting", "chunks 0, 1 of a rank"):
         assert shown.count(label) == 1
-    assert "backward" not in shown  # no backward was whole
+    assert "backward" not in shown  # all backwards were split
     assert "rank 0 (stages 0, 7)" in shown
     shown = texts(draw([panel("gpipe", num_ranks=3, num_microbatches=16)], unit="s"))
     assert "stage 0" in shown and shown.count("bubble 12.5%, peak 16") == 3
@@ -127,14 +127,14 @@ def test_panels_share_one_time_axis() -> None:
 
 
 @pytest.mark.parametrize("vision", VISION)
-def test_colours_and_their_shades_stay_apart(vision: str) -> None:
+def test_colours_and_their_shades_are_distinct(vision: str) -> None:
     pairs = itertools.combinations([WAITING, *(shade(op, chunk, 2) for op in NAMES for chunk in (0, 1))], 2)
     distances = [np.linalg.norm(lab(one, vision) - lab(other, vision)) for one, other in pairs]
-    assert min(distances) > 10  # 2 is just noticeable side by side
+    assert min(distances) > 10  # 2 is just visible side by side
 
 
 def lab(colour: tuple[float, float, float], vision: str) -> np.ndarray:
-    """CIELAB of an sRGB colour, as it is seen."""
+    """Convert an sRGB colour to CIELAB, as it is seen."""
     coded = np.array(colour)
     linear = np.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
     seen = np.clip(VISION[vision] @ linear, 0, 1)
@@ -143,7 +143,7 @@ def lab(colour: tuple[float, float, float], vision: str) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def test_an_svg_tells_each_box_at_the_pointer_and_keeps_text_as_text(tmp_path: Path) -> None:
+def test_an_svg_describes_the_box_at_the_pointer_and_keeps_text_as_text(tmp_path: Path) -> None:
     one = panel("zbv", num_ranks=2, num_microbatches=3)
     save_timelines([one], tmp_path / "a.svg", unit="ms")
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
@@ -162,7 +162,7 @@ def test_equal_timelines_give_equal_files(tmp_path: Path, suffix: str) -> None:
         save_timelines([panel()], (tmp_path / name).with_suffix(suffix), unit="ms")
         written.append((tmp_path / name).with_suffix(suffix).read_bytes())
     assert written[0] == written[1]
-    if suffix == ".pdf":  # text stays text
+    if suffix == ".pdf":  # text is kept as text
         assert b"/FontFile2" in written[0] and b"/Type3" not in written[0]
     if suffix == ".PNG":
         inches = draw([panel()], unit="ms").get_size_inches()

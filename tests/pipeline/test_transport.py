@@ -1,4 +1,4 @@
-"""Sends between stages: what is kept of them, and how long."""
+"""Sends between stages: the lifetime of their tensors."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from echelon.pipeline.action import Action, Op
 
 
 class Send:
-    """A send that says when it is over, as those of NCCL do."""
+    """A send that reports its completion, like those of NCCL."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.is_over, self.waits = False, 0

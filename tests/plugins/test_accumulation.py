@@ -1,4 +1,4 @@
-"""`gradient_accumulation_steps`: a step takes the mean of so many calls, as one process that averages."""
+"""`gradient_accumulation_steps`: a step uses the mean of several calls, like one process that averages."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def batch_of(step: int, call: int) -> dict[str, Tensor]:
 
 
 def averaged_by_one_process() -> list[float]:
-    """The mean losses and the norms of steps that take the mean of several batches."""
+    """Return the mean losses and the norms of steps that use the mean of several batches."""
     model = BERT.build()
     optimizer = make_optimizer(model)
     figures = []
@@ -66,7 +66,7 @@ def accumulate(sizes: dict[str, Any], *, by_calls: bool) -> list[float]:
                 booster.backward(loss := model(**batch).loss, optimizer)
             else:
                 loss = booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]
-                with torch.no_grad():  # counts for nothing
+                with torch.no_grad():  # not counted
                     booster.execute_pipeline(iter([batch]), model)
             figures.append(loss.item())
         optimizer.step()
@@ -76,7 +76,7 @@ def accumulate(sizes: dict[str, Any], *, by_calls: bool) -> list[float]:
 
 
 def test_weighted_calls_are_one_batch(pool: Pool) -> None:
-    """The loss is that of all tokens, as of one larger batch."""
+    """The loss is the mean over all tokens, as for one larger batch."""
     expected = pool.run(1, weigh, 1)[0]
     for found in pool.run(2, weigh, 2):
         assert found == pytest.approx(expected, rel=1e-5)
@@ -106,7 +106,7 @@ def weigh(calls: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_replicas_are_averaged_in_the_last_call_alone(pool: Pool, stage: int) -> None:
+def test_replicas_are_averaged_in_the_last_call_only(pool: Pool, stage: int) -> None:
     for averages in pool.run(2, averages_by_call, stage):
         assert averages[:-1] == [0] * (CALLS - 1) and averages[-1] > 0
 
@@ -132,7 +132,7 @@ def test_a_step_after_another_number_of_calls_is_refused(pool: Pool) -> None:
 
 
 def count_wrongly() -> tuple[str, str, float, float]:
-    """Both errors, and the norms of steps with and without errors before."""
+    """Return both errors, and the norms of steps with and without previous errors."""
     booster = hybrid(gradient_accumulation_steps=2)
     norms, errors = [], []
     for is_wrong in (True, False):
@@ -144,7 +144,7 @@ def count_wrongly() -> tuple[str, str, float, float]:
         if is_wrong:
             call(5)
             errors.append(refused(optimizer.step))
-            optimizer.zero_grad()  # drops what was begun
+            optimizer.zero_grad()  # drops the accumulated gradients
         call(0)
         call(1)
         if is_wrong:

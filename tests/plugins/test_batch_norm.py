@@ -31,11 +31,11 @@ BOOSTERS: dict[str, Callable[[], Booster]] = {
 EXACT = [name for name in BOOSTERS if not name.endswith("16")]
 STEPS = 3
 CALLS = 2  # before each step: between them torch would broadcast the first rank's statistics
-LR = 0.1 / CALLS  # their gradients add up
+LR = 0.1 / CALLS  # gradients of the calls are summed
 
 
 def rows(*quick: str) -> list[Any]:
-    """All plugins, of which some are quick."""
+    """Return all plugins as rows; only the given ones are quick."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in BOOSTERS]
 
 
@@ -79,7 +79,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain(num_replicas: int, *, num_steps: int = STEPS) -> dict[str, Tensor]:
-    """A plain loop; of replicas the means of gradients and running statistics are taken in every step."""
+    """Run a plain loop; with replicas, average gradients and running statistics in every step."""
     replicas = [Pictures() for _ in range(num_replicas)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=LR) for each in replicas]
     for step in range(num_steps):
@@ -149,11 +149,11 @@ def test_torchs_sync_batch_norm_normalizes_over_all_replicas_as_one_process_does
         torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
     else:
         for key in ("norm.running_mean", "norm.running_var"):
-            # bf16 alone departs by 6 % in six forwards; of a half of the batch the variance is half as large.
+            # bf16 alone differs by 6 % after six forwards; half the batch would have half the variance.
             torch.testing.assert_close(first[key], expected[key], rtol=0.2, atol=0.2)
 
 
-def test_a_batch_that_is_recomputed_counts_once(pool: Pool) -> None:
+def test_a_recomputed_batch_counts_once(pool: Pool) -> None:
     (expected,) = pool.run(1, trained, "replicas")
     (found,) = pool.run(1, trained, "replicas", recomputes=True)
     torch.testing.assert_close(found, expected)

@@ -1,4 +1,4 @@
-"""Calls that only some ranks make end with an error that says who is where, and a rank that is late may come."""
+"""Calls of only some ranks end with an error that names the call of each rank; a late rank is waited for."""
 
 import os
 import time
@@ -19,7 +19,7 @@ SIZES: dict[str, dict[str, int]] = {"tp": {"tp_size": 2}, "dp": {"zero_stage": 1
 
 
 class Run:
-    """A boosted model and its optimizer on this rank, after one step, with the watch in a hurry."""
+    """A boosted model and its optimizer on this rank, after one step, with short timeouts of failure detection."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         failures.INTERVAL_SECONDS, failures.LOOK_SECONDS, failures.BRIEF_SECONDS = 0.1, 0.2, 0.4
@@ -55,7 +55,7 @@ class Run:
 
 
 def on_one_rank(kind: str, folder: Path, call: str) -> None:
-    """The first rank makes a call alone, and then both train on."""
+    """Make a call on the first rank alone, and then train on both."""
     run = Run(kind, folder)
     if dist.get_rank() == 0:
         getattr(run, call)()
@@ -85,7 +85,7 @@ def test_a_call_of_one_rank_is_refused(
 
 
 def save_alone_and_go_on(kind: str, folder: Path) -> int:
-    """The first rank handles its error, and both train and save on."""
+    """Handle the error of a save on the first rank, and then train and save on both."""
     run = Run(kind, folder)
     if dist.get_rank() == 0:
         with pytest.raises(RankFailure, match="is in save_model"):
@@ -96,7 +96,7 @@ def save_alone_and_go_on(kind: str, folder: Path) -> int:
     return len(list(folder.glob("model/*")))
 
 
-def test_a_save_of_one_rank_that_is_handled_leaves_the_run_whole(pool: Pool, tmp_path: Path) -> None:
+def test_training_continues_after_a_script_handled_the_save_of_one_rank(pool: Pool, tmp_path: Path) -> None:
     assert min(pool.run(2, save_alone_and_go_on, "tp", tmp_path)) > 0
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path,
 
 
 def come_late(kind: str, folder: Path) -> list[str]:
-    """The second rank comes late to a step and to a save; what the watch says meanwhile."""
+    """Call a step and a save late on the second rank; return the lines logged meanwhile."""
     run, said = Run(kind, folder), list[str]()
     failures._say = said.append
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""One loop that clips by norm and by value under every plugin, beside one process."""
+"""The same loop clips by norm and by value under every plugin, compared with one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ MAX_NORM, VALUE = 0.3, 0.02
 
 
 def one_process(parts: int) -> tuple[list[float], list[float]]:
-    """The loss and the norm of each step of a plain torch loop, over the mean of so many parts of the batch."""
+    """Return the loss and the norm of each step of a plain torch loop, averaged over `parts` parts of the batch."""
     model = LLAMA.build()
     optimizer, losses, norms = sgd(model), [], []
     for step in range(NUM_STEPS):
@@ -44,7 +44,7 @@ def one_process(parts: int) -> tuple[list[float], list[float]]:
 
 
 def train(kind: str, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """The same by a plugin."""
+    """Train the same steps under a plugin."""
     booster = booster_of(kind, **settings)
     model, optimizer = boosted(booster, LLAMA, sgd)
     losses, norms = [], []
@@ -84,7 +84,7 @@ def test_clipping_without_a_step_leaves_the_next_one_right(pool: Pool) -> None:
 
 
 def clip_twice_and_drop(kind: str) -> bool:
-    """True where gradients are unscaled once, however often they are clipped and whatever was dropped before."""
+    """Return True if gradients are unscaled once, after several clippings and after dropping gradients."""
     booster = booster_of(kind, precision="fp16")
     model, optimizer = boosted(booster, LLAMA, sgd)
     norms = []
@@ -115,7 +115,7 @@ def refuse_torchs_clipping() -> None:
 
 
 def refuse_clips(booster: Booster, accumulates: bool) -> None:
-    """At once or by the step, with more accumulated in between too; of the wrapper's parameters and the model's."""
+    """Require errors, at once or in the step, also with later accumulation; for parameters of wrapper and model."""
     model, optimizer = boosted(booster, LLAMA, sgd)
 
     def backward() -> None:

@@ -38,7 +38,7 @@ def batch_of(length: int, num_samples: int = 2) -> dict[str, Tensor]:
 
 
 def gradients_by_lengths(settings: dict[str, Any], lengths: list[int]) -> tuple[int, list[float]]:
-    """How many graphs were compiled, and the loss of each step."""
+    """Return the number of compiled graphs, and the loss of each step."""
     with traced_layers(may_break=True) as graphs:
         booster, model, optimizer = boosted(**settings, **COMPILED)
         losses = []
@@ -57,14 +57,12 @@ def gradients_by_lengths(settings: dict[str, Any], lengths: list[int]) -> tuple[
 def test_other_lengths_compile_once_more_and_no_further(pool: Pool, settings: dict[str, Any]) -> None:
     lengths = [16, 12, 9, 14, 11, 18, 13, 10]
     for number, losses in pool.run(2, gradients_by_lengths, settings, lengths):
-        assert (
-            number <= 4
-        )  # as given first; for all lengths; where a length divides by the ranks, and where not
+        assert number <= 4  # for the first length; for all lengths; divisible and not divisible by the ranks
         assert all(loss == loss for loss in losses)
 
 
 def states_in_backward() -> list[list[GradientState]]:
-    """What each bucket is about when backward comes to the first layer."""
+    """Return the state of each bucket when backward reaches the first layer."""
     found: list[list[GradientState]] = []
     with traced_layers(most_graphs=1):
         booster, model, optimizer = boosted(zero_stage=1, zero_bucket_size_in_m=2**-10, **COMPILED)
@@ -79,13 +77,13 @@ def states_in_backward() -> list[list[GradientState]]:
 
 
 @pytest.mark.slow  # the compiler starts on two ranks
-def test_reductions_begin_while_other_layers_are_to_come(pool: Pool) -> None:
+def test_reductions_start_before_the_backward_of_other_layers(pool: Pool) -> None:
     for (states,) in pool.run(2, states_in_backward):
         assert {GradientState.REDUCING, GradientState.LOCAL} == set(states)
 
 
 def compare_names() -> None:
-    """Names of tensors and modules, before the first call and after it."""
+    """Compare names of tensors and modules before and after the first call."""
     with traced_layers(most_graphs=1):
         plain, compiled = (boosted(tp_size=2, **each)[1] for each in ({}, COMPILED))
         for call in (lambda: None, lambda: compiled(**batch_of(8))):
@@ -127,7 +125,7 @@ def test_compiled_layers_drop_the_same_entries(pool: Pool, settings: dict[str, A
 
 
 class Block(nn.Module):
-    """A layer with a module inside."""
+    """A layer with a nested module."""
 
     def __init__(self) -> None:
         super().__init__()

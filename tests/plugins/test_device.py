@@ -1,4 +1,4 @@
-"""What of a model reaches a rank's device."""
+"""The parameters of a model that are moved to a rank's device."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ..pool import Pool
 
 
 def moved(how: str) -> tuple[int, list[int]]:
-    """The parameters of a whole model, and of what is moved to the device, in numbers."""
+    """Count the parameters of the full model, and those moved to the device."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -46,5 +46,5 @@ def moved(how: str) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("how", ["tp_size", "pp_size", "wp_size", "shard_model"])
 def test_a_model_is_cut_before_it_reaches_a_device(pool: Pool, how: str) -> None:
     for whole, numbers in pool.run(2, moved, how):
-        # Norms stay whole, embeddings where weights are sharded over data, and a stage has one end of the model.
+        # Norms are replicated, embeddings too with wp_size, and a stage has one end of the model.
         assert numbers and max(numbers) < (0.8 if how == "wp_size" else 0.6) * whole

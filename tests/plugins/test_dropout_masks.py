@@ -1,4 +1,4 @@
-"""Dropout masks of boosted models: whose differ, what repeats them, and that nobody else's random numbers change."""
+"""Dropout masks of boosted models: equal and different ones between ranks, repetition, and other random numbers."""
 
 import random
 from collections.abc import Callable
@@ -35,7 +35,7 @@ PLUGINS: dict[str, Callable[..., Any]] = {
     "fsdp": TorchFSDPPlugin,
 }
 RECOMPUTED = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1)}
-# Of a share of entries that are equal by chance in a half: about ten standard deviations of the smallest sample.
+# The fraction of equal entries of independent masks: a half, within ten standard deviations of the smallest sample.
 NEAR_A_HALF = pytest.approx(0.5, abs=0.05)
 
 Masks = dict[str, list[Tensor]]
@@ -48,7 +48,7 @@ class Run:
         self.booster = Booster(plugin=PLUGINS[kind](**sizes))
         model = GPT2.build()
         if change == "recomputed":
-            # The name before transformers 5.23, which warns of it.
+            # Before transformers 5.23 the method had the second name; now that one warns.
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable()
         self.called_again = change == "called again"
@@ -57,10 +57,10 @@ class Run:
         self.called = torch.compile(self.model, backend="eager") if change == "compiled" else self.model
 
     def step(self, number: int, *, by_calls: bool = False) -> float:
-        """The loss of a step: by `execute_pipeline` where the plugin has a pipeline, else by calls."""
+        """Return the loss of a step: by `execute_pipeline` if the plugin has a pipeline, else by calls."""
         rank, size = self.booster.plugin.data_rank
         whole = make_batch(GPT2, num_samples=8, seed=number)
-        batch = {name: tensor[rank::size] for name, tensor in whole.items()}  # as a dataloader deals them out
+        batch = {name: tensor[rank::size] for name, tensor in whole.items()}  # in the order of a dataloader
         if by_calls or isinstance(self.booster.plugin, TorchDDPPlugin | TorchFSDPPlugin):
             call = partial(self.called, **batch)
             outputs = checkpoint(call, use_reentrant=False) if self.called_again else call()
@@ -73,7 +73,7 @@ class Run:
         return float(loss)
 
     def masks(self, **step: Any) -> Masks:
-        """Of a step, which entries every dropout module of this rank left."""
+        """Return the entries that every dropout module of this rank kept in a step."""
         found: Masks = {}
         for name, module in self.model.unwrap().named_modules():
             if isinstance(module, nn.Dropout) and module.p == 0.5:
@@ -89,14 +89,14 @@ def masks_of(kind: str, sizes: dict[str, Any], *, own_seeds: bool = False, **ste
 
 
 def share(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """Of entries, how many are equal."""
+    """Return the fraction of equal entries."""
     assert pairs
     equal = torch.cat([(one == other).flatten() for one, other in pairs])
     return float(equal.float().mean())
 
 
 def in_common(one: Masks, other: Masks) -> float:
-    """The share of equal entries of two ranks."""
+    """Return the fraction of equal entries of two ranks."""
     assert one.keys() == other.keys()
     return share([pair for name in one for pair in zip(one[name], other[name], strict=True)])
 
@@ -115,7 +115,7 @@ def test_replicas_drop_different_entries(pool: Pool, kind: str, by_calls: bool) 
 
 def test_stages_and_microbatches_drop_different_entries(pool: Pool) -> None:
     first, second = pool.run(2, masks_of, "hybrid", {"pp_size": 2})
-    # All that the first layers of both stages drop, in both microbatches.
+    # The masks of the first layers of both stages, in both microbatches.
     masks = [*first_masks(first, 0), *first_masks(second, 2)]
     assert len(masks) == 4
     assert share(list(combinations(masks, 2))) == NEAR_A_HALF
@@ -125,14 +125,14 @@ def test_stages_and_microbatches_drop_different_entries(pool: Pool) -> None:
 
 @pytest.mark.parametrize("by_calls", [False, True])
 def test_ranks_that_compute_one_activation_drop_the_same_entries(pool: Pool, by_calls: bool) -> None:
-    # Whatever they would draw themselves.
+    # Even if their own generators differ.
     masks = pool.run(4, masks_of, "hybrid", {"tp_size": 2}, own_seeds=True, by_calls=by_calls)
     for replica in (masks[:2], masks[2:]):
         assert in_common(*replica) == 1
     assert in_common(masks[0], masks[2]) == NEAR_A_HALF
 
 
-def test_ranks_that_hold_different_tokens_drop_different_entries(pool: Pool) -> None:
+def test_ranks_with_different_tokens_drop_different_entries(pool: Pool) -> None:
     sizes = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
     masks = pool.run(4, masks_of, "hybrid", sizes)
     for one, other in combinations(masks, 2):
@@ -142,7 +142,7 @@ def test_ranks_that_hold_different_tokens_drop_different_entries(pool: Pool) -> 
 def losses_of(
     kind: str, sizes: dict[str, Any], *, seed: int = 0, change: str = "", by_calls: bool = False
 ) -> list[float]:
-    """Of three steps; a later loss shows the gradients of the earlier ones."""
+    """Return the losses of three steps; a later loss depends on the gradients of earlier steps."""
     run = Run(kind, sizes, seed=seed, change=change)
     return [run.step(number, by_calls=by_calls) for number in range(3)]
 
@@ -158,7 +158,7 @@ def losses_of(
     ],
     ids=str,
 )
-def test_layers_that_compute_again_drop_the_same_entries(
+def test_recomputed_layers_drop_the_same_entries(
     pool: Pool, kind: str, sizes: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     by_calls = changed.get("by_calls", False)
@@ -168,12 +168,12 @@ def test_layers_that_compute_again_drop_the_same_entries(
     else:
         found = pool.run(2, losses_of, kind, sizes, **changed)
     for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-6)  # what is recomputed may differ in its last digit
+        assert one == pytest.approx(other, rel=1e-6)  # recomputed values may differ in the last digit
     assert expected[0][0] != expected[0][1]
 
 
 @pytest.mark.slow  # the compiler starts on two ranks
-# Of torch's compiler itself, where it goes on after a call that it leaves alone (here the draw of a number).
+# A warning of torch's compiler, when it continues after a call that it does not trace (here a random draw).
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("kind", ["zero", "ddp", "fsdp"])
 def test_a_compiled_model_drops_the_same_entries(pool: Pool, kind: str) -> None:
@@ -190,7 +190,7 @@ def test_masks_follow_from_the_seed(pool: Pool, kind: str, sizes: dict[str, Any]
     assert pool.run(2, losses_of, kind, sizes, seed=1) != first
 
 
-def test_masks_do_not_depend_on_the_order_of_work_nor_on_who_holds_a_stage(pool: Pool) -> None:
+def test_masks_do_not_depend_on_the_schedule_or_on_the_ranks_of_stages(pool: Pool) -> None:
     expected = pool.run(4, losses_of, "hybrid", {"pp_size": 4})[0]
     for style in ({"pp_style": "interleaved", "num_model_chunks": 2}, {"pp_style": "zbv"}):
         assert pool.run(2, losses_of, "hybrid", {"pp_size": 2} | style)[0] == pytest.approx(
@@ -199,7 +199,7 @@ def test_masks_do_not_depend_on_the_order_of_work_nor_on_who_holds_a_stage(pool:
 
 
 def mean_losses(sizes: dict[str, Any]) -> list[float]:
-    """Of three steps, over all replicas."""
+    """Return the losses of three steps, averaged over all replicas."""
     losses = torch.tensor(losses_of("hybrid", sizes))
     dist.all_reduce(losses)
     return (losses / dist.get_world_size()).tolist()
@@ -233,7 +233,7 @@ def test_one_process_drops_what_a_plain_loop_drops(pool: Pool, kind: str) -> Non
 
 
 def drawn_afterwards(kind: str, sizes: dict[str, Any]) -> list[Any]:
-    """Draws of a script after three steps of a model that draws from all generators, and an evaluation."""
+    """Draw from all generators after three steps of a model that uses them, and an evaluation."""
     run = Run(kind, sizes)
     rank = dist.get_rank()
 

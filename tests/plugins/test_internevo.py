@@ -1,4 +1,4 @@
-"""InternEvo configurations become arguments of the plugin, or are refused with all that is wrong."""
+"""InternEvo configurations become arguments of the plugin, or are refused with all errors."""
 
 import json
 import logging
@@ -29,10 +29,10 @@ ISP = {
     "wp_size": 4,
     "wp_overlap": True,
     "zero_stage": 1,
-    "zero_size": 32,  # neighbours: every fourth of them holds the same weights, and 8 do in all
+    "zero_size": 32,  # neighbours: every fourth of them has the same weights, 8 in total
 }
 NO_LAYOUT = {"tp_size": 1, "pp_size": 1, "zero_stage": 1, "zero_size": -1}
-# A file as InternEvo's are: constants, imports, sections that use them, and much that is of no plugin.
+# A file like InternEvo's: constants, imports, sections that use them, and many keys that no plugin uses.
 FILE = """
 import os
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_the_arguments_are_those_of_the_plugin() -> None:
     assert (ISP.keys() | OF_FILE.keys()) <= signature(HybridParallelPlugin).parameters.keys()
 
 
-def test_a_python_file_is_taken_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_python_file_is_accepted_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "config.py"
     path.write_text(FILE)
     with caplog.at_level(logging.INFO, logger="echelon"):
@@ -119,7 +119,7 @@ def test_a_python_file_is_taken_as_it_is(tmp_path: Path, caplog: pytest.LogCaptu
     assert "SEQ_LEN" not in record.getMessage()
 
 
-def test_a_json_file_is_taken(tmp_path: Path) -> None:
+def test_a_json_file_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"parallel": ISSUE, "model": {"dtype": "torch.half"}, "JOB_NAME": "small"}))
     assert plugin_arguments(path) == ISP | {"precision": "fp16"}
@@ -133,7 +133,7 @@ REGIONS = {
 SEQUENCES = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
 ISP_OF_2 = {"tensor": {"size": 2, "mode": "isp"}}
 CHUNKED = {"pp_size": 2, "pp_style": "interleaved"}
-# A configuration, and what it makes of the arguments of none.
+# A configuration, and the arguments that differ from those of an empty one.
 TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (ISSUE, ISP),
     ({"parallel": ISSUE}, ISP),
@@ -144,7 +144,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (ISP_OF_2, {"sp_size": 2} | SEQUENCES),
     ({"tensor": {"size": 1, "mode": "fsp"}}, {}),
     ({"tensor": {"size": 1, "mode": "isp"}}, {"sp_size": 1}),
-    # zero1 up to 0 is the whole group, and counts ranks with the same weights.
+    # zero1 up to 0 is the full group, and counts ranks with the same weights.
     ({"parallel": {}}, {}),
     ({"zero1": 0}, {}),
     ({"zero1": {"size": 1}}, {"zero_size": 1}),
@@ -163,7 +163,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
         CHUNKED | {"num_model_chunks": 2, "overlap_p2p": False, "precision": "fp16"},
     ),
     ({"pipeline": {"size": 1, "interleaved_overlap": True}, "num_chunks": 2}, {}),
-    # Numbers of microbatches are 1 where they are absent, as in InternEvo.
+    # The default number of microbatches is 1, as in InternEvo.
     ({"data": {"micro_bsz": 8}}, {"num_microbatches": 1}),
     (
         {"pipeline": 2, "data": {"micro_num": 8, "gradient_accumulation": 1}},
@@ -295,5 +295,5 @@ def configure_for_three_stages() -> None:
         HybridParallelPlugin.from_config({"pipeline": 3})
 
 
-def test_a_plugin_that_cannot_be_had_says_so_in_those_words(pool: Pool) -> None:
+def test_a_refused_plugin_names_the_keys_of_the_configuration(pool: Pool) -> None:
     pool.run(1, configure_for_three_stages)

@@ -1,4 +1,4 @@
-"""Learning rates stay equal on all ranks: the loss that schedulers are given, and options that differ at a step."""
+"""Learning rates stay equal on all ranks: the loss for schedulers is equal, and differing options are errors."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ from .training import BERT, LLAMA, boosted, booster_of, hybrid, refused, share
 def test_a_scheduler_of_the_returned_loss_acts_alike_on_all_replicas(pool: Pool, stage: int) -> None:
     first, second = pool.run(2, reduce_on_plateau, stage)
     assert first == second
-    assert first["lr"] < 1e-3  # it acted
+    assert first["lr"] < 1e-3  # the scheduler has reduced it
 
 
 def reduce_on_plateau(stage: int) -> dict[str, float]:
-    """Losses fall on the first replica, rise on the second, and have one mean: a plateau."""
+    """Train with losses that fall on the first replica, rise on the second, and have a constant mean."""
     booster = hybrid(zero_stage=stage, num_microbatches=None)
     model, optimizer = boosted(booster)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=1, min_lr=1e-7)
@@ -42,7 +42,7 @@ def reduce_on_plateau(stage: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("sizes", [{"zero_stage": 2}, {"pp_size": 2, "pp_style": "zbv"}], ids=str)
-def test_the_loss_is_the_one_whose_gradient_is_taken(pool: Pool, sizes: dict[str, Any]) -> None:
+def test_the_returned_loss_is_the_one_of_the_gradients(pool: Pool, sizes: dict[str, Any]) -> None:
     """Replicas with batches of different sizes, and different numbers of microbatches."""
     model = BERT.build()
     own = [model(**batch_of(replica)).loss for replica in range(2)]
@@ -62,7 +62,7 @@ def batch_of(replica: int) -> dict[str, Tensor]:
 
 
 def losses_of(sizes: dict[str, Any]) -> tuple[float, float, float | None, int]:
-    """The mean over replicas, the replica's own loss, the norm of the gradients, and the replica."""
+    """Return the mean over replicas, the replica's own loss, the norm of the gradients, and the replica."""
     booster = hybrid(**{"num_microbatches": None, "microbatch_size": 2, **sizes})
     model, optimizer = boosted(booster)
     replica, _ = booster.plugin.data_rank
@@ -78,7 +78,7 @@ def losses_of(sizes: dict[str, Any]) -> tuple[float, float, float | None, int]:
 
 
 @pytest.mark.parametrize("average_loss", [True, False])
-def test_ranks_may_ask_for_different_losses(pool: Pool, average_loss: bool) -> None:
+def test_ranks_may_request_different_losses(pool: Pool, average_loss: bool) -> None:
     first, second = pool.run(2, ask_for_different_losses, average_loss)
     assert first[0] == second[0] == pytest.approx((first[1] + second[1]) / 2, rel=1e-6)
     assert first[1] != second[1]
@@ -86,7 +86,7 @@ def test_ranks_may_ask_for_different_losses(pool: Pool, average_loss: bool) -> N
 
 
 def ask_for_different_losses(weighted: bool) -> tuple[float, float, float]:
-    """The mean, the replica's own, and what the first rank alone has averaged."""
+    """Return the mean, the replica's own loss, and the mean requested by the first rank only."""
     booster = hybrid()
     model, _ = boosted(booster)
 
@@ -118,7 +118,7 @@ def messages_of_a_loss() -> dict[tuple[str, str], int]:
     }
 
 
-# By option: the values of both ranks, and how they are named.
+# By option: the values of both ranks, and its name in the error.
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "lr": (1e-3, 1e-4, "0.001 on rank(s) [0] and 0.0001 on rank(s) [1]"),
     "betas": ((0.9, 0.999), (0.8, 0.999), "[0.9, 0.999] on rank(s) [0] and [0.8, 0.999] on rank(s) [1]"),
@@ -128,7 +128,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("sizes", [{"zero_stage": 1}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
-def test_an_option_that_differs_between_ranks_is_noticed_at_the_step(
+def test_an_option_that_differs_between_ranks_is_detected_at_the_step(
     pool: Pool, sizes: dict[str, Any]
 ) -> None:
     for found in pool.run(2, differ_at_a_step, sizes):
@@ -139,7 +139,7 @@ def test_an_option_that_differs_between_ranks_is_noticed_at_the_step(
 
 
 def differ_at_a_step(sizes: dict[str, Any]) -> list[tuple[str, bool]]:
-    """For each option the error, and whether the parameters are as before; once all are equal it goes on."""
+    """Return for each option the error, and True if parameters are unchanged; with equal options training continues."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
     group = optimizer.param_groups[1]
@@ -159,7 +159,7 @@ def differ_at_a_step(sizes: dict[str, Any]) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_under_torchs_plugins_it_is_noticed_at_the_next_step(pool: Pool, kind: str) -> None:
+def test_under_torchs_plugins_it_is_detected_at_the_next_step(pool: Pool, kind: str) -> None:
     """Where a step sends nothing that the comparison could travel with."""
     for message in pool.run(2, step_a_scheduler_on_one_rank, kind):
         assert message.startswith("the settings of the optimizer differ between ranks")
@@ -184,7 +184,7 @@ def step_a_scheduler_on_one_rank(kind: str) -> str:
     return refused(step)
 
 
-def test_options_are_compared_without_a_message_of_their_own(pool: Pool) -> None:
+def test_options_are_compared_without_an_additional_message(pool: Pool) -> None:
     for counts in pool.run(2, messages_of_a_step):
         assert counts == {("dp", "small all_gather"): 1, ("dp", "small all_reduce"): 1}
 

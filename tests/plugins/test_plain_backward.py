@@ -18,14 +18,14 @@ LAYOUT = {"tp_size": 2}
 
 
 def made(kind: str, precision: str) -> tuple[Any, Any, Any]:
-    """A booster by its plugin's name, the model and the optimizer."""
+    """Return a booster by its plugin's name, the model and the optimizer."""
     scale = {} if kind in ("ddp", "fsdp") else {"initial_scale": 2.0**8}
     booster = booster_of(kind, precision=precision, **scale, **(LAYOUT if kind == "hybrid" else {}))
     return booster, *boosted(booster, CHOICE, sgd)
 
 
 def trained(kind: str, precision: str, *, by_booster: bool) -> dict[str, Tensor]:
-    """The weights after two steps of two backwards each, whole."""
+    """Return the full weights after two steps of two backwards each."""
     booster, model, optimizer = made(kind, precision)
     for step in range(2):
         for number in range(2):
@@ -59,13 +59,13 @@ def refuse_all(kinds: tuple[str, ...]) -> None:
 
 
 def local(model: Any) -> dict[str, Tensor]:
-    """This rank's part of the weights."""
+    """Return this rank's shards of the weights."""
     parameters = model.unwrap().named_parameters()
     return {name: getattr(each, "_local_tensor", each).detach() for name, each in parameters}
 
 
 def refuse(kind: str) -> None:
-    """Alone, before and after one of the booster's, and once gradients of the booster's were dropped."""
+    """Call a plain backward alone, before and after one of the booster, and after dropping the booster's gradients."""
     booster, model, optimizer = made(kind, "fp16")
     before = {name: each.clone() for name, each in local(model).items()}
 
@@ -89,13 +89,13 @@ def refuse(kind: str) -> None:
             dist.barrier()
     for name, parameter in local(model).items():
         assert torch.equal(parameter, before[name]), (kind, name)
-    backward("scaled")  # what follows works
+    backward("scaled")  # later calls work
     optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["zero2", "fsdp", "ddp"])
 def test_under_fp16_it_is_refused_inside_of_no_sync_too(pool: Pool, kind: str) -> None:
-    """torch's FSDP keeps such gradients elsewhere until a later backward adds them to its own."""
+    """torch's FSDP stores such gradients elsewhere until a later backward adds them to its own."""
     pool.run(2, refuse_inside_of_no_sync, kind)
 
 
@@ -144,7 +144,7 @@ def test_a_step_computes_the_gradients_by_a_closure(pool: Pool, kind: str) -> No
 
 
 def step_by_closure(kind: str) -> tuple[float, bool, str]:
-    """The loss, whether weights changed, and what the plain optimizer says to a step."""
+    """Return the loss, True if weights changed, and the error of a step of the plain optimizer."""
     booster, model, optimizer = made(kind, "fp16")
     plain = getattr(optimizer, "inner", None) or optimizer.optim
     before = {name: each.clone() for name, each in local(model).items()}
@@ -161,7 +161,7 @@ def step_by_closure(kind: str) -> tuple[float, bool, str]:
     return loss, has_changed, refused(plain.step)
 
 
-def test_the_boosters_gradients_stay_fine_where_another_models_loss_reached_them_before(pool: Pool) -> None:
+def test_gradients_are_right_after_another_models_loss_reached_the_parameters(pool: Pool) -> None:
     """A generator's loss goes through the discriminator, whose gradients are dropped before its own."""
     pool.run(2, train_two_models)
 

@@ -1,4 +1,4 @@
-"""Criterions, data and memory of HybridParallelPlugin, and ranks that fail in a step."""
+"""Criterions, data and memory of HybridParallelPlugin, and ranks that fail during a step."""
 
 import gc
 import os
@@ -40,12 +40,12 @@ def kept_caches() -> dict[str, bool]:
     }
 
 
-def test_calls_in_training_keep_no_keys_and_values_unless_they_ask(pool: Pool) -> None:
+def test_calls_in_training_have_no_cache_unless_they_request_it(pool: Pool) -> None:
     assert pool.run(1, kept_caches) == [{"training": False, "asked": True, "answering": True}]
 
 
 def count_items(num_microbatches: int) -> tuple[float, float]:
-    """The loss of a batch with a number of its items, and transformers' own for it."""
+    """Return the loss of a batch with a given number of items, and transformers' own loss of it."""
     booster = hybrid(num_microbatches=num_microbatches)
     model, optimizer = boosted(booster, LLAMA)
     batch = make_batch(LLAMA, num_samples=4, seed=1) | {"num_items_in_batch": 40}
@@ -53,7 +53,7 @@ def count_items(num_microbatches: int) -> tuple[float, float]:
     return float(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]), expected
 
 
-def test_a_number_of_items_is_taken_for_one_microbatch_and_refused_for_several(pool: Pool) -> None:
+def test_a_number_of_items_is_accepted_for_one_microbatch_and_refused_for_several(pool: Pool) -> None:
     ((found, expected),) = pool.run(1, count_items, 1)
     assert found == pytest.approx(expected, rel=1e-6)
     for error in pool.run_failing(2, count_items, 2):
@@ -62,7 +62,7 @@ def test_a_number_of_items_is_taken_for_one_microbatch_and_refused_for_several(p
 
 
 def weigh() -> None:
-    """A criterion that weighs: in training alone, in a batch that is dropped, and twice before a step."""
+    """Use a criterion with weights: in training alone, in a dropped batch, and twice before a step."""
     booster = hybrid(tp_size=2)
     model, optimizer = boosted(booster)
 
@@ -106,7 +106,7 @@ def weigh_on_one_replica() -> None:
     booster.execute_pipeline(share(booster, BERT, 0), model, criterion, optimizer)
 
 
-def test_weights_on_some_replicas_alone_are_refused_on_all(pool: Pool) -> None:
+def test_weights_on_some_replicas_only_are_refused_on_all(pool: Pool) -> None:
     for error in pool.run_failing(2, weigh_on_one_replica):
         assert "on 1 of 2 data-parallel ranks" in str(error)
 
@@ -128,7 +128,7 @@ def random_collate(samples: list[int]) -> dict[str, Tensor]:
 
 def collated() -> list[list[float]]:
     plugin = hybrid(tp_size=2).plugin
-    torch.manual_seed(dist.get_rank())  # whatever else a rank draws must not matter
+    torch.manual_seed(dist.get_rank())  # other random draws of a rank must have no effect
     loader = plugin.prepare_dataloader(Numbers(), batch_size=4, shuffle=True, collate_fn=random_collate)
     return [batch["drawn"].tolist() for batch in loader]
 
@@ -141,7 +141,7 @@ def test_a_random_collator_gives_one_batch_to_all_ranks_of_a_replica(pool: Pool)
 
 
 def boost_in_parts() -> tuple[set[str], float]:
-    """The parameters that still exist once the model is boosted, and the part that was moved to the device."""
+    """Return the parameters that still exist after boost, and the fraction that was moved to the device."""
     model = LLAMA.build()
     parameters = {name: weakref.ref(each) for name, each in model.named_parameters()}
     own, whole = model.parameters, sum(each.numel() for each in model.parameters())
@@ -159,7 +159,7 @@ def boost_in_parts() -> tuple[set[str], float]:
     return {name for name, parameter in parameters.items() if parameter() is not None}, found[0]
 
 
-def test_a_model_is_cut_into_stages_before_it_reaches_the_device_and_the_rest_leaves_the_memory(
+def test_a_model_is_cut_into_stages_before_it_reaches_the_device_and_the_rest_is_freed(
     pool: Pool,
 ) -> None:
     (first, at_first), (second, at_second) = pool.run(2, boost_in_parts)
@@ -178,7 +178,7 @@ def test_a_call_under_a_pipeline_says_what_to_call(pool: Pool) -> None:
 
 
 def feed(error: str) -> None:
-    """One good step, then an error in the data of one rank."""
+    """Run one good step, then raise an error in the data of one rank."""
     booster = hybrid(tp_size=2, pp_size=2, num_microbatches=3)
     model, optimizer = boosted(booster)
     rank = dist.get_rank()
@@ -251,6 +251,6 @@ def test_every_rank_names_the_one_that_failed_in_a_step(pool: Pool, sizes: dict[
     for rank in (0, 2, 3):
         assert type(errors[rank]).__name__ == "RankFailure", errors[rank]
         assert "rank 1 " in str(errors[rank])
-        if "tp_size" not in sizes:  # where another axis may be what a rank waits for
+        if "tp_size" not in sizes:  # with tensor parallelism a rank may wait on another axis
             where = r"lost rank \d \(pipeline stage \d\) while .* of microbatch \d at"
             assert re.search(where, str(errors[rank]))

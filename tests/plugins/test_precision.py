@@ -1,4 +1,4 @@
-"""The precision of a run that names none, and the line that says it."""
+"""The default precision, and the line that logs it."""
 
 import warnings
 from typing import Any
@@ -16,12 +16,12 @@ PLUGINS = ("hybrid", "zero", "fsdp", "ddp")
 
 
 def made(kind: str, precision: Any) -> Booster:
-    """With a precision, or with none given."""
+    """Make a booster with a precision; None for the default."""
     return booster_of(kind, **({} if precision is None else {"precision": precision}))
 
 
 def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], list[str]]:
-    """The precision that was chosen, and the lines and warnings of two boosts by one plugin."""
+    """Return the chosen precision, and the log lines and warnings of two boosts by one plugin."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         booster = made(kind, precision)
@@ -34,7 +34,7 @@ def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], lis
 
 
 @pytest.mark.parametrize("kind", PLUGINS)
-def test_without_a_precision_it_is_the_devices_and_said_once_on_one_rank(pool: Pool, kind: str) -> None:
+def test_the_default_precision_is_the_devices_and_logged_once_on_one_rank(pool: Pool, kind: str) -> None:
     first, second = pool.run(2, said_at_boost, kind, None)
     option = "mixed_precision" if kind == "ddp" else "precision"
     assert first[0] == second[0] == "fp32"
@@ -43,7 +43,9 @@ def test_without_a_precision_it_is_the_devices_and_said_once_on_one_rank(pool: P
 
 
 @pytest.mark.parametrize("kind", PLUGINS)
-def test_fp16_on_a_cpu_warns_once_on_one_rank_and_what_was_given_is_not_said(pool: Pool, kind: str) -> None:
+def test_fp16_on_a_cpu_warns_once_on_one_rank_and_a_given_precision_is_not_logged(
+    pool: Pool, kind: str
+) -> None:
     (chosen, lines, caught), second = pool.run(2, said_at_boost, kind, "fp16")
     assert (chosen, lines) == ("fp16", [])
     assert len(caught) == 1 and "fp16 on a CPU is 10 to 20 times slower" in caught[0], caught

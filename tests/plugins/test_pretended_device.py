@@ -1,4 +1,4 @@
-"""Families and layouts train on a device that is not the CPU: no tensor on the wrong one, and the host never waits."""
+"""Families and layouts train on a device that is not the CPU, with all tensors on the right one and no host waits."""
 
 import subprocess
 import sys
@@ -13,15 +13,15 @@ from ..contract.matrix_rows import DERIVED, missing, types_with_tables
 ROOT = Path(__file__).parents[2]
 # Model types that fake tensors cannot train, with the error and the reason.
 NOT_FAKED = {
-    # Of a list by which a tensor is indexed torch makes a tensor without its Python kernels.
+    # Indexing by a list makes torch create a tensor outside of its Python kernels.
     "falcon": "Could not run 'aten::empty_strided' with arguments from the 'pretended' backend",
-    # It counts the places of the image in the text.
+    # It counts the image tokens in the text.
     "gemma3": "Image features and image tokens do not match",
 }
 
 
 def outcomes(*names: str) -> dict[str, str]:
-    """By name what became of it, see `tests/pretended_device.py`, in a process of its own."""
+    """Return the outcome of each name, see `tests/pretended_device.py`, from a separate process."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.pretended_device", *names]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     lines = (line.partition(": ") for line in run.stdout.splitlines())
@@ -30,7 +30,7 @@ def outcomes(*names: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow  # a process of its own, and models by torch's Python kernels
+@pytest.mark.slow  # starts a process, and runs models by torch's Python kernels
 def test_models_train_on_a_device_that_is_not_the_cpu_and_mistakes_raise() -> None:
     families = ["bert", "llama", "mixtral", "t5", "vit", "whisper"]
     found = outcomes(*families, "a mistake", "a blocking copy", "a read")

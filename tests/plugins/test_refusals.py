@@ -1,4 +1,4 @@
-"""Refusals of plugins, alike on every rank, with all reasons, before any communication: a table of call and needles."""
+"""Refusals of plugins: equal on every rank, with all reasons, before any communication: calls and needles."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from .training import BERT, boosted, booster_of, hybrid, refused
 GPT2 = ModelChoice(model_type="gpt2", tied=True, num_layers=2)
 SEQUENCES = {"enable_sequence_parallelism": True}
 
-# Arguments of a plugin, and parts of the message.
+# Arguments of a plugin, and parts of its error message.
 ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
     (
         HybridParallelPlugin,
@@ -200,7 +200,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
 
 
 def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
-    """Calls of a boosted BERT, and a part of what each says."""
+    """Return calls of a boosted BERT, with a part of each error message."""
     booster = hybrid()
     model, optimizer = boosted(booster)
     batch = make_batch(BERT, num_samples=4, seed=0)
@@ -244,7 +244,7 @@ def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
 
 
 def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
-    """Models and optimizers, and parts of what boost says of each."""
+    """Return models and optimizers, with parts of the error messages of boost."""
 
     def hybrid_boost(model: nn.Module, other: nn.Module | None = None, **settings: Any) -> Callable[[], Any]:
         booster = hybrid(**settings)
@@ -356,7 +356,7 @@ def missing(message: str, *needles: str) -> list[str]:
 
 
 def unreported() -> list[str]:
-    """Needles that are missing in the errors of arguments and models, on one rank."""
+    """Return the needles that are missing in the errors of arguments and models, on one rank."""
     found = []
     for plugin, arguments, needles in ARGUMENTS:
         fp32 = {} if plugin in (Booster, TorchDDPPlugin) else {"precision": "fp32"}
@@ -367,7 +367,7 @@ def unreported() -> list[str]:
 
 
 def unreported_misuses() -> list[str]:
-    """Needles that are missing in the errors of calls, on one rank."""
+    """Return the needles that are missing in the errors of calls, on one rank."""
     return [line for call, needle in misuses().values() for line in missing(refused(call), needle)]
 
 
@@ -375,7 +375,7 @@ def test_all_reasons_are_reported_on_every_rank(pool: Pool) -> None:
     assert pool.run(2, unreported) == [[], []]
 
 
-def test_a_slip_in_a_call_is_explained(pool: Pool) -> None:
+def test_the_misuse_of_a_call_is_explained(pool: Pool) -> None:
     assert pool.run(1, unreported_misuses) == [[]]
 
 
@@ -388,7 +388,7 @@ COLOSSALAI = (
 
 
 def take_and_refuse_arguments_of_colossalai() -> None:
-    """A value that asks for nothing is taken, another one refused with advice, and an unknown name as Python does."""
+    """Accept values that change nothing, refuse others with advice, and raise Python's error for an unknown name."""
     for plugin, table in COLOSSALAI:
         plugin(**{name: known.taken[0] for name, known in table.items()})
         for name, known in table.items():
@@ -401,7 +401,7 @@ def take_and_refuse_arguments_of_colossalai() -> None:
     assert "fp8_communication=True of ColossalAI is not available: leave it out; nothing" in refused(
         lambda: HybridParallelPlugin(fp8_communication=True)
     )
-    LowLevelZeroPlugin(norm_type=2)  # as good as 2.0
+    LowLevelZeroPlugin(norm_type=2)  # equals 2.0
     TorchFSDPPlugin(cpu_offload=None)
 
 
@@ -411,5 +411,5 @@ def test_arguments_of_colossalai(pool: Pool) -> None:
 
 def test_the_page_lists_every_argument_that_is_not_available() -> None:
     page = (Path(__file__).parents[2] / "docs" / "coming-from-colossalai.md").read_text()
-    own = {"wp_memory_pool"}  # Echelon's, of an earlier release
+    own = {"wp_memory_pool"}  # an argument of an earlier release of Echelon
     assert [name for _, table in COLOSSALAI for name in {*table} - own if f"`{name}" not in page] == []

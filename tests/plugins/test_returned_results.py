@@ -1,4 +1,4 @@
-"""The loss and the outputs that `execute_pipeline` returns, as scripts use and misuse them."""
+"""The loss and the outputs that `execute_pipeline` returns: their use and misuse in scripts."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from .training import BERT, LLAMA, boosted, hybrid, logged, refused, share
 RETURNED = "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out"
 
 
-def test_a_backward_of_the_returned_loss_says_that_it_was_done(pool: Pool) -> None:
+def test_a_backward_of_the_returned_loss_raises(pool: Pool) -> None:
     ((returned, by_booster, detached, norm),) = pool.run(1, go_back_again)
     assert returned == by_booster
     assert returned.startswith(RETURNED)
@@ -73,14 +73,14 @@ def test_outputs_are_on_the_last_stage_and_on_all_ranks_if_asked(pool: Pool, siz
         for logits in (on_last, mixed) if is_last else ():
             torch.testing.assert_close(logits, expected)
         torch.testing.assert_close(everywhere, expected)
-    # The first rank alone asks for them.
+    # Only the first rank requests them.
     assert [mixed is not None for _, _, _, mixed, _ in found] == [
         is_last or rank == 0 for rank, (is_last, *_) in enumerate(found)
     ]
 
 
 def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, Any]:
-    """This rank's logits by what it asks for, and those of the model alone."""
+    """Return this rank's logits for each kind of request, and those of the model alone."""
     booster = hybrid(precision="fp32", **sizes)
     model, _ = boosted(booster, LLAMA)
     model.eval()

@@ -1,4 +1,4 @@
-"""Options and orders of work that change no figure: late parameters, offload, own schedules, uneven replicas."""
+"""Options and schedules that change no loss: overlapped all-gathers, offload, user schedules, uneven replicas."""
 
 import random
 from contextlib import nullcontext
@@ -73,7 +73,7 @@ def test_masters_and_states_are_on_the_cpu(pool: Pool) -> None:
 
 
 def drawn(seed: int) -> tuple[Schedule, int]:
-    """A random order of whole and split backwards, stages anywhere on two ranks; and its number of microbatches."""
+    """Return a random order of undivided and split backwards, on two ranks; and the number of microbatches."""
     generator = random.Random(seed)
     while True:
         schedule, num_microbatches = random_schedule(generator)
@@ -82,7 +82,7 @@ def drawn(seed: int) -> tuple[Schedule, int]:
 
 
 def figures(choice: ModelChoice, settings: dict[str, Any], samples: list[tuple[int, int]]) -> list[float]:
-    """Losses in training and in evaluation, and norms, of steps with so many samples on each replica."""
+    """Return losses in training and evaluation, and norms, of steps with these numbers of samples per replica."""
     booster = hybrid(max_norm=0.5, **settings)
     model, optimizer = boosted(booster, choice)
     replica = booster.plugin.data_rank[0]
@@ -104,7 +104,7 @@ def figures(choice: ModelChoice, settings: dict[str, Any], samples: list[tuple[i
     return found
 
 
-SIX_LAYERS = replace(LLAMA, num_layers=6)  # a random schedule has at most so many stages
+SIX_LAYERS = replace(LLAMA, num_layers=6)  # the maximum number of stages of a random schedule
 UNEVEN = [(7, 3), (2, 6), (5, 5)]  # samples of each replica's batch; two of them make a microbatch
 
 
@@ -121,7 +121,7 @@ def test_any_order_that_can_run_trains_as_without_a_pipeline(pool: Pool, seed: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("zero_stage", "beside"),  # at stage 2 no batches add up
+    ("zero_stage", "beside"),  # at stage 2 batches do not accumulate
     [(0, {}), (1, {"gradient_checkpoint_config": HALF, "overlap_p2p": False}), (2, {})],
     ids=str,
 )
@@ -129,7 +129,7 @@ def test_any_order_that_can_run_trains_as_without_a_pipeline(pool: Pool, seed: i
 @pytest.mark.parametrize(
     ("style", "num_chunks"), [("1f1b", 1), ("gpipe", 2), ("interleaved", 2), ("zbh1", 1), ("zbv", 2)]
 )
-def test_a_pipeline_of_uneven_replicas_has_the_figures_of_replicas_alone(
+def test_uneven_replicas_have_the_same_losses_with_and_without_a_pipeline(
     pool: Pool, style: str, num_chunks: int, choice: ModelChoice, zero_stage: int, beside: dict[str, Any]
 ) -> None:
     plain = {"zero_stage": zero_stage, "num_microbatches": None, "microbatch_size": 2}

@@ -17,7 +17,7 @@ def step(parameter: Parameter, optimizer: ScaledOptimizer, factor: float) -> Non
     optimizer.step()
 
 
-def test_overflows_in_a_row_at_the_lowest_scale_are_an_error_that_explains() -> None:
+def test_consecutive_overflows_at_the_lowest_scale_are_an_error() -> None:
     parameter, optimizer = scaled(4.0)
     for _ in range(2):
         step(parameter, optimizer, float("inf"))

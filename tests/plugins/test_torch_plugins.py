@@ -1,4 +1,4 @@
-"""torch's plugins beside a plain torch loop in one process over the same global batch."""
+"""torch's plugins, compared with a plain torch loop in one process over the same global batch."""
 
 from typing import Any
 
@@ -23,20 +23,20 @@ from .training import booster_of, mean_over_replicas, refused
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 GPT2 = ModelChoice(model_type="gpt2", tied=True, num_layers=2)
 NUM_STEPS = 3
-SCALE = 2.0**16  # torch's own first loss scale
-# Sums in another order: gradients to float32's last bits, which AdamW (eps 1e-5, lr 1e-3) makes 1e-2 times smaller.
+SCALE = 2.0**16  # torch's initial loss scale
+# Another order of sums: gradients differ in float32's last bits, weights by 1e-2 of that (AdamW, eps 1e-5, lr 1e-3).
 NEAR = {"rtol": 1e-5, "atol": 1e-6}
 OFFLOAD = {"cpu_offload": True}
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, with the shards of all ranks."""
+    """Return a full copy of a tensor, with the shards of all ranks."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def prepared(choice: ModelChoice, change: str = "") -> nn.Module:
-    """A model in which half is frozen, parameters are never used, or layers are computed again in backward."""
+    """Return a model of which half is frozen, parameters are unused, or layers are recomputed."""
     model = choice.build()
     if change == "recomputed":
         first = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1])
@@ -53,7 +53,7 @@ def prepared(choice: ModelChoice, change: str = "") -> nn.Module:
 def microbatches(
     choice: ModelChoice, step: int, rank: int, replicas: int, count: int
 ) -> list[dict[str, Tensor]]:
-    """One rank's microbatches of a global batch of 8 samples."""
+    """Return one rank's microbatches of a global batch of 8 samples."""
     batch = make_batch(choice, num_samples=8, seed=step)
     own = {name: tensor.chunk(replicas)[rank] for name, tensor in batch.items()}
     return [{name: tensor.chunk(count)[index] for name, tensor in own.items()} for index in range(count)]
@@ -68,7 +68,7 @@ def reference(
     max_norm: float = 0.0,
     precision: str = "fp32",
 ) -> list[StepRecord]:
-    """The same steps in one process by a plain torch loop."""
+    """Train the same steps in one process by a plain torch loop."""
     return train(
         prepared(choice, change),
         [
@@ -94,7 +94,7 @@ def boosted(
 def steps(
     choice: ModelChoice, settings: dict[str, Any], *, change: str = "", count: int = 1, max_norm: float = 0.0
 ) -> list[StepRecord]:
-    """A training loop as with any plugin; what each step gave, whole."""
+    """Run a training loop as with any plugin; return the unsharded results of each step."""
     booster, model, optimizer = boosted(choice, change, **settings)
     rank, size = booster.plugin.data_rank
     records = []
@@ -109,7 +109,7 @@ def steps(
         booster.backward(losses[-1] / count, optimizer)
         norm = optimizer.clip_grad_by_norm(max_norm or float("inf"))
         named = dict(model.unwrap().named_parameters())
-        # Clipping has scaled the gradients: what it took out is put back to compare them.
+        # Undo the scaling of clipping, to compare the gradients.
         factor = max(float(norm) / max_norm, 1.0) if max_norm else 1.0
         gradients = {name: whole(each.grad) * factor for name, each in named.items() if each.grad is not None}
         optimizer.step()
@@ -126,7 +126,7 @@ def steps(
 
 
 def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord]) -> None:
-    """Loss, norm, every gradient and every weight of each step."""
+    """Compare loss, norm, every gradient and every weight of each step."""
     for found in by_rank:
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.loss == pytest.approx(theirs.loss, abs=2e-6)
@@ -171,7 +171,7 @@ def test_16_bit_training_is_as_near_to_float32_as_one_process_is(
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Over all tensors together."""
+    """Return the distance over all tensors together."""
     return sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs) ** 0.5
 
 
@@ -187,7 +187,7 @@ def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, i
         if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
             loss = loss * float("inf")
         booster.backward(loss, optimizer)
-        optimizer.clip_grad_by_value(1.0)  # hides no overflow
+        optimizer.clip_grad_by_value(1.0)  # does not hide an overflow
         optimizer.step()
         optimizer.zero_grad()
         changes.append(not torch.equal(before, whole(parameter)))
@@ -220,7 +220,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 
 
 def held(settings: dict[str, Any]) -> dict[str, Any]:
-    """The local part of a Llama after a step: rows by parameter, states, gradients and devices."""
+    """Return the local shards of a Llama after a step: rows by parameter, states, gradients and devices."""
     booster, model, optimizer = boosted(LLAMA, **settings)
     rank, size = booster.plugin.data_rank
     booster.backward(model(**microbatches(LLAMA, 0, rank, size, 1)[0]).loss, optimizer)
@@ -246,7 +246,7 @@ def held(settings: dict[str, Any]) -> dict[str, Any]:
     [(2, {}, 2), (4, {"shard_size": 2}, 2), (4, {}, 4), (2, OFFLOAD, 2)],
     ids=str,
 )
-def test_each_rank_holds_its_part_alone(pool: Pool, ranks: int, settings: dict[str, Any], parts: int) -> None:
+def test_each_rank_has_only_its_shard(pool: Pool, ranks: int, settings: dict[str, Any], parts: int) -> None:
     by_rank = pool.run(ranks, held, settings)
     total = by_rank[0]["whole"]
     groups = [by_rank[first : first + parts] for first in range(0, ranks, parts)]
@@ -261,7 +261,7 @@ def test_each_rank_holds_its_part_alone(pool: Pool, ranks: int, settings: dict[s
 
 
 def evaluate_before_a_step() -> tuple[float, float]:
-    """The loss after a step with an evaluation between backward and step, and without one."""
+    """Return the loss after a step with an evaluation between backward and step, and without one."""
     losses = []
     for evaluates in (True, False):
         booster, model, optimizer = boosted(GPT2)
@@ -281,7 +281,7 @@ def test_an_evaluation_before_a_step_leaves_no_old_weights_behind(pool: Pool) ->
 
 
 def drop_accumulated() -> tuple[str, float, float]:
-    """The error of step() for gradients never reduced, and norms with and without such gradients dropped before."""
+    """Return the error of step() for unreduced gradients, and norms with and without such gradients dropped before."""
     booster, model, optimizer = boosted(GPT2)
     first, second = (make_batch(GPT2, num_samples=2, seed=seed) for seed in (0, 1))
     norms, reported = [], ""
@@ -307,7 +307,7 @@ def test_gradients_that_were_never_reduced_are_reported_and_can_be_dropped(pool:
 
 
 def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
-    """The errors of calls before a backward and after a plain one; True where a whole step then changes a weight."""
+    """Return the errors of calls before a backward and after a plain one; True if a full step then changes a weight."""
     booster, model, optimizer = boosted(GPT2, precision="fp16")
     batch = make_batch(GPT2, num_samples=2, seed=0)
     calls: dict[str, Any] = {

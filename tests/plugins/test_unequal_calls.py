@@ -1,4 +1,4 @@
-"""Ranks that ask `execute_pipeline` for different things, and settings of torch that must not show in the figures."""
+"""Ranks that call `execute_pipeline` with different arguments, and settings of torch that must not change results."""
 
 from typing import Any
 
@@ -20,16 +20,16 @@ STEPS = 2
 
 
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"tp_size": 2}])
-def test_what_one_rank_alone_asks_for_it_alone_is_given(pool: Pool, sizes: dict[str, Any]) -> None:
+def test_a_rank_gets_only_the_results_that_it_requests(pool: Pool, sizes: dict[str, Any]) -> None:
     first, second = pool.run(2, ask_differently, sizes)
     assert first == (None, True, first[2]) if not sizes.get("pp_size") else first[:2] == (None, False)
     assert second[0] is not None and second[1] is False
-    # And a step after it is a step.
+    # The next step works.
     assert isinstance(first[2], float)
 
 
 def ask_differently(sizes: dict[str, Any]) -> tuple[float | None, bool, float]:
-    """The first rank asks for outputs, the second for the loss."""
+    """Request outputs on the first rank, and the loss on the second."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
     is_first = dist.get_rank() == 0
@@ -44,9 +44,7 @@ def ask_differently(sizes: dict[str, Any]) -> tuple[float | None, bool, float]:
 
 
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"zero_stage": 1}])
-def test_gradients_that_are_on_for_some_ranks_alone_are_refused_on_all(
-    pool: Pool, sizes: dict[str, Any]
-) -> None:
+def test_gradients_enabled_on_some_ranks_only_are_refused_on_all(pool: Pool, sizes: dict[str, Any]) -> None:
     for error in pool.run_failing(2, train_on_the_first, sizes):
         assert isinstance(error, ValueError)
         assert "called to train on rank(s) [0] and under torch.no_grad() on the others" in str(error)
@@ -60,13 +58,13 @@ def train_on_the_first(sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}])
-def test_the_default_format_of_torch_shows_in_no_figure(pool: Pool, sizes: dict[str, Any]) -> None:
+def test_losses_do_not_depend_on_torchs_default_dtype(pool: Pool, sizes: dict[str, Any]) -> None:
     usual, short = (pool.run(2, weigh, sizes, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert short == usual
 
 
 def weigh(sizes: dict[str, Any], default: torch.dtype) -> list[float]:
-    """Losses and norms; weights are numbers that bfloat16 cannot say."""
+    """Return losses and norms; the weights are numbers that bfloat16 cannot represent."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
 
@@ -136,7 +134,7 @@ def test_clipping_that_differs_between_ranks_is_refused_on_all(pool: Pool) -> No
 
 
 def clip_differently() -> list[str]:
-    """The errors of ranks that clip to different norms, and of a rank that clips while the other one steps."""
+    """Return the errors of ranks that clip to different norms, and of a rank that clips while the other steps."""
     booster, rank, found = hybrid(tp_size=2), dist.get_rank(), []
     for clips in (True, rank == 0):
         model, optimizer = boosted(booster, LLAMA)
@@ -147,7 +145,7 @@ def clip_differently() -> list[str]:
     return found
 
 
-def test_torchs_plugins_notice_settings_and_clipping_of_one_rank(pool: Pool) -> None:
+def test_torchs_plugins_detect_settings_and_clipping_of_one_rank(pool: Pool) -> None:
     for errors in pool.run(2, train_differently):
         for found, reported in zip(
             errors, ("static_graph is True on", "mixed_precision is", "max_norm is 0.1 on"), strict=True
@@ -156,7 +154,7 @@ def test_torchs_plugins_notice_settings_and_clipping_of_one_rank(pool: Pool) -> 
 
 
 def train_differently() -> list[str]:
-    """The errors of different arguments and precisions at boost, and at the second step that of clipping."""
+    """Return the errors of different arguments and precisions at boost, and of clipping at the second step."""
     rank, found = dist.get_rank(), []
     plugins = [TorchDDPPlugin(static_graph=rank == 0), TorchDDPPlugin()]
     for plugin, precision in zip(plugins, ("fp32", ("fp32", "bf16")[rank]), strict=True):

@@ -1,4 +1,4 @@
-"""Sharded weights of linear layers through the booster: memory and messages, names, files, overflow."""
+"""Sharded weights of linear layers with the booster: memory, communication, names, files, overflow."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from echelon.verify.parity import make_optimizer
 from ..pool import Pool
 from .training import BERT, LLAMA, boosted, hybrid, share
 
-# Odd widths: neither 2 nor 4 ranks divide all of them.
+# Odd widths: not all are divisible by 2 or 4 ranks.
 ODD = ModelChoice(model_type="gpt2", num_layers=2, settings=(("n_inner", 47), ("n_embd", 36)))
 
 
@@ -36,7 +36,7 @@ def test_ranks_with_other_numbers_of_microbatches_are_refused(pool: Pool) -> Non
 
 
 def measure(stage: int, wp: int) -> tuple[dict[str, int], dict[tuple[str, str], float], int, int]:
-    """Local bytes, what a step sends, and how many elements are sharded and are not."""
+    """Return local bytes, the traffic of a step, and the numbers of sharded and of other elements."""
     booster = hybrid(wp_size=wp, zero_stage=stage, num_microbatches=1, zero_bucket_size_in_m=1)
     model, optimizer = boosted(booster, LLAMA)
     placed = [(each, placement_of(each)) for each in model.local_parameters.values()]
@@ -51,9 +51,9 @@ def measure(stage: int, wp: int) -> tuple[dict[str, int], dict[tuple[str, str], 
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_weights_at_rest_and_their_states_are_sharded(pool: Pool, ranks: int, stage: int) -> None:
+def test_permanent_weights_and_their_states_are_sharded(pool: Pool, ranks: int, stage: int) -> None:
     for held, sent, sharded, whole in pool.run(ranks, measure, stage, 2):
-        # Padding aside: of rows that 2 does not divide, and of buckets.
+        # Without padding: of odd numbers of rows, and of buckets.
         assert held["parameters"] == pytest.approx(4 * (sharded / 2 + whole), rel=0.03)
         states = 8 * (sharded + whole) / 4 if stage else 2 * held["parameters"]
         assert held["states"] == pytest.approx(states, rel=0.03)
@@ -64,7 +64,7 @@ def test_weights_at_rest_and_their_states_are_sharded(pool: Pool, ranks: int, st
 
 
 def save_and_load(folder: Path, settings: dict[str, Any]) -> None:
-    """The file is the whole model's, whatever the layout; a lazy model loads its shards, masters and states."""
+    """Compare the files of layouts with the full model's; load shards, master weights and states of a lazy model."""
     booster = hybrid(**settings)
     model, optimizer = boosted(booster, ODD)
     booster.execute_pipeline(share(booster, ODD, 0), model, loss_of, optimizer)
@@ -88,12 +88,12 @@ def save_and_load(folder: Path, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_files_hold_whole_weights(pool: Pool, tmp_path: Path, ranks: int) -> None:
+def test_files_have_full_weights(pool: Pool, tmp_path: Path, ranks: int) -> None:
     pool.run(ranks, save_and_load, tmp_path, {"wp_size": 2, "zero_stage": 1})
 
 
 def overflow() -> int:
-    """One rank's infinity, in a weight that is sharded, skips the step on all."""
+    """Skip the step on all ranks for an infinity of one rank in a sharded weight."""
     booster = hybrid(wp_size=2, zero_stage=1, precision="fp16", initial_scale=256.0)
     model, optimizer = boosted(booster, LLAMA)
     before = {name: master.clone() for name, master in optimizer.masters().items()}

@@ -23,7 +23,7 @@ def hybrid(**kwargs: Any) -> Booster:
 
 
 def booster_of(kind: str, **settings: Any) -> Booster:
-    """A booster by the name of its plugin; "zero2" is LowLevelZeroPlugin of stage 2."""
+    """Return a booster by the name of its plugin; "zero2" is LowLevelZeroPlugin of stage 2."""
     if kind == "ddp":
         return Booster(plugin=TorchDDPPlugin(), mixed_precision=settings.get("precision"))
     if kind.startswith("zero"):
@@ -32,7 +32,7 @@ def booster_of(kind: str, **settings: Any) -> Booster:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """A step shows the gradients' size, which AdamW's would hide."""
+    """Return SGD, whose steps show the size of gradients; AdamW's would not."""
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
@@ -45,14 +45,14 @@ def boosted(
 
 
 def share(booster: Any, choice: ModelChoice, step: int) -> Iterator[dict[str, Tensor]]:
-    """This replica's part of a global batch of 8 samples."""
+    """Yield this replica's part of a global batch of 8 samples."""
     rank, size = booster.plugin.data_rank
     batch = make_batch(choice, num_samples=8, seed=step)
     return iter([{name: tensor.chunk(size)[rank] for name, tensor in batch.items()}])
 
 
 def forward_and_backward(booster: Any, model: Any, optimizer: Any, choice: ModelChoice, step: int) -> Tensor:
-    """The loss, by `execute_pipeline` under a pipeline and by calls elsewhere."""
+    """Return the loss, by `execute_pipeline` with a pipeline and by calls otherwise."""
     if booster.plugin.pp_size > 1:
         loss: Tensor = booster.execute_pipeline(share(booster, choice, step), model, loss_of, optimizer)[
             "loss"
@@ -64,7 +64,7 @@ def forward_and_backward(booster: Any, model: Any, optimizer: Any, choice: Model
 
 
 def train(kind: str, settings: dict[str, Any], choice: ModelChoice, num_steps: int = 3) -> list[float]:
-    """Losses of a run whose global batch does not depend on the layout."""
+    """Return the losses of a run whose global batch does not depend on the layout."""
     booster = hybrid(**settings) if kind == "hybrid" else booster_of("zero", **settings)
     model, optimizer = boosted(booster, choice)
     losses = []
@@ -83,7 +83,7 @@ def mean_over_replicas(loss: float) -> float:
 
 
 def refused(make: Callable[[], Any]) -> str:
-    """The error's text, once it is sure that nothing was communicated before it."""
+    """Return the text of the error, and require that nothing was communicated before it."""
     before = dist.distributed_c10d._world.group_count
     try:
         make()
@@ -94,7 +94,7 @@ def refused(make: Callable[[], Any]) -> str:
 
 
 def logged(work: Callable[[], Any]) -> list[str]:
-    """The lines of the logger "echelon" meanwhile."""
+    """Return the lines of the logger "echelon" during a call."""
     import logging
 
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Batches for small models are what their heads need."""
+"""Batches for small models have the inputs of their heads."""
 
 import torch
 from transformers import T5Config
@@ -21,17 +21,17 @@ def test_a_batch_of_an_encoder_decoder_has_two_lengths_and_an_untied_head_its_ow
     tied = ModelChoice(model_type="t5", tied=True, num_layers=1).build()
     assert tied.lm_head.weight is tied.shared.weight
     assert tied.config.scale_decoder_outputs
-    # Older releases of transformers scale before an untied head too.
+    # Older releases of transformers also scale before an untied head.
     untied = T5Config(tie_word_embeddings=False)
     assert model.config.scale_decoder_outputs == untied.scale_decoder_outputs
 
 
-def test_the_places_of_an_image_attend_to_each_other() -> None:
+def test_image_tokens_attend_to_each_other() -> None:
     model = GEMMA3.build()
     batch = make_batch(GEMMA3, num_samples=3, seed=0)
     causal = {**batch, "token_type_ids": torch.zeros_like(batch["token_type_ids"])}
     of_places = batch["token_type_ids"] == 1
     first = of_places.cumsum(1) == 1
     moved = (model(**batch).logits - model(**causal).logits).abs().amax(-1)
-    assert moved[first & of_places].min() > 1e-3  # it sees those behind it
+    assert moved[first & of_places].min() > 1e-3  # it attends to later ones
     assert moved[(of_places.cumsum(1) == 0)].max() == 0

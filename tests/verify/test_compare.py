@@ -7,7 +7,7 @@ import torch
 from echelon.verify.compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from echelon.verify.reference import StepRecord
 
-NEAR = 1e-4  # how far rounded weights bring this model's reference, in its weight
+NEAR = 1e-4  # the effect of rounded weights on the weight of this model's reference
 
 
 def record(shift: float = 0.0) -> StepRecord:
@@ -29,13 +29,13 @@ def compare(*shifts: float, rounded: float) -> list[StepComparison]:
     )
 
 
-def test_a_weight_may_be_off_by_four_times_what_rounding_makes_of_it() -> None:
+def test_a_weight_may_be_off_by_four_times_the_effect_of_rounding() -> None:
     assert first_departure(compare(0.0, 3.5 * NEAR, rounded=0.0)) is not None
     assert first_departure(compare(0.0, 3.5 * NEAR, rounded=NEAR)) is None
     assert first_departure(compare(0.0, 4.5 * NEAR, rounded=NEAR)) is not None
 
 
-def test_of_the_first_step_gradients_alone_may_be_off_by_twice_what_rounding_makes_of_them() -> None:
+def test_in_the_first_step_only_gradients_may_be_off_by_twice_the_effect_of_rounding() -> None:
     def departs(found: StepRecord, near: StepRecord, *, bitwise: bool = False) -> bool:
         steps = compare_float32(
             [found], [record()], learning_rate=1e-3, epsilon=1e-5, bitwise=bitwise, rounded=[[near]]
@@ -52,7 +52,7 @@ def test_of_the_first_step_gradients_alone_may_be_off_by_twice_what_rounding_mak
     assert departs(shifted(1e-5), shifted(1e-4), bitwise=True)
 
 
-def test_loss_gradient_and_norm_have_what_rounding_makes_of_each() -> None:
+def test_loss_gradient_and_norm_may_be_off_by_the_effect_of_rounding_on_each() -> None:
     moved = replace(record(), loss=1.01, norm=5**0.5 + 0.01, gradients={"w": torch.tensor([1.01, -2.0])})
     for quantity in ("loss", "norm", "gradients"):
         own = replace(record(), **{quantity: getattr(moved, quantity)})
@@ -72,7 +72,7 @@ def test_loss_gradient_and_norm_have_what_rounding_makes_of_each() -> None:
 
 
 def in_16_bits(*found: StepRecord, usual: StepRecord, nearby: StepRecord | None) -> str | None:
-    """The departure where one process is as far from float32 as `usual`, and one nearby as far as `nearby`."""
+    """Return the departure, if one process is as far from float32 as `usual`, and one nearby as far as `nearby`."""
     near = [] if nearby is None else [[Reference(nearby, record()) for _ in found]]
     return first_departure(
         compare_16_bit(
@@ -94,7 +94,7 @@ def moved(gradient: float = 0.0, weight: float = 0.0, loss: float = 0.0, norm: f
     )
 
 
-def test_in_16_bits_the_farthest_of_the_references_nearby_counts() -> None:
+def test_in_16_bits_the_largest_distance_of_the_references_nearby_counts() -> None:
     same = record()
     for far, nearby in (
         (moved(weight=0.14), moved(weight=0.1)),
@@ -107,13 +107,13 @@ def test_in_16_bits_the_farthest_of_the_references_nearby_counts() -> None:
     assert in_16_bits(same, moved(weight=0.16), usual=same, nearby=moved(weight=0.1)) is not None
 
 
-def test_in_16_bits_the_first_step_is_excused_for_what_adamw_makes_of_it_alone() -> None:
+def test_in_16_bits_references_nearby_excuse_only_the_weights_of_the_first_step() -> None:
     near = moved(gradient=0.1, weight=0.1, loss=0.1, norm=0.1)
     assert in_16_bits(moved(weight=0.14), usual=record(), nearby=near) is None
     for far in (moved(gradient=0.14), moved(loss=0.14), moved(norm=0.14)):
         assert in_16_bits(far, usual=record(), nearby=near) is not None
 
 
-def test_a_reference_nearby_that_skipped_a_step_more_does_not_count() -> None:
+def test_a_reference_nearby_with_another_number_of_skipped_steps_does_not_count() -> None:
     near = replace(moved(weight=0.1), skipped=1)
     assert in_16_bits(record(), moved(weight=0.14), usual=record(), nearby=near) is not None
