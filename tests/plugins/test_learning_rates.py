@@ -160,7 +160,7 @@ def differ_at_a_step(sizes: dict[str, Any]) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_under_torchs_plugins_it_is_detected_at_the_next_step(pool: Pool, kind: str) -> None:
-    """Where a step sends nothing that the comparison could travel with."""
+    """A step of these plugins has no reduction that could include the comparison."""
     for message in pool.run(2, step_a_scheduler_on_one_rank, kind):
         assert message.startswith("the settings of the optimizer differ between ranks")
         assert "lr of group 0 is 0.0001 on rank(s) [0] and 0.001 on rank(s) [1]" in message
