@@ -220,7 +220,7 @@ def _comparison(
 def _compare_skipped(
     loss: Measure, found: Sequence[StepRecord], other: StepRecord, index: int
 ) -> StepComparison:
-    """Compare a skipped step: the same gradients are not finite, the norm is not finite, and no weight changes."""
+    """Compare a skipped step: the same parameters have gradients, the norm is not finite, and no weight changes."""
     own = found[index]
     before = found[index - 1].weights if index else other.weights
     gradient = _mismatch("gradient", own.gradients, other.gradients)
