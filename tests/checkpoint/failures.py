@@ -1,8 +1,8 @@
-"""Failures on purpose: killed processes, full disks and flipped bits, at every place where there can be one.
+"""Injected failures: killed processes, full disks and flipped bits, at every possible place.
 
-`at_every_write` counts the calls by which a process changes files. A point makes one of them fail (`full_disk_at`), or
-be the last (`kill_rank_at`). `flip_every_file` flips bits. `run_ranks` forks ranks that may be killed, from a process
-that has imported all, since a killed worker of the pool is dear.
+`at_every_write` counts the calls by which a process changes files. A `Point` makes one of them fail (`full_disk_at`) or
+kills the process there (`kill_rank_at`). `flip_every_file` flips bits. `run_ranks` forks ranks that may be killed, from
+a process that has imported everything: a killed worker of the pool would be slow to replace.
 """
 
 import builtins
@@ -44,11 +44,11 @@ def at_every_write(folder: Path, point: Point) -> Iterator[list[str]]:
     """Call `point` before each call that changes files, and in the middle of each write.
 
     Args:
-        folder: calls about files elsewhere are left alone.
-        point: gets the number of the call, from 1, and what it does. It may raise what the call then raises.
+        folder: calls for files elsewhere are ignored.
+        point: called with the number of the call, from 1, and its description. The call raises the error of `point`.
 
     Returns:
-        What was called, in its order.
+        The list of calls, in order; it grows during the block.
     """
     calls: list[str] = []
     lock = threading.Lock()
@@ -69,7 +69,7 @@ def at_every_write(folder: Path, point: Point) -> Iterator[list[str]]:
 
 
 def full_disk_at(number: int) -> Point:
-    """From this call on nothing can be made or written."""
+    """Return a point from which on no file can be created or written."""
 
     def point(called: int, what: str) -> None:
         if called >= number and what.split()[0] in ("open", "write", "fsync", "mkdir"):
@@ -79,7 +79,7 @@ def full_disk_at(number: int) -> Point:
 
 
 def kill_rank_at(rank: int, number: int, *, with_others: bool = False) -> Point:
-    """This call is the last of a rank, and of those that were forked with it."""
+    """Return a point that kills a rank, or with `with_others` all ranks that were forked with it."""
 
     def point(called: int, what: str) -> None:
         if (dist.get_rank(), called) == (rank, number):
@@ -89,10 +89,10 @@ def kill_rank_at(rank: int, number: int, *, with_others: bool = False) -> Point:
 
 
 def flip_every_file(folder: Path, positions: int) -> Iterator[tuple[Path, str]]:
-    """Flip one bit of every file at some positions each; it is flipped while the caller looks. Collective.
+    """Flip one bit of every file, at some positions one after the other; each is restored on the next step. Collective.
 
     Yields:
-        The file, and the tensor that the bit belongs to, "the header" or "damaged".
+        The file, and the damaged part: a tensor, "the header" or "damaged".
     """
     draw = random.Random(1)
     files = [(path, path.stat().st_size) for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -106,7 +106,7 @@ def flip_every_file(folder: Path, positions: int) -> Iterator[tuple[Path, str]]:
 
 @contextmanager
 def harmed(path: Path, harm: Harm) -> Iterator[None]:
-    """The first rank harms a file, and gives it back."""
+    """Damage a file on the first rank, and restore it at the end of the block."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     sound = path.parent.parent / f".{path.name}.sound"
     _barrier()
@@ -122,7 +122,7 @@ def harmed(path: Path, harm: Harm) -> Iterator[None]:
 
 
 def cut(path: Path) -> None:
-    """Lose the last byte."""
+    """Truncate a file by one byte."""
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -155,7 +155,7 @@ def _part_at(path: Path, at: int) -> str:
 
 @contextmanager
 def logged(logger: str) -> Iterator[list[str]]:
-    """The lines that are logged within it."""
+    """Collect the lines that are logged within the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -173,7 +173,7 @@ def _anonymous() -> int:
 
 
 def anonymous_peak(work: Callable[[], object]) -> int:
-    """The most anonymous memory above what there is before."""
+    """Return the peak of anonymous memory during an action, above its value before."""
     gc.collect()
     before, most, is_done = _anonymous(), 0, threading.Event()
 
@@ -192,10 +192,10 @@ def anonymous_peak(work: Callable[[], object]) -> int:
 
 
 def in_warm_process(function: Callable[..., None], *args: Any, seconds: float) -> None:
-    """Call a function of a module in a new process that runs no threads, from which ranks can be forked.
+    """Call a function in a new process without threads, from which ranks can be forked.
 
     Raises:
-        AssertionError: it failed, or took longer.
+        AssertionError: the call failed, or took too long.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -209,13 +209,13 @@ def in_warm_process(function: Callable[..., None], *args: Any, seconds: float) -
 
 
 def run_ranks(world: int, function: Callable[..., None], *args: Any, seconds: float = 60.0) -> list[int]:
-    """Fork the ranks of a gloo group, which are a process group of the system's too, and wait for them.
+    """Fork the ranks of a gloo group, in one process group of the system, and wait for them.
 
     Returns:
-        How each ended: 0, 1 where it raised, a signal's number below 0.
+        The exit code of each: 0, 1 if it raised, or the negative number of a signal.
 
     Raises:
-        AssertionError: they did not end in time, and were killed.
+        AssertionError: ranks did not end in time, and were killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         pids: list[int] = []
@@ -260,7 +260,7 @@ def _ends(pids: list[int], seconds: float) -> list[int]:
 
 
 class _Raw(io.FileIO):
-    """Is interrupted in the middle of each write."""
+    """A file that calls the point in the middle of each write."""
 
     note: Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""Checkpoints that tests write by hand, cut as some layout would cut them."""
+"""Checkpoints written by hand, sharded like those of a layout."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ Cut = Callable[[Sequence[int], int], list[list[Box]]]
 
 
 def flat_slices(shape: Sequence[int], ranks: int) -> list[list[Box]]:
-    """As ZeRO cuts: each rank has an equal stretch of the flattened tensor."""
+    """Shard as ZeRO does: each rank has an equal interval of the flattened tensor."""
     numel = Box.whole(shape).numel
     bounds = [numel * rank // ranks for rank in range(ranks + 1)]
     return [list(flat_boxes(bounds[rank], bounds[rank + 1], shape)) for rank in range(ranks)]
 
 
 def columns(shape: Sequence[int], ranks: int) -> list[list[Box]]:
-    """As tensor parallelism cuts: along the last dimension, the remainder on the last rank."""
+    """Shard as tensor parallelism does: along the last dimension, with the remainder on the last rank."""
     if not shape:
         return [[Box((), ())], *([] for _ in range(ranks - 1))]
     bounds = [shape[-1] * rank // ranks for rank in range(ranks + 1)]
@@ -46,7 +46,7 @@ def columns(shape: Sequence[int], ranks: int) -> list[list[Box]]:
 
 
 def small_config(**changes: Any) -> LlamaConfig:
-    """Of a model of some three thousand entries."""
+    """Return the config of a model with about three thousand entries."""
     return LlamaConfig(
         **{
             "vocab_size": 40,
@@ -63,14 +63,14 @@ def small_config(**changes: Any) -> LlamaConfig:
 
 @dataclass
 class Handmade:
-    """What a checkpoint is made of; tests change it before it is written.
+    """The content of a checkpoint; tests change it before it is written.
 
     Args:
-        config: of a LlamaForCausalLM.
-        model: weights by name.
-        states: optimizer's tensors by STATE/PARAMETER.
-        cut, ranks: how the states lie in files.
-        max_bytes: of a file of weights.
+        config: config of a LlamaForCausalLM.
+        model: the weights by name.
+        states: the optimizer's tensors by STATE/PARAMETER.
+        cut, ranks: the sharding of the states in files.
+        max_bytes: maximum size of a weights file.
     """
 
     config: LlamaConfig
@@ -87,7 +87,7 @@ class Handmade:
 
     @staticmethod
     def of(config: LlamaConfig, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> "Handmade":
-        """After three steps of AdamW, as it were."""
+        """Make the content as after three steps of AdamW."""
         generator = torch.Generator().manual_seed(seed)
         shapes = _shapes(config.to_json_string())
         masters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -119,7 +119,7 @@ class Handmade:
         )
 
     def write(self, directory: Path) -> Path:
-        """Write it below a folder, and return the folder of the step."""
+        """Write the checkpoint into a directory, and return the folder of the step."""
         folder = begin_step(directory, self.step)
         for inner in ("model", "random"):
             (folder / inner).mkdir()
@@ -185,7 +185,7 @@ class Handmade:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """A file of tensors."""
+    """Write a file of tensors."""
     writer = TensorFileWriter(path, [Entry(name, tuple(x.shape), x.dtype) for name, x in tensors.items()])
     for entry in writer.order:
         writer.write(tensors[entry.name])
@@ -204,7 +204,7 @@ def _filled(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str,
 
 @cache
 def _shapes(config: str) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a model, by its config as JSON."""
+    """Return the shapes of a model's tensors, from its config as JSON."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**json.loads(config)))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Small runs that are saved under one layout and go on under another, on the ranks of a pool."""
+"""Small runs that are saved under one layout and resumed under another, on the ranks of a pool."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from echelon.verify.parity import make_optimizer
 
 
 def config_of(**settings: Any) -> LlamaConfig:
-    """A llama whose vocabulary divides by no number of ranks."""
+    """Return a Llama config whose vocabulary is not divisible by the number of ranks."""
     return LlamaConfig(
         **{
             "vocab_size": 101,
@@ -29,11 +29,11 @@ def config_of(**settings: Any) -> LlamaConfig:
 
 
 class Run:
-    """A boosted model with all that a checkpoint holds. Collective over the world.
+    """A boosted model with all objects of a checkpoint. Collective over the world.
 
     Args:
-        config: of the model.
-        seed: of its first weights; another one shows that loading changed them.
+        config: the model's config.
+        seed: seed of the initial weights; another seed shows that loading changed them.
         plugin: arguments of HybridParallelPlugin.
     """
 
@@ -49,11 +49,11 @@ class Run:
 
     @property
     def everything(self) -> dict[str, Any]:
-        """What is saved and loaded."""
+        """The objects that are saved and loaded."""
         return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
 
     def step(self, number: int) -> float:
-        """One step on the batch of this number, of eight samples over all replicas; the loss over all of them."""
+        """Train on the batch of this number, eight samples over all replicas, and return the global loss."""
         replica, replicas = self.booster.plugin.data_rank
         drawn = torch.Generator().manual_seed(100 + number)
         batch = torch.randint(0, 101, (8, 12), generator=drawn).chunk(replicas)[replica]
@@ -67,7 +67,7 @@ class Run:
         return float(loss) / replicas
 
     def pieces(self) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
-        """What this rank holds of weights, masters and states: boxes of whole tensors with their content."""
+        """Return this rank's boxes of weights, masters and states, with their content."""
         plugin = self.booster.plugin
         trained = plugin.trained(self.optimizer)
         local = dict(plugin.local_model(self.model).tensors)
@@ -82,7 +82,7 @@ class Run:
         }
 
     def whole(self) -> dict[str, Tensor]:
-        """All of that, whole, on every rank."""
+        """Return all weights, masters and states, unsharded, on every rank."""
         every: list[Any] = [None] * dist.get_world_size()
         shapes = {
             name: each.shape for name, each in self.booster.plugin.local_model(self.model).tensors.items()
@@ -106,5 +106,5 @@ SHARD = 0.01  # MiB, so that there are several files, and both ranks write some
 
 
 def small_run(seed: int = 0) -> Run:
-    """A run whose ranks shard the optimizer's states."""
+    """Make a run whose ranks shard the optimizer's states."""
     return Run(config_of(**TINY), seed=seed, zero_stage=1)

@@ -1,4 +1,4 @@
-"""Boxes put a whole tensor together from every rank's shard, once, and one rank sends each to the writer."""
+"""Boxes of all ranks' shards cover a global tensor once, and one rank sends each box to the writer."""
 
 import random
 from math import prod
@@ -43,7 +43,7 @@ def put(into: Tensor, times: Tensor, local: LocalTensor) -> None:
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
-def test_the_shards_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> None:
+def test_the_shards_of_all_ranks_cover_the_tensor_once_per_copy(shard: Shard) -> None:
     whole = whole_of(shard)
     found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
     for rank in range(shard.size):
@@ -55,7 +55,7 @@ def test_the_shards_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> N
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
-def test_pieces_of_the_shards_make_the_whole(shard: Shard) -> None:
+def test_pieces_of_the_shards_cover_the_tensor(shard: Shard) -> None:
     draw = random.Random(str(shard))
     whole = whole_of(shard)
     found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
@@ -77,7 +77,7 @@ def test_parts_are_views_that_loading_may_write_to() -> None:
     assert bool((local == 1).all())
 
 
-def test_a_flat_stretch_takes_few_boxes_in_its_order() -> None:
+def test_a_flat_interval_is_few_boxes_in_order() -> None:
     shape = (4, 3, 5)
     whole = torch.arange(60).view(shape)
     for start in range(61):
@@ -88,7 +88,7 @@ def test_a_flat_stretch_takes_few_boxes_in_its_order() -> None:
             assert torch.cat([torch.empty(0, dtype=torch.long), *found]).tolist() == list(range(start, stop))
 
 
-def test_scalars_and_empty_tensors_are_held() -> None:
+def test_scalars_have_one_box_and_empty_tensors_none() -> None:
     assert local_shard("step", torch.tensor(3.0), None, 0).parts[0].box == Box((), ())
     assert local_shard("none", torch.empty(0, 4), None, 0).parts == ()
 
@@ -101,13 +101,13 @@ def test_boxes_without_anything_in_common() -> None:
 @pytest.mark.parametrize("shape", [(), (7,), (5, 4), (3, 4, 5), (0, 3), (1, 1)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("cut", [flat_slices, columns])
-def test_what_layouts_cut_covers_the_whole(shape: tuple[int, ...], ranks: int, cut) -> None:
+def test_shards_of_layouts_cover_the_tensor(shape: tuple[int, ...], ranks: int, cut) -> None:
     boxes = [box for mine in cut(shape, ranks) for box in mine]
     assert coverage_errors(shape, boxes) == []
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 4, 5)])
-def test_any_box_that_is_missing_or_there_twice_is_told(shape: tuple[int, ...]) -> None:
+def test_any_missing_or_duplicate_box_is_reported(shape: tuple[int, ...]) -> None:
     boxes = [box for mine in flat_slices(shape, 3) for box in mine]
     for index, box in enumerate(boxes):
         (fault,) = coverage_errors(shape, boxes[:index] + boxes[index + 1 :])
@@ -116,7 +116,7 @@ def test_any_box_that_is_missing_or_there_twice_is_told(shape: tuple[int, ...]) 
         assert fault.endswith("overlap")
 
 
-def test_a_box_that_overlaps_while_as_much_is_missing_is_told() -> None:
+def test_an_overlap_is_reported_if_as_many_entries_are_missing() -> None:
     assert coverage_errors((4, 4), [Box((0, 0), (4, 2)), Box((0, 1), (4, 2))]) == [
         "[0:4, 0:2] and [0:4, 1:3] overlap"
     ]
@@ -124,7 +124,7 @@ def test_a_box_that_overlaps_while_as_much_is_missing_is_told() -> None:
     assert coverage_errors((), [Box((), ()), Box((), ())]) == ["[] and [] overlap"]
 
 
-def test_a_box_that_reaches_out_is_told() -> None:
+def test_a_box_outside_of_the_tensor_is_reported() -> None:
     boxes = list(flat_boxes(0, 8, (2, 4)))
     assert coverage_errors((2, 3), boxes) == ["[0:2, 0:4] reaches out of it"]
 
@@ -143,7 +143,7 @@ def test_files_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
     assert [[each.name for each in file] for file in files] == [["a", "b"], ["large"], ["c", "d"]]
 
 
-def test_every_rank_writes_where_all_hold_all() -> None:
+def test_every_rank_writes_if_all_have_all_tensors() -> None:
     names = [f"w{number}" for number in range(8)]
     offers = [{name: holding(4, 0, 4) for name in names}] * 4
     files = {name: [entry(name, 4)] for name in names}
@@ -152,8 +152,8 @@ def test_every_rank_writes_where_all_hold_all() -> None:
     assert all({*plan.tensors[0].sources.values()} == {plan.writer} for plan in plans)
 
 
-def test_a_box_is_sent_once_and_by_whoever_sent_least() -> None:
-    # Two tensor ranks with two replicas each: ranks 0 and 2 hold the upper half, 1 and 3 the lower.
+def test_a_box_is_sent_once_by_the_rank_that_sent_least() -> None:
+    # Two tensor ranks with two replicas each: ranks 0 and 2 have the upper half, 1 and 3 the lower.
     offers = [
         {name: holding(4, half * 2, half * 2 + 2) for name in ("a", "b", "c", "d")} for half in (0, 1, 0, 1)
     ]
@@ -167,7 +167,7 @@ def test_a_box_is_sent_once_and_by_whoever_sent_least() -> None:
     assert sorted(sent) == [0, 1, 2, 3]
 
 
-def test_a_tensor_that_nobody_holds_whole_is_refused() -> None:
+def test_a_tensor_with_missing_boxes_is_refused() -> None:
     with pytest.raises(AssertionError, match="a has 8 entries, and the ranks have 6"):
         plan_files({"file": [entry("a", 4)]}, [{"a": holding(4, 0, 3)}])
 

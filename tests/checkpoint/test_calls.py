@@ -1,4 +1,4 @@
-"""Calls that cannot be done, or that ranks do not make alike, are one error on every rank; nothing is written."""
+"""Invalid calls, and calls that differ between ranks, raise one error on every rank; nothing is written."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from .runs import SHARD, Run, small_run
 LOADING = "echelon.checkpoint.step"
 NOBODY = 65534
 
-# What each call is given of a run; paths in a call stand below a folder of the test.
+# The objects of a run that each call takes; paths are relative to the test's folder.
 PARTS = {
     "save_model": ("model",),
     "load_model": ("model",),
@@ -37,7 +37,7 @@ PARTS = {
 }
 MODEL, OTHER, D = {"checkpoint": "m"}, {"checkpoint": "o"}, {"directory": ""}
 USER = "`user` is saved once, and rank 1 gave other values than rank 0: give the same on every rank, or None on all but"
-# A call, what the second rank gives otherwise, and what is reported on both; "call" is another call.
+# A call, the arguments that differ on the second rank ("call" for another call), and the error on both.
 DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "call": ("save_model", MODEL, {"call": "load_model"}, "the call is save_model on rank(s) [0] and load_model on"),
     "path": ("save_model", MODEL, OTHER, "/m' on rank(s) [0] and "),
@@ -51,7 +51,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 NO_PATH = "must be a path, a text that is not empty or a pathlib.Path: give one"
 PLAIN = "cannot be saved: a checkpoint holds plain values and tensors alone"
 NO_PART = "which has no state_dict and load_state_dict"
-# A call that cannot be done, and what is reported.
+# An invalid call, and its error.
 IMPOSSIBLE: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("save_model", {"checkpoint": ""}, f"checkpoint='' {NO_PATH}"),
     ("load_model", {"checkpoint": None}, f"checkpoint=None {NO_PATH}"),
@@ -150,11 +150,11 @@ def test_a_prefix_names_the_files_of_a_model_beside_others(pool: Pool, tmp_path:
     assert {name.removeprefix("ema.") for name in with_prefix} == names - with_prefix
 
 
-# Which step is gone on from, of those that are there.
+# The choice of the step to resume from.
 
 
 def choose(directory: Path) -> dict[str, Any]:
-    """What is chosen, or refused, and what is logged, of folders of several kinds."""
+    """Return the chosen step or the error, and the log, for folders of several kinds."""
     group = dist.group.WORLD
     assert group is not None
     found: dict[str, Any] = {}
@@ -189,7 +189,7 @@ def choose(directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_step_that_is_gone_on_from_is_the_newest_and_others_are_named(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_step_and_names_later_ones(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(1, choose, tmp_path)[0]
     for line, why in zip(found["none"], ("which does not exist", "which has no folder step-…"), strict=True):
         assert line.startswith("no checkpoint in ") and f"{why}: the run begins anew" in line
@@ -210,7 +210,7 @@ def test_the_step_that_is_gone_on_from_is_the_newest_and_others_are_named(pool: 
 
 @contextmanager
 def denied(path: Path) -> Iterator[None]:
-    """For the block this process may not look into a folder, whoever runs it: root becomes a user that may not."""
+    """Deny this process access to a folder in the block; root becomes another user for that."""
     user, mode = os.geteuid(), path.stat().st_mode
     path.chmod(0o700 if user == 0 else 0)
     if user == 0:
@@ -224,7 +224,7 @@ def denied(path: Path) -> Iterator[None]:
 
 
 def chosen(directory: Path, step: Path) -> list[str]:
-    """The errors where the last rank may not read a step, and where it does not see it."""
+    """Return the errors if the last rank may not read a step, and if it does not see it."""
     group, is_last = dist.group.WORLD, dist.get_rank() == dist.get_world_size() - 1
     assert group is not None
     found = []
@@ -232,7 +232,7 @@ def chosen(directory: Path, step: Path) -> list[str]:
     not_seen = mock.patch.object(Path, "is_dir", lambda path: path != step)
     for harm in (not_read, not_seen):
         with harm if is_last else mock.MagicMock(), pytest.raises(OSError) as error:
-            # Only of the ranks together is it so: the first one has found the step.
+            # An error of all ranks: the first rank alone has found the step.
             choose_step(directory, "auto", group)
         found.append(str(error.value))
     return found

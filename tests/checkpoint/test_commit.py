@@ -1,4 +1,4 @@
-"""Folders of steps and models get their names at once, whatever is written beside them, or was left by the dead."""
+"""Folders of steps and models are placed atomically, beside concurrent writers and files of dead processes."""
 
 import errno
 import fcntl
@@ -55,7 +55,7 @@ def newest(directory: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in newest_first(directory)]
 
 
-# Saves of steps, how many are kept after the last of them, and which are then there, the newest first.
+# Saves of steps, `keep_last` of the last save, and the remaining steps, the newest first.
 KEPT = {
     "all": ((3, 6, 9, 12), 9, (12, 9, 6, 3)),
     "the newest": ((1, 2, 3), 2, (3, 2)),
@@ -80,7 +80,7 @@ def test_the_newest_are_those_that_were_saved_last_and_are_kept(tmp_path: Path, 
     assert set(newest(tmp_path)) == set(expected)
 
 
-def test_a_step_stands_whose_elders_cannot_be_removed(tmp_path: Path) -> None:
+def test_a_step_is_complete_if_older_ones_cannot_be_removed(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     with (
         mock.patch("os.rename", side_effect=PermissionError("not yours")),
@@ -106,7 +106,7 @@ def test_a_step_that_was_about_to_be_replaced_gets_its_name_back_and_no_other(tm
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen]:
-    """Another process of this machine."""
+    """Start another process on this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
@@ -119,7 +119,7 @@ def half_written(folder: Path) -> Path:
 
 
 def aged(hours: float) -> Any:
-    """As if it were so much later, as far as what is abandoned is concerned."""
+    """Advance the clock by which abandoned files are recognized."""
     then = time.time() + hours * 3600
     return mock.patch.object(module.time, "time", lambda: then)
 
@@ -128,7 +128,7 @@ def test_a_step_that_a_living_run_writes_stays_and_gets_its_name(
     tmp_path: Path, other: subprocess.Popen
 ) -> None:
     theirs = half_written(tmp_path / f"{WRITING}{owner_of(other.pid)}")
-    with aged(100):  # it may be stopped, and go on
+    with aged(100):  # a stopped process may continue later
         saved(tmp_path, 9, 10)
     assert (theirs / "weights").read_bytes() == b"half"
     commit_step(theirs, tmp_path, 9, {})
@@ -136,7 +136,7 @@ def test_a_step_that_a_living_run_writes_stays_and_gets_its_name(
 
 
 @pytest.mark.parametrize("end", ["reaped", "a zombie", "another of its number"])
-def test_what_a_dead_process_left_is_removed(tmp_path: Path, other: subprocess.Popen, end: str) -> None:
+def test_files_of_a_dead_process_are_removed(tmp_path: Path, other: subprocess.Popen, end: str) -> None:
     owner = owner_of(other.pid)
     if end == "another of its number":
         machine, process, start = owner.split("-")
@@ -153,8 +153,8 @@ def test_what_a_dead_process_left_is_removed(tmp_path: Path, other: subprocess.P
 
 
 @pytest.mark.parametrize("owner", ("0123456789ab-1-1", "000000000000-1-0", "who-knows", "", "me"))
-def test_of_an_unknown_process_only_what_was_silent_for_long_is_removed(tmp_path: Path, owner: str) -> None:
-    if owner == "me":  # where the system reports nothing of processes
+def test_files_of_an_unknown_process_are_removed_after_a_long_silence(tmp_path: Path, owner: str) -> None:
+    if owner == "me":  # on a system without /proc
         with mock.patch.multiple(module, _machine=lambda: "0" * 12, _start=lambda _: None):
             owner = unfinished(tmp_path / "x").name.rpartition("writing-")[2]
         assert owner.endswith(f"-000000000000-{os.getpid()}-0")
@@ -175,14 +175,14 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -
         make_anew(place)
 
 
-# Two runs that save to one place at one moment: the later one replaces the earlier one, whole.
+# Two runs that save to one folder at the same time: the later save replaces the earlier one completely.
 
 SAVES = 12
 RUNS = (1, 2)
 
 
 def save_often(place: Path, number: int) -> None:
-    """The saves of a run, all of whose weights are its number; each has files of another size."""
+    """Save a run whose weights all equal its number; each run has files of another size."""
     run = small_run()
     with torch.no_grad():
         for weight in run.model.parameters():
@@ -212,7 +212,7 @@ def save_in_two_runs(place: Path) -> None:
 
 
 def load(place: Path) -> None:
-    """What stands is of one of the runs, and can be loaded."""
+    """Load the folders and check that all weights are of one run."""
     run = small_run()
     run.booster.load_model(run.model, place / "model")
     run.booster.load_optimizer(run.optimizer, place / "optimizer")
@@ -222,7 +222,7 @@ def load(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_later_of_two_runs_replaces_the_earlier_whole(tmp_path: Path) -> None:
+def test_the_later_of_two_runs_replaces_the_earlier_completely(tmp_path: Path) -> None:
     in_warm_process(save_in_two_runs, tmp_path, seconds=120)
     for folder in (tmp_path / "model", tmp_path / "steps" / "step-00000003" / "model"):
         files = list(folder.glob("*.safetensors"))
@@ -232,7 +232,7 @@ def test_the_later_of_two_runs_replaces_the_earlier_whole(tmp_path: Path) -> Non
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_one_who_gives_names_waits_for_another(tmp_path: Path) -> None:
+def test_placing_waits_for_the_lock_of_another_process(tmp_path: Path) -> None:
     (tmp_path / ".complete").mkdir()
     (tmp_path / ".step-00000004.replaced-x").mkdir()
     (tmp_path / ".step-00000004.replaced-x" / "manifest.json").touch()
@@ -260,7 +260,7 @@ def test_a_lock_is_not_kept_by_a_forked_process_and_is_waited_for_a_while(tmp_pa
 
     def opened(*args: Any) -> int:
         descriptor = original(*args)
-        kept.append(os.dup(descriptor))  # as in a process that is forked now
+        kept.append(os.dup(descriptor))  # as a process has that is forked now
         return descriptor
 
     with mock.patch.object(os, "open", opened), locked(tmp_path):
@@ -273,7 +273,7 @@ def test_a_lock_is_not_kept_by_a_forked_process_and_is_waited_for_a_while(tmp_pa
         os.close(descriptor)
 
 
-def test_where_the_file_system_locks_no_folders_saving_goes_on(tmp_path: Path) -> None:
+def test_saving_works_without_locks_of_the_file_system(tmp_path: Path) -> None:
     refused = OSError(errno.EOPNOTSUPP, "not supported")
     with mock.patch.object(fcntl, "flock", side_effect=refused):
         saved(tmp_path, 3)

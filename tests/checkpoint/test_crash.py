@@ -1,4 +1,4 @@
-"""Processes killed at any call that writes leave the checkpoint that was complete last, bit for bit."""
+"""If processes are killed at any call that writes, the last complete checkpoint can be loaded, bitwise equal."""
 
 import json
 import os
@@ -31,19 +31,19 @@ COMMITTED = {
 
 
 class Death(NamedTuple):
-    """Where processes are killed: at a call of one rank, by its number."""
+    """The place where processes are killed: a rank, and the number of its call."""
 
     rank: int
     number: int
 
 
 def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
-    """Kill a save at its calls that write, and look at what is left; `folder/found.json` says what was killed.
+    """Kill a save at each of its calls that write, and check the remaining files.
 
-    To be called in a process that may be forked.
+    Must run in a process that may be forked. `folder/found.json` then lists the calls.
 
     Raises:
-        AssertionError: something else was left than what was complete last.
+        AssertionError: loading found something else than the last complete save.
     """
     assert run_ranks(2, prepare, folder, kind) == [0, 0]
     calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
@@ -57,7 +57,7 @@ def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
     for death in deaths:
         shutil.copytree(folder / "base", place_of(folder, death))
         ends = run_ranks(2, doomed, place_of(folder, death), kind, death)
-        # The other one may have ended before, where the last one cleans up.
+        # The other rank may have ended before, while this one cleans up.
         assert ends[death.rank] == KILLED and set(ends) <= {KILLED, 0}, f"{kind}, {death}: {ends}"
     survived = {death: death.rank == 0 and death.number > committed for death in deaths}
     assert run_ranks(1, look, folder, kind, survived, seconds=280) == [0]
@@ -65,7 +65,7 @@ def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
 
 
 def prepare(folder: Path, kind: Kind) -> None:
-    """Make the older save, the tensors of both in whole, and list the calls of a save that is let be."""
+    """Make the older save, keep the unsharded tensors of both, and list the calls of an uninterrupted save."""
     run = small_run()
     run.step(0)
     base = folder / "base"
@@ -86,7 +86,7 @@ def prepare(folder: Path, kind: Kind) -> None:
 
 
 def doomed(place: Path, kind: Kind, death: Death) -> None:
-    """The same save, whose processes are killed."""
+    """Make the same save, and be killed in it."""
     run = small_run()
     run.step(0)
     run.step(1)
@@ -96,7 +96,7 @@ def doomed(place: Path, kind: Kind, death: Death) -> None:
 
 
 def look(folder: Path, kind: Kind, survived: Mapping[Death, bool]) -> None:
-    """Load what each death left, in one process; then save the same once more, which removes what was left."""
+    """Load the files after each death, in one process; then save again, which must remove unfinished files."""
     disable_progress_bar()
     run = small_run(seed=7)
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
@@ -115,7 +115,7 @@ def look(folder: Path, kind: Kind, survived: Mapping[Death, bool]) -> None:
 
 
 def save(run: Run, place: Path, kind: Kind) -> None:
-    """The save of a kind, to its end."""
+    """Make a save of a kind and wait for its end."""
     path = place / PLACES.get(kind, "")
     if kind == "model":
         run.booster.save_model(run.model, path, shard=True, size_per_shard=SHARD)
@@ -137,12 +137,12 @@ def save(run: Run, place: Path, kind: Kind) -> None:
 
 
 def step_of(kind: Kind) -> int:
-    """The number of the step that is saved."""
+    """Return the number of the step that is saved."""
     return 2 if kind == "replacing" else 3
 
 
 def loaded(run: Run, place: Path, kind: Kind, wholes: Wholes, step: int, where: str) -> dict[str, Tensor]:
-    """What loading finds, of the tensors that the kind saves; from this step, where it saves steps."""
+    """Load, and return the tensors that this kind of save contains; `step` is the expected one."""
     path = place / PLACES.get(kind, "")
     if kind == "model":
         _require_no_mixture(path, wholes, where)
@@ -158,7 +158,7 @@ def loaded(run: Run, place: Path, kind: Kind, wholes: Wholes, step: int, where: 
 
 
 def _require_no_mixture(path: Path, wholes: Wholes, where: str) -> None:
-    """transformers itself finds one of the two or nothing."""
+    """Require that transformers loads one of the two saves, or refuses."""
     try:
         model = LlamaForCausalLM.from_pretrained(path)
     except OSError:
@@ -170,27 +170,27 @@ def _require_no_mixture(path: Path, wholes: Wholes, where: str) -> None:
 
 
 def keep(run: Run, path: Path) -> None:
-    """Everything whole, in a file."""
+    """Save all unsharded tensors in a file."""
     whole = run.whole()
     if dist.get_rank() == 0:
         torch.save(whole, path)
 
 
 def place_of(folder: Path, death: Death) -> Path:
-    """Where the save that ends so is made."""
+    """Return the folder of the save that ends in this death."""
     return folder / f"rank-{death.rank}-call-{death.number}"
 
 
 def is_commit(call: str, kind: Kind) -> bool:
-    """Return True if the save holds from this call on."""
+    """Return True if the save counts as complete from this call on."""
     words = call.split()
     return words[0] in ("rename", "replace") and Path(words[-1]).name == COMMITTED[kind]
 
 
 def require_on_disk(calls: list[str]) -> None:
-    """Every file that was written was brought to the disk after its last write, as a crash of power needs it.
+    """Require that every written file was flushed to disk after its last write, to survive a power failure.
 
-    Not those of a folder for what transformers writes, whose content is written anew in its place.
+    Files in the temporary folder of configs are exempt: their content is written again.
     """
     last = {}
     for call in calls:
@@ -201,21 +201,21 @@ def require_on_disk(calls: list[str]) -> None:
     assert late == [], f"written and not on the disk when the save holds: {late}"
 
 
-def deaths_told(folder: Path) -> list[Any]:
-    """The calls at which processes were killed."""
+def killed_calls(folder: Path) -> list[Any]:
+    """Return the calls at which processes were killed."""
     return json.loads((folder / "found.json").read_text())
 
 
 def test_a_save_that_is_killed_leaves_what_was_complete(tmp_path: Path) -> None:
     in_warm_process(explore, tmp_path, "replacing", "quick", seconds=60)
-    assert len(deaths_told(tmp_path)) == 4
+    assert len(killed_calls(tmp_path)) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_save_that_is_killed_anywhere_leaves_what_was_complete(tmp_path: Path, kind: Kind) -> None:
     in_warm_process(explore, tmp_path, kind, "all", seconds=270)
-    calls = deaths_told(tmp_path)
+    calls = killed_calls(tmp_path)
     print(f"{kind}: killed at {len(calls)} calls")
     assert len(calls) >= (50 if kind in ("new", "replacing", "asynchronous") else 10)
     kinds = {call.split()[0] for call in calls}

@@ -1,4 +1,4 @@
-"""Damage is found wherever it is and named, and an older checkpoint is gone on from."""
+"""Damage is detected everywhere and named, and the run resumes from an older checkpoint."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from .runs import SHARD, Run, small_run
 
 
 def two_steps(directory: Path) -> Run:
-    """A run with checkpoints of its steps 1 and 2, of several files."""
+    """Make a run with checkpoints of steps 1 and 2, in several files."""
     run = small_run()
     for step in (1, 2):
         run.step(step)
@@ -24,8 +24,8 @@ def two_steps(directory: Path) -> Run:
     return run
 
 
-def require_passed_over(run: Run, directory: Path, path: Path, part: str) -> None:
-    """The older step is chosen, and the first rank says of which file, and of what of it."""
+def require_skipped(run: Run, directory: Path, path: Path, part: str) -> None:
+    """Require that the older step is chosen, and that the first rank logs the damaged file and its part."""
     with logged("echelon.checkpoint.step") as lines:
         chosen = choose_step(directory, "auto", run.booster.plugin.mesh.side_group())
     assert chosen == directory / "step-00000001"
@@ -36,11 +36,11 @@ def require_passed_over(run: Run, directory: Path, path: Path, part: str) -> Non
         assert lines == []
 
 
-def pass_over_every_flip(directory: Path, positions: int) -> int:
-    """Flip one bit of the newest step, at some positions of each file; returns how many there were."""
+def skip_every_flip(directory: Path, positions: int) -> int:
+    """Flip one bit of the newest step, at some positions of each file, and return their number."""
     run, count = two_steps(directory), 0
     for path, part in flip_every_file(directory / "step-00000002", positions):
-        require_passed_over(run, directory, path, part)
+        require_skipped(run, directory, path, part)
         count += 1
     assert choose_step(directory, "auto", run.booster.plugin.mesh.side_group()) == directory / "step-00000002"
     return count
@@ -56,7 +56,7 @@ def forget_a_tensor(path: Path) -> None:
     path.write_text(json.dumps(manifest, indent=1))
 
 
-# A file of a step, what is done to it, and what is reported.
+# A file of a step, its damage, and the error.
 HARMS: tuple[tuple[str, Harm, str], ...] = (
     ("model/*-00001-*.safetensors", Path.unlink, "is missing"),
     ("training.pt", Path.unlink, "is missing"),
@@ -70,14 +70,14 @@ HARMS: tuple[tuple[str, Harm, str], ...] = (
 )
 
 
-def pass_over_whole_harms(directory: Path) -> None:
-    """A step that lacks a file, or part of one, or everything, or is of another format."""
+def skip_damaged_files(directory: Path) -> None:
+    """Skip steps with a missing or truncated file, without any file, or of another format."""
     run = two_steps(directory)
     newest = directory / "step-00000002"
     for pattern, harm, why in HARMS:
         (path,) = newest.glob(pattern)
         with harmed(path, harm):
-            require_passed_over(run, directory, path, why)
+            require_skipped(run, directory, path, why)
             require_refused(run, directory, path)
     for folder in (newest, directory / "step-00000001"):
         resumed = run.booster.load_checkpoint(directory, **run.everything)
@@ -91,7 +91,7 @@ def pass_over_whole_harms(directory: Path) -> None:
 
 
 def require_refused(run: Run, directory: Path, path: Path, resume: int | str = 2) -> None:
-    """Asked for by its number it is an error that names the file, and nothing changes."""
+    """Require that resuming by number raises an error that names the file, and changes nothing."""
     before = run.whole()
     with pytest.raises(ValueError) as error:
         run.booster.load_checkpoint(directory, **run.everything, resume=resume)  # type: ignore[arg-type]
@@ -103,9 +103,9 @@ def require_refused(run: Run, directory: Path, path: Path, resume: int | str = 2
 def test_a_flipped_bit_is_named_with_file_and_tensor(
     pool: Pool, tmp_path: Path, positions: int, least: int
 ) -> None:
-    assert pool.run(2, pass_over_every_flip, tmp_path, positions, timeout=250)[0] >= least
+    assert pool.run(2, skip_every_flip, tmp_path, positions, timeout=250)[0] >= least
 
 
 @pytest.mark.slow
-def test_what_is_missing_cut_or_of_another_format_is_passed_over(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, pass_over_whole_harms, tmp_path)
+def test_missing_or_truncated_files_and_other_formats_are_skipped(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, skip_damaged_files, tmp_path)

@@ -1,4 +1,4 @@
-"""Tensor files are safetensors and know their damage; states are written once, and read under any other assignment."""
+"""Tensor files are safetensors whose damage is detected; states are written once, and read under any other sharding."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-def test_what_was_written_is_read_by_the_library_and_the_other_way_round(tmp_path: Path) -> None:
+def test_files_are_exchanged_with_the_safetensors_library(tmp_path: Path) -> None:
     record = write_tensors(tmp_path / "a", TENSORS)
     found = load_file(tmp_path / "a")
     assert found.keys() == TENSORS.keys() and record.bytes == (tmp_path / "a").stat().st_size
@@ -87,7 +87,7 @@ def save(folder: Path, ends: list[int]) -> None:
 
 
 def save_replicas(folder: Path) -> list[str]:
-    """Two ranks that have the same: each box is in one of their files."""
+    """Save from two ranks with the same boxes: each box is in one of their files."""
     whole = {"exp_avg/w": local_piece("w", WHOLE.view(-1), 0, SHAPE, None, 0)}
     whole |= {"exp_avg/v": local_piece("v", WHOLE.view(-1)[:20], 0, (4, 5), None, 0)}
     return list(save_states(whole, folder, group=dist.group.WORLD))
@@ -101,7 +101,7 @@ def load(folder: Path, ends: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), (([7, 83], [61]), ([0, 120], [20]), ([40, 80], [119])), ids=str)
-def test_another_number_of_ranks_loads_other_stretches(
+def test_another_number_of_ranks_loads_other_intervals(
     pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]
 ) -> None:
     pool.run(3, save, tmp_path, saved)

@@ -1,4 +1,4 @@
-"""A run of which parts are frozen goes on under every plugin, whichever saved it."""
+"""A run with frozen parameters resumes under every plugin, from a checkpoint of any plugin."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 
 
 class Frozen:
-    """A model of which the first layer and the embedding, which is a parameter group of its own, are frozen."""
+    """A model whose first layer and embedding (a separate parameter group) are frozen."""
 
     def __init__(self, kind: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -73,7 +73,7 @@ class Frozen:
 
 
 def optimizer_of(model: nn.Module) -> AdamW:
-    """Of all parameters, the frozen ones, too."""
+    """Make an optimizer of all parameters, including frozen ones."""
     parameters = list(model.parameters())
     return AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 1e-2}])
 

@@ -1,4 +1,4 @@
-"""A disk that is full, or a rank that dies, ends neither training nor what was saved before."""
+"""A full disk, or a rank that dies, does not damage earlier saves; a full disk does not end training."""
 
 import os
 import resource
@@ -39,7 +39,7 @@ def wait(save: Save) -> None:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Files of this process can have a kilobyte (EFBIG; Python ignores the signal)."""
+    """Limit files of this process to a kilobyte (EFBIG; Python ignores the signal)."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
     try:
@@ -49,7 +49,7 @@ def small_files() -> Iterator[None]:
 
 
 def files_too_large(directory: Path, where: int, use_async: bool) -> None:
-    """On one rank the system itself refuses what is longer than a kilobyte."""
+    """Save while the system refuses files longer than a kilobyte on one rank."""
     run = first_saved(directory)
     before = run.whole()
     with (
@@ -60,7 +60,7 @@ def files_too_large(directory: Path, where: int, use_async: bool) -> None:
         wait(save)
     assert isinstance(save.failure, OSError) and "File too large" in str(save.failure), save.failure
     assert len(lines) == (dist.get_rank() == 0) and all("File too large" in line for line in lines)
-    dist.barrier()  # the first rank removes what it began
+    dist.barrier()  # the first rank removes the unfinished folder
     assert os.listdir(directory) == ["step-00000001"]
     run.step(3)
     run.booster.load_checkpoint(directory, **run.everything)
@@ -70,7 +70,7 @@ def files_too_large(directory: Path, where: int, use_async: bool) -> None:
 
 
 def full_at_every_call(directory: Path, where: int, use_async: bool) -> int:
-    """On one rank the disk is full, from the first, the second, … the last call that writes; how many these are."""
+    """Fill the disk of one rank from the first, second, … last call that writes; return the number of calls."""
     run, number = first_saved(directory), 0
     while True:
         number += 1
@@ -81,7 +81,7 @@ def full_at_every_call(directory: Path, where: int, use_async: bool) -> int:
             save = begin(run, directory, use_async)
             run.step(3)
             wait(save)
-        dist.barrier()  # the first rank removes what it began
+        dist.barrier()  # the first rank removes the unfinished folder
         names = sorted(os.listdir(directory))
         assert names in (["step-00000001"], ["step-00000001", "step-00000002"]), names
         dist.barrier()
@@ -97,7 +97,7 @@ def full_at_every_call(directory: Path, where: int, use_async: bool) -> int:
 
 
 def rank_dies_while_saving(directory: Path, number: int) -> None:
-    """The second rank is killed in the middle of a save beside training; the first has to notice, twice."""
+    """Kill the second rank during an asynchronous save; training and save of the first must both fail."""
     run = first_saved(directory)
     with at_every_write(directory, kill_rank_at(1, number)) if dist.get_rank() == 1 else nullcontext():
         save = begin(run, directory, use_async=True)
@@ -106,14 +106,14 @@ def rank_dies_while_saving(directory: Path, number: int) -> None:
                 run.step(step)
         except RankFailure as failure:
             assert "rank 1" in str(failure)
-        except RuntimeError as error:  # of the all-reduce that is the test's own
+        except RuntimeError as error:  # raised by the test's own all-reduce
             assert "Connection" in str(error)
         wait(save)
     assert save.failure is not None
 
 
 def still_there(directory: Path) -> int:
-    """The step that is gone on from, and the next save works."""
+    """Resume, save again, and return the step from which the run resumed."""
     run = small_run(seed=7)
     resumed = run.booster.load_checkpoint(directory, **run.everything)
     assert resumed is not None
@@ -123,7 +123,7 @@ def still_there(directory: Path) -> int:
 
 
 @pytest.mark.parametrize(("where", "use_async"), [pytest.param(0, False, marks=pytest.mark.slow), (1, True)])
-def test_a_full_disk_is_reported_and_training_goes_on(
+def test_a_full_disk_is_reported_and_training_continues(
     pool: Pool, tmp_path: Path, where: int, use_async: bool
 ) -> None:
     pool.run(2, files_too_large, tmp_path, where, use_async)

@@ -1,7 +1,7 @@
-"""A run that is saved under one layout or plugin goes on under another as one process does that never stopped.
+"""A run that is saved under one layout or plugin resumes under another, with the numbers of an uninterrupted process.
 
-What is loaded equals what was saved, bit for bit, and six steps agree with one process within the tolerances of the
-parity check. Where the layout stays they are the same bits, also with dropout.
+Loaded tensors are bitwise equal to the saved ones. Six steps agree with one process within the tolerances of the
+parity check. Under the same layout they are bitwise equal, also with dropout.
 """
 
 import random
@@ -26,8 +26,8 @@ from ..pool import Pool
 from .runs import Run, config_of
 from .torch_parts import run_torch_part
 
-# A vocabulary of 101 is padded on every tensor axis. Of a relu one unit that switches makes T5's gradients jump. A
-# quarter of an expert has to have rows of 16 bytes in 16 bits.
+# A vocabulary of 101 is padded on every tensor axis. With relu, one unit that switches makes T5's gradients jump. A
+# quarter of an expert must have rows of 16 bytes in 16 bits.
 MODELS = {
     "llama": ModelChoice(model_type="llama"),
     "gpt2-tied": ModelChoice(model_type="gpt2", tied=True),
@@ -70,14 +70,14 @@ def drawn_layout(draw: random.Random, model: str, precision: str) -> Layout:
             precision=precision,
             microbatches=draw.choice((2, 3, 4)),
         )
-        # T5's attention counts positions by itself: its sequences are sharded over the tensor axis alone.
+        # T5's attention computes positions itself: its sequences can be sharded over the tensor axis only.
         is_possible = sizes["sp"] == 1 or model != "t5-tied"
         if is_possible and not (len(layout.config.stage_ranks) > 4 or layout.errors()):
             return layout
 
 
 def drawn_relays() -> Iterator[tuple[str, Relay]]:
-    """Thirty pairs of layouts and two that have what none before has, the same in every process."""
+    """Draw thirty pairs of layouts, and two for uncovered features; the same in every process."""
     for number in (*range(31), 41):
         draw = random.Random(number)
         model = list(MODELS)[number % len(MODELS)]
@@ -90,7 +90,7 @@ def drawn_relays() -> Iterator[tuple[str, Relay]]:
 
 
 def changed(*parts: tuple[Layout, int]) -> tuple[str, Relay]:
-    """A run that goes on in another precision."""
+    """Make a relay of parts in different precisions."""
     relay = Relay(
         choice=MODELS["llama-tied"], parts=tuple(Part(layout=layout, num_steps=n) for layout, n in parts)
     )
@@ -111,7 +111,7 @@ IS_QUICK = (*(list(RELAYS)[number] for number in QUICK), *list(CHANGES)[:1])
 
 
 def run_parts(pool: Pool, relay: Relay, folder: Path, *runs: Callable[..., None]) -> None:
-    """Run the parts of a relay, each by its function; `run_part` where there are no more."""
+    """Run the parts of a relay with the given functions, the remaining ones with `run_part`."""
     folder.mkdir(exist_ok=True)
     for number, part in enumerate(relay.parts):
         run = runs[number] if number < len(runs) else run_part
@@ -132,11 +132,11 @@ def reported(pool: Pool, relay: Relay, folder: Path, *runs: Callable[..., None])
     "name",
     [pytest.param(each, marks=[pytest.mark.slow] * (each not in IS_QUICK)) for each in (*RELAYS, *CHANGES)],
 )
-def test_any_layout_goes_on_from_any_other(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_any_layout_resumes_from_any_other(pool: Pool, tmp_path: Path, name: str) -> None:
     reported(pool, (RELAYS | CHANGES)[name], tmp_path)
 
 
-def test_the_drawn_pairs_meet_everything() -> None:
+def test_the_drawn_pairs_cover_all_features() -> None:
     layouts = [part.layout for relay in RELAYS.values() for part in relay.parts]
     assert {relay.choice for relay in RELAYS.values()} == set(MODELS.values())
     assert {layout.precision for layout in layouts} == set(PRECISIONS)
@@ -150,7 +150,7 @@ def test_the_drawn_pairs_meet_everything() -> None:
         sizes = [[getattr(part.layout, axis) for part in relay.parts] for relay in RELAYS.values()]
         assert {size for each in sizes for size in each} == {1, 2, 4}, axis
         assert sum(before != after for before, after in sizes) >= 5, axis
-    # The last of them is after the save.
+    # Step 4 is after the save.
     assert {relay.training.overflow_step for relay in RELAYS.values()} == {None, 0, 1, 2, 4}
 
 
@@ -172,7 +172,7 @@ PLUGINS = {
     ],
 )
 @pytest.mark.parametrize("model", ["llama", "gpt2-tied"])
-def test_a_run_goes_on_under_another_plugin(
+def test_a_run_resumes_under_another_plugin(
     pool: Pool, tmp_path: Path, model: str, case: str, precision: str
 ) -> None:
     kinds = case.split(", ")
@@ -180,7 +180,7 @@ def test_a_run_goes_on_under_another_plugin(
         replace(layout, precision=precision, microbatches=2 if kind == "hybrid" else 1)
         for kind, layout in zip(kinds, PLUGINS[case], strict=True)
     )
-    # In FSDP's part: torch's scaler has none of the counts that a hybrid part keeps of overflows.
+    # In FSDP's part: torch's scaler lacks the overflow counts of a hybrid part.
     training = Training(overflow_step=2 if precision == "fp16" else None)
     parts = tuple(Part(layout=layout, num_steps=2) for layout in layouts)
     relay = Relay(choice=MODELS[model], parts=parts, training=training)
@@ -211,7 +211,7 @@ SAME = [
     ("model", "layout"),
     [pytest.param(*each, id="-".join(map(str, each)), marks=pytest.mark.slow) for each in SAME],
 )
-def test_the_same_layout_with_dropout_goes_on_with_the_same_bits(
+def test_the_same_layout_with_dropout_resumes_with_the_same_bits(
     pool: Pool, tmp_path: Path, model: str, layout: Layout
 ) -> None:
     assert departures(pool, DROPOUT[model], layout, tmp_path) == [None] * 6
@@ -231,7 +231,7 @@ def test_the_check_of_bits_sees_random_states_that_are_not_restored(pool: Pool, 
 def departures(
     pool: Pool, choice: ModelChoice, layout: Layout, folder: Path, *runs: Callable[..., None]
 ) -> list[str | None]:
-    """In what each of six steps with a stop after three is not that without one, or any saving; bit for bit."""
+    """Compare each of six steps, stopped after three, with an uninterrupted run that saves nothing; bitwise."""
     training = Training(overflow_step=1 if layout.precision == "fp16" else None)
     whole = Relay(choice=choice, parts=(Part(layout=layout, num_steps=6),), training=training)
     stopped = replace(whole, parts=(Part(layout=layout), Part(layout=layout)))
@@ -243,7 +243,7 @@ def departures(
 
 
 def departure(one: StepRecord, other: StepRecord) -> str | None:
-    """The first thing that is not the same, bit for bit."""
+    """Return the first value that differs in any bit."""
     for name in ("loss", "norm", "loss_scale", "skipped"):
         if getattr(one, name) != getattr(other, name):
             return f"{name}: {getattr(one, name)} and {getattr(other, name)}"

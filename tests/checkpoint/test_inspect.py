@@ -1,4 +1,4 @@
-"""`inspect`, `diff` and `verify` of step folders: whatever is wrong or differs is named with its file and tensor."""
+"""`inspect`, `diff` and `verify` of step folders: errors and differences are named with file and tensor."""
 
 import json
 from collections.abc import Callable
@@ -82,11 +82,11 @@ def test_a_file_that_is_missing_cut_short_or_unknown_is_reported(tmp_path: Path)
         path.write_bytes(content)
 
 
-# What follows has right hashes: a writer that was wrong.
+# The following errors have correct hashes: they are errors of the writer.
 
 
 def of_index(change: Callable[[Any], Any], name: str = "optimizer/index.json") -> Callable[[Path], Path]:
-    """A step of which a file of JSON has other content, and the manifest the hash of that."""
+    """Make a step with a changed JSON file, and the hash of the change in the manifest."""
 
     def written(directory: Path) -> Path:
         folder = Handmade.of(small_config()).write(directory)
@@ -133,7 +133,7 @@ def place(**ranks: int) -> dict[str, int]:
 
 
 def tie(made: Handmade) -> None:
-    """A tied weight is missing under one of its names, which is no error."""
+    """Store a tied weight under one of its names only, which is not an error."""
     made.config.tie_word_embeddings = True
     made.groups["groups"][1]["parameters"].remove(HEAD)
     for names in (made.model, made.groups["scalars"]):
@@ -142,7 +142,7 @@ def tie(made: Handmade) -> None:
         del made.states[f"{state}/{HEAD}"]
 
 
-# How a step is written, and parts of its errors: each of one of them.
+# The writer of a step, and parts of its errors, one per error.
 WRONG: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "a box is nowhere": (
         of_index(lambda listing: boxes(listing).pop()),
@@ -227,7 +227,7 @@ def test_a_hugging_face_folder_is_examined_without_hashes(tmp_path: Path) -> Non
 
 
 def differing(a: Path, b: Path, tolerance: float = 0.0) -> list[Difference]:
-    """All differences; progress gets all bytes that are compared."""
+    """Return all differences, and check that progress gets all compared bytes."""
     comparison = Comparison(open_folder(a), open_folder(b), tolerance)
     read: list[int] = []
     differences = list(comparison.differences(read.append))
@@ -241,7 +241,7 @@ def move_parameter(made: Handmade) -> None:
 
 
 def assign(*path: Any, to: Any) -> Change:
-    """Set what stands at a path of attributes and keys."""
+    """Set the value at a path of attributes and keys."""
 
     def change(made: Handmade) -> None:
         place: Any = getattr(made, path[0])
@@ -319,7 +319,7 @@ def test_what_was_changed_is_reported_and_nothing_else(
         assert [each.what for each in differing(changed, unchanged)] == ["only in B"]
 
 
-def test_distances_are_those_of_the_whole_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distances_are_those_of_the_unsharded_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(difference, "chunks_of", lambda shape: chunks_of(shape, 7))
     made = Handmade.of(small_config())
     made.model[HEAD].fill_(2.0)
@@ -333,7 +333,7 @@ def test_distances_are_those_of_the_whole_tensor(tmp_path: Path, monkeypatch: py
     assert (state.absolute, state.differing, state.entries) == (inf, 1, 16)
 
 
-def test_a_tolerance_passes_over_what_is_small_beside_the_tensor(tmp_path: Path) -> None:
+def test_a_tolerance_ignores_differences_small_beside_the_tensor(tmp_path: Path) -> None:
     made = Handmade.of(small_config())
     made.model[HEAD].fill_(2.0)
     a = made.write(tmp_path / "a")
@@ -391,7 +391,7 @@ def test_the_largest_differences_and_the_differing_entries_are_found(
     assert found.exceeds(0.0) and found.exceeds(1e6) == (found.absolute == inf)
 
 
-def test_chunks_are_a_tensor_in_order_and_join_to_the_distance_of_the_whole() -> None:
+def test_chunks_cover_a_tensor_in_order_and_join_to_its_distance() -> None:
     a, b = torch.randn(3, 5, 7), torch.randn(3, 5, 7)
     b[0] = a[0]
     parts = [box.within(Box.whole(a.shape)) for box in chunks_of(a.shape, 16)]

@@ -1,6 +1,6 @@
-"""Nobody gathers a model or an optimizer: saving, loading and comparing need a tensor or two beyond what a rank has.
+"""No rank gathers a model or an optimizer: saving, loading and comparing need memory for one or two tensors more.
 
-Anonymous memory is measured: pages of mapped files are the kernel's to drop.
+Anonymous memory is measured, since the kernel may evict pages of mapped files.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from .handmade import Handmade, small_config
 from .runs import Run, config_of
 
 MEBI = 2**20
-# 39 MiB of weights in float32, the largest of them 8 MiB, and twice as much of states.
+# 39 MiB of float32 weights, the largest of 8 MiB, and twice as much of states.
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -30,9 +30,9 @@ SIZES = {
     "num_attention_heads": 4,
 }
 LARGEST, EVERYTHING = 8 * MEBI, 3 * 39 * MEBI
-FEW = 1.5 * LARGEST + 4 * MEBI  # a tensor that is written, half of one that is sent; stacks, pickled plans
-CHUNKS = 64 * MEBI  # a chunk of 1 Mi entries that is compared, some of it in float64
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
+FEW = 1.5 * LARGEST + 4 * MEBI  # a written tensor, half of a sent one; stacks, pickled plans
+CHUNKS = 64 * MEBI  # a compared chunk of 1 Mi entries, with float64 temporaries
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # parameters of mallopt(3)
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
 
@@ -44,13 +44,13 @@ def free_at_once() -> None:
 
 
 def measure(folder: Path, world: int, layout: dict[str, Any]) -> None:
-    """Peaks of every rank, in `folder/RANK-save.json` and `-load.json`. To be called in a warm process."""
+    """Write the peaks of every rank to `folder/RANK-save.json` and `-load.json`. Must run in a warm process."""
     for work in (save, load):
         assert run_ranks(world, work, folder, layout) == [0] * world
 
 
 def run_of(folder: Path, layout: dict[str, Any], seed: int) -> Run:
-    """A run, once the memory of code and libraries is there."""
+    """Make a run, after code and libraries have allocated their memory."""
     free_at_once()
     small = Run(config_of(), **layout)
     small.step(0)
@@ -90,7 +90,7 @@ def load(folder: Path, layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world", "layout"), [(4, {"tp_size": 2, "pp_size": 2}), (2, {"zero_stage": 1})], ids=str
 )
-def test_saving_and_loading_need_little_beyond_a_rank_s_part(tmp_path: Path, world: int, layout: Any) -> None:
+def test_saving_and_loading_need_little_beyond_local_shards(tmp_path: Path, world: int, layout: Any) -> None:
     in_warm_process(measure, tmp_path, world, layout, seconds=250)
     for rank in range(world):
         peaks: dict[str, int] = {}
@@ -113,7 +113,7 @@ def compare(folder: Path) -> None:
 @pytest.mark.slow
 @needs_proc
 def test_comparing_needs_the_memory_of_a_chunk(tmp_path: Path) -> None:
-    """Of 26 tensors of 1 Mi entries: 52 MiB of weights and 104 MiB of each state; embedding and head are small."""
+    """26 tensors of 1 Mi entries: 52 MiB of weights and 104 MiB of each state; embedding and head are small."""
     made = Handmade.of(
         small_config(hidden_size=1024, intermediate_size=1024, num_hidden_layers=4, num_key_value_heads=2)
     )

@@ -1,4 +1,4 @@
-"""Any Hugging Face folder is read by the model's names and by boxes, as `from_pretrained` would have it."""
+"""Any Hugging Face folder is read by the model's names and by boxes, with the results of `from_pretrained`."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def random_box(shape: tuple[int, ...], numbers: random.Random) -> Box:
 
 
 def differences(stored: Stored, expected: State) -> list[str]:
-    """In which names, shapes, formats or boxes what is stored departs from a state_dict."""
+    """Return differences in names, shapes, dtypes or boxes between stored tensors and a state_dict."""
     errors = [f"names {stored.names ^ expected.keys()}"] if stored.names != expected.keys() else []  # type: ignore[operator]
     numbers = random.Random(0)
     for name in stored.names & expected.keys():  # type: ignore[operator]
@@ -73,7 +73,7 @@ def as_several(
 
 
 def as_parts_of_larger_tensors(state: State, folder: Path) -> Path:
-    """Views, which torch saves with all that they are views of."""
+    """Make views, which torch saves with their full storage."""
     views = {name: torch.stack([-each, each], -1)[..., 1] for name, each in state.items()}
     torch.save(views, folder / "w.pt")
     return folder / "w.pt"
@@ -116,7 +116,7 @@ def renamed(state: State, change: Callable[[str], str]) -> State:
     return {change(name): tensor.contiguous() for name, tensor in state.items()}
 
 
-# A model, a state that is stored, and one by the names of the model.
+# A model, a stored state, and the same state by the names of the model.
 Known = tuple[nn.Module, State, State]
 
 
@@ -190,7 +190,7 @@ def tied_under(*names: str) -> Callable[[], Known]:
         tied_under("model.embed_tokens.weight"),
     ],
 )
-def test_tensors_are_known_by_the_names_of_the_model_and_nothing_is_drawn(
+def test_tensors_have_the_names_of_the_model_and_nothing_is_drawn(
     tmp_path: Path, known: Callable[[], Known]
 ) -> None:
     model, state, expected = known()

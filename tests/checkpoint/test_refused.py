@@ -1,4 +1,4 @@
-"""What cannot be saved or gone on from is refused before anything changed, and what comes later ends no run."""
+"""States that cannot be saved or resumed are refused before anything changes; later failures do not end a run."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-def test_a_scheduler_takes_the_state_of_its_own_kind_alone() -> None:
+def test_a_scheduler_loads_only_states_of_its_own_kind() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     states = {name: make(optimizer).state_dict() for name, make in SCHEDULERS.items()}
     states |= {"weights": {"a.weight": torch.zeros(2)}, "a tensor": torch.zeros(2)}
@@ -52,7 +52,7 @@ def test_a_scheduler_takes_the_state_of_its_own_kind_alone() -> None:
 
 
 def double_heads() -> GPT2DoubleHeadsModel:
-    """A model whose class changes its config into one that its own constructor refuses."""
+    """Make a model whose class changes its config into one that its own constructor refuses."""
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "eos_token_id": 1, "bos_token_id": 1}
     return GPT2DoubleHeadsModel(GPT2Config(**sizes, problem_type="single_label_classification"))
 
@@ -68,7 +68,7 @@ def save_a_config_as_it_is(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PLUGINS)
-def test_a_config_is_written_as_it_is(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_config_is_written_unchanged(pool: Pool, tmp_path: Path, kind: str) -> None:
     double_heads().save_pretrained(tmp_path / "plain")
     pool.run(2, save_a_config_as_it_is, tmp_path, kind)
     for folder in (tmp_path / "model", tmp_path / "step-00000001" / "model"):
@@ -88,7 +88,7 @@ class Stubborn(LambdaLR):
 
 
 def refusals(kind: str) -> list[str]:
-    """Why models, optimizers and schedulers are not boosted of which no checkpoint could be written."""
+    """Return the errors of boosting models, optimizers and schedulers that cannot be saved."""
     found = []
     for memory in (Remembering(), nn.Module()):
         model: Any = LLAMA.build()
@@ -119,7 +119,7 @@ def test_what_no_checkpoint_can_hold_is_refused_at_boost(pool: Pool, kind: str) 
 
 
 def spoil_a_config(folder: Path) -> tuple[str, list[str], int]:
-    """A config that is changed in training into what cannot be written; the run and its older step go on."""
+    """Change a config during training so that it cannot be written; the run continues, and the older step loads."""
     booster = hybrid()
     model: Any
     plain: Any = LLAMA.build()
@@ -137,7 +137,7 @@ def spoil_a_config(folder: Path) -> tuple[str, list[str], int]:
     return str(save.failure), lines, resumed.step
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_no_run(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(2, spoil_a_config, tmp_path)
     assert "Tensor is not JSON serializable" in first[0] and first[0] == second[0]
     assert "saving to" in first[1][0] and second[1] == []
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run(pool: Pool, tmp_path: P
 
 
 class Backwards(Sampler[int]):
-    """Without a state."""
+    """A sampler without a state."""
 
     def __init__(self, dataset: Any, *_: Any, **__: Any) -> None:
         self._indices = range(len(dataset))
@@ -167,12 +167,12 @@ def write_an_index_alone(folder: Path) -> None:
     assert group is not None
     folder.mkdir(exist_ok=True)
     with pytest.raises(ValueError, match="the process group was destroyed before"):
-        _Writer(folder, group).finish(Metadata({}), [[]])  # of this rank alone
+        _Writer(folder, group).finish(Metadata({}), [[]])  # the results of this rank only
     _Writer(folder, group).finish(Metadata({}), [[], []])
 
 
 def load_with_a_hole(folder: Path) -> None:
-    """Of an index in which of each state a box is missing: states that are not stored are no zeros."""
+    """Load an index that lacks a box of each state: missing states are errors, not zeros."""
     run = small_run()
     run.step(0)
     run.booster.save_optimizer(run.optimizer, folder)
@@ -190,7 +190,7 @@ def load_with_a_hole(folder: Path) -> None:
 
 
 def go_on_with_factored_states(folder: Path) -> None:
-    """States of another shape than their parameter's are saved where every rank has them whole."""
+    """Resume with states that do not have their parameter's shape, which every rank has unsharded."""
     found: list[list[dict[str, Any]]] = []
     for resumes in (False, True):
         booster = Booster(plugin=TorchDDPPlugin())
@@ -224,7 +224,7 @@ def go_on_with_factored_states(folder: Path) -> None:
     ],
     ids=lambda check: check.__name__,
 )
-def test_states_are_refused_or_gone_on_from_whole(
+def test_incomplete_states_are_refused_and_unsharded_ones_resume(
     pool: Pool, tmp_path: Path, check: Callable[[Path], None]
 ) -> None:
     pool.run(2, check, tmp_path / "folder")

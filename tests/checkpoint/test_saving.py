@@ -1,4 +1,4 @@
-"""Saves go on beside training, hold the moment they were asked for, and depend on nothing around them."""
+"""Asynchronous saves run during training, contain the state at their call, and depend on no global settings."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ def full() -> None:
     raise OSError("no space left")
 
 
-def test_a_save_begins_when_the_one_before_has_ended() -> None:
+def test_a_save_begins_when_the_previous_one_has_ended() -> None:
     saver, order, may_end = Saver(), [], threading.Event()
 
     def slow() -> None:
@@ -49,7 +49,7 @@ def test_a_save_begins_when_the_one_before_has_ended() -> None:
     assert order == ["first", "second"] and first.done
 
 
-def test_a_failure_is_reported_and_kept_where_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_reported_and_kept_if_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     saver = Saver()
     with patch("torch.distributed.get_rank", return_value=0), caplog.at_level(logging.ERROR):
         save = saver.run(full, PATH, use_async=True)
@@ -66,11 +66,11 @@ def tensors(seed: int) -> list[Tensor]:
     drawn = torch.Generator().manual_seed(seed)
     return [
         torch.randn(5, 3, generator=drawn),
-        torch.randn(7, 4, generator=drawn).t(),  # does not lie end to end
+        torch.randn(7, 4, generator=drawn).t(),  # not contiguous
         torch.tensor(3.0),
         torch.randn(3, generator=drawn).bfloat16(),
         torch.empty(0, 2),
-        torch.randn(2**24 + 1, generator=drawn),  # more than a chunk
+        torch.randn(2**24 + 1, generator=drawn),  # larger than a chunk
         torch.randn(9, generator=drawn).double(),
     ]
 
@@ -107,10 +107,10 @@ def rates_of(run: Run) -> list[float]:
 
 
 def save_two_beside_training(directory: Path) -> None:
-    """Nothing is written before training went on; the second save has to wait for the first one's copies."""
+    """Save twice asynchronously: nothing is written before the next step, and the second save waits for the first."""
     run = small_run()
     for group in run.optimizer.param_groups:
-        group["lr"] = torch.tensor(group["lr"])  # which its scheduler changes in place
+        group["lr"] = torch.tensor(group["lr"])  # a tensor, which the scheduler changes in place
     may_write = threading.Event()
     saved, rates, saves = [], [], []
     options: dict[str, Any] = {"size_per_shard": SHARD, "use_async": True}
@@ -156,7 +156,7 @@ def save_and_go_elsewhere(place: Path) -> None:
 
 
 def save_and_load_on_another_default_device(place: Path) -> None:
-    """Meta, on which nothing can be kept, for the GPU that scripts set."""
+    """Save and load with the meta device as default, in place of a GPU that scripts set."""
     run = small_run()
     run.step(0)
     before = run.whole()
@@ -175,7 +175,7 @@ def save_and_load_on_another_default_device(place: Path) -> None:
 
 
 def save_two_models_at_once(place: Path) -> None:
-    """Two boosters of a process, whose saves run beside each other."""
+    """Save with two boosters of one process at the same time."""
     runs = {"a": small_run(seed=1), "b": small_run(seed=2)}
     wholes = {name: run.whole() for name, run in runs.items()}
     options: dict[str, Any] = {"shard": True, "use_async": True, "size_per_shard": SHARD}
@@ -202,7 +202,7 @@ def save_two_models_at_once(place: Path) -> None:
 
 
 def save_beside_a_moved_step(place: Path) -> None:
-    """Of a step that was moved the link alone is removed."""
+    """Save beside a step that was moved and linked: only the link is removed."""
     run = small_run()
     run.booster.save_checkpoint(place / "c", 1, **run.everything)
     if dist.get_rank() == 0:
@@ -254,13 +254,13 @@ def train_after_loading_for_inference(directory: Path) -> None:
     ],
     ids=lambda check: check.__name__,
 )
-def test_saving_and_loading_depend_on_nothing_around(
+def test_saving_and_loading_depend_on_no_global_settings(
     pool: Pool, tmp_path: Path, check: Callable[[Path], None]
 ) -> None:
     pool.run(2, check, tmp_path)
 
 
-def test_settings_of_generation_that_contradict_each_other_end_no_run(tmp_path: Path) -> None:
+def test_contradictory_generation_settings_do_not_end_a_run(tmp_path: Path) -> None:
     model = LlamaForCausalLM(small_config())
     model.generation_config.temperature = 0.5  # without sampling: transformers would refuse to save it
     describe = describing(model)
@@ -287,7 +287,7 @@ def test_from_pretrained_reads_what_was_saved(pool: Pool, tmp_path: Path) -> Non
 
 
 def save_mixtral(path: Path) -> Tensor:
-    """Save a model with experts under tensor parallelism; its logits."""
+    """Save a model with experts under tensor parallelism, and return its logits."""
     booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
     model = booster.boost(MIXTRAL.build(seed=3))[0].eval()
     booster.save_model(model, path, shard=path.suffix == "", size_per_shard=0.01)
@@ -297,7 +297,7 @@ def save_mixtral(path: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("shard", (False, True))
-def test_experts_saved_by_parts_are_read_by_from_pretrained(pool: Pool, tmp_path: Path, shard: bool) -> None:
+def test_experts_saved_from_shards_load_by_from_pretrained(pool: Pool, tmp_path: Path, shard: bool) -> None:
     path = tmp_path / "model" if shard else tmp_path / "model" / "model.safetensors"
     logits = pool.run(2, save_mixtral, path)[0]
     if not shard:

@@ -1,4 +1,4 @@
-"""Parts of a run that torch's own data parallelism trains: DDP whole, FSDP in rows. Others are verify/resume.py's."""
+"""Parts of a run under torch's data parallelism: DDP unsharded, FSDP by rows. verify/resume.py has the other parts."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from echelon.verify.resume import MASTER, PARAMETER, Contents, Outcome, Relay, w
 
 
 def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> None:
-    """As `run_part`, under torch's plugin of that kind: a replica on each rank, and batches of one microbatch."""
+    """Do the work of `run_part` under a plugin of torch's: a replica on each rank, and batches of one microbatch."""
     part = relay.parts[number]
     plugin: Any = (
         TorchDDPPlugin()
         if kind == "ddp"
-        # Another scale than that of a hybrid part, which loading has to replace.
+        # Another scale than a hybrid part has; loading must replace it.
         else TorchFSDPPlugin(precision=part.layout.precision, initial_scale=LOSS_SCALE * 2**number)
     )
     booster = Booster(plugin=plugin)
@@ -72,7 +72,7 @@ def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, ov
 
 
 def contents(boosted: Any, optimizer: Any) -> Contents:
-    """As `contents_of`: parameters are what is stepped."""
+    """Return the contents as `contents_of` does: the optimizer steps the parameters themselves."""
     named = dict(boosted.unwrap().named_parameters())
     tensors = {prefix + name: whole(each) for name, each in named.items() for prefix in (PARAMETER, MASTER)}
     values: dict[str, Any] = {}
@@ -88,6 +88,6 @@ def contents(boosted: Any, optimizer: Any) -> Contents:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy with the rows of all ranks. Collective over the world."""
+    """Return a copy with the rows of all ranks. Collective over the world."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
