@@ -1,4 +1,4 @@
-"""The place of a training loop in its data: in the usual loops, with workers, and with what batches draw."""
+"""The position of training in the data: in common loops, with workers, and with random numbers of batches."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ def as_list(samples: list) -> list:
 
 
 def drawing(samples: list[int]) -> list[tuple[int, float, float, float]]:
-    """A batch with a number from each generator."""
+    """Return a batch with a number from each random generator."""
     return [(sample, random.random(), np.random.rand(), torch.rand(()).item()) for sample in samples]
 
 
@@ -36,7 +36,7 @@ def loader_of(dataset: Any = range(20), batch_size: int = 2, **settings: Any) ->
 
 
 def going_on(loader: ShardedLoader, **settings: Any) -> ShardedLoader:
-    """Another run's loader, at the place of this one."""
+    """Make the loader of another run, at the position of this one."""
     found = loader_of(**settings)
     found.load_state_dict(loader.state_dict())
     return found
@@ -48,20 +48,20 @@ def place(loader: ShardedLoader) -> tuple[int, int]:
 
 
 def epochs(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
-    """The loop of most scripts."""
+    """The usual loop, with `set_epoch` before each epoch."""
     for epoch in range(first, last):
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         yield from loader
 
 
 def unnamed(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
-    """A loop that leaves the epoch to the loader."""
+    """A loop without `set_epoch`."""
     for _ in range(first, last):
         yield from loader
 
 
 def each_step(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
-    """A loop that names the epoch before each batch, and only learns from the end of a pass that there is no more."""
+    """A loop with `set_epoch` before each batch, which detects the end of an epoch by StopIteration."""
     for epoch in range(first, last):
         batches = iter(loader)
         while True:
@@ -75,7 +75,7 @@ def each_step(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("loop", [epochs, unnamed, each_step])
-def test_a_loop_that_was_stopped_anywhere_goes_on_as_if_it_was_not(loop: Any) -> None:
+def test_a_loop_stopped_anywhere_resumes_as_if_uninterrupted(loop: Any) -> None:
     whole = list(loop(loader_of(collate_fn=drawing), 0, 3))
     assert len(whole) == 15
     for stop in range(1, 15):
@@ -83,12 +83,12 @@ def test_a_loop_that_was_stopped_anywhere_goes_on_as_if_it_was_not(loop: Any) ->
         seen = list(itertools.islice(loop(first, 0, 3), stop))
         assert place(first) == ((stop - 1) // 5, ((stop - 1) % 5 + 1) * 4)
         second = going_on(first, collate_fn=drawing)
-        # A whole epoch that was loaded is an empty pass where it was named before, and is passed over otherwise.
+        # A loaded complete epoch is an empty pass if `set_epoch` sets it, and is skipped otherwise.
         begun = stop // 5 if loop in (unnamed, each_step) else place(second)[0]
         assert seen + list(loop(second, begun, 3)) == whole
 
 
-def test_a_pass_that_broke_off_counts_what_was_taken_and_the_next_begins_anew() -> None:
+def test_an_abandoned_pass_counts_taken_batches_and_the_next_starts_anew() -> None:
     loader = loader_of()
     list(itertools.islice(loader, 3))
     assert place(loader) == (0, 12)
@@ -109,7 +109,7 @@ def test_a_loader_has_the_length_of_an_epoch_and_a_pass_that_of_what_is_left() -
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_what_workers_hold_ready_is_not_taken_and_random_numbers_go_on(workers: str) -> None:
+def test_prefetched_batches_are_not_counted_and_random_numbers_continue(workers: str) -> None:
     whole = [batch for _ in range(2) for batch in loader_of(collate_fn=drawing)]
     assert whole[:5] == whole[5:]  # a new loader begins the first epoch
     plain = loader_of(collate_fn=drawing)
@@ -145,7 +145,7 @@ def test_making_a_batch_leaves_the_generators_of_training_alone(monkeypatch: pyt
 
 
 class Faulty(Dataset):
-    """One sample of the first epoch cannot be read."""
+    """A data set with one unreadable sample."""
 
     def __len__(self) -> int:
         return 20
@@ -157,7 +157,7 @@ class Faulty(Dataset):
 
 
 @pytest.mark.parametrize("workers", ["here", "in workers"])
-def test_a_batch_that_failed_is_passed_over(workers: str) -> None:
+def test_a_batch_that_failed_is_skipped(workers: str) -> None:
     first, second = (loader_of(Faulty(), shuffle=False, rank=rank, **WORKERS[workers]) for rank in (0, 1))
     batches, failing = iter(first), iter(second)
     assert [next(batches), next(failing)] == [[0, 2], [1, 3]]
@@ -166,11 +166,11 @@ def test_a_batch_that_failed_is_passed_over(workers: str) -> None:
     next(batches)
     assert [next(batches), next(failing)] == [[8, 10], [9, 11]]
     assert place(first) == place(second) == (0, 12)
-    # To the end: the error keeps the passes alive, and torch stops the workers of those that it finds late slowly.
+    # Finish both: the error keeps the passes alive, and torch is slow to stop workers of abandoned passes.
     assert [len(list(each)) for each in (batches, failing)] == [2, 2]
 
 
-def test_a_pass_whose_lasting_workers_were_taken_says_so() -> None:
+def test_a_pass_whose_persistent_workers_were_taken_raises() -> None:
     loader = loader_of(**WORKERS["in lasting workers"])
     earlier, later = iter(loader), iter(loader)
     with pytest.raises(RuntimeError, match="a later pass over this dataloader has begun"):
@@ -179,7 +179,7 @@ def test_a_pass_whose_lasting_workers_were_taken_says_so() -> None:
 
 
 class Several(Dataset):
-    """Samples that come all at once."""
+    """A data set that returns several samples in one call."""
 
     def __len__(self) -> int:
         return 20
@@ -188,7 +188,7 @@ class Several(Dataset):
         return [-index for index in indices]
 
 
-def test_samples_are_read_all_at_once_where_a_data_set_can() -> None:
+def test_samples_are_read_in_one_call_if_a_data_set_can() -> None:
     plain, several = loader_of(), loader_of(Several())
     assert [[-sample for sample in batch] for batch in plain] == list(several)
     table = datasets.Dataset.from_dict({"number": list(range(20))})
@@ -197,7 +197,7 @@ def test_samples_are_read_all_at_once_where_a_data_set_can() -> None:
 
 
 class Opened(Dataset):
-    """Numbers that a worker opens first."""
+    """A data set that a worker must open first."""
 
     opened = -1
 
@@ -222,7 +222,7 @@ def test_a_worker_starts_with_the_data_set_of_the_script() -> None:
 
 
 class Seeds(Opened):
-    """What the worker that reads was seeded with, for generators that a data set keeps."""
+    """A data set of the seeds of the workers that read it."""
 
     def __getitem__(self, index: int) -> int:
         info = get_worker_info()
@@ -243,7 +243,7 @@ def test_workers_are_seeded_by_the_epoch() -> None:
 
 
 class Backwards(Sampler[int]):
-    """A sampler of a user's, in its own order."""
+    """A user's sampler with an order of its own."""
 
     def __init__(self, dataset: Any, *, num_replicas: int, rank: int, **_: Any) -> None:
         self.own = list(reversed(range(rank, len(dataset), num_replicas)))
@@ -256,7 +256,7 @@ class Backwards(Sampler[int]):
 
 
 class Remembering(Backwards):
-    """The same, which knows how much of it was asked for."""
+    """The same sampler with a state: the number of samples drawn from it."""
 
     def __init__(self, dataset: Any, **settings: Any) -> None:
         super().__init__(dataset, **settings)
@@ -274,7 +274,7 @@ class Remembering(Backwards):
         self.state.update(state)
 
 
-def test_a_sampler_without_a_state_gives_its_order_and_no_position() -> None:
+def test_a_sampler_without_a_state_has_an_order_and_no_position() -> None:
     loader = loader_of(sampler_class=Backwards, num_workers=1)
     assert [list(loader) for _ in range(2)] == [
         [[18, 16], [14, 12], [10, 8], [6, 4], [2, 0]],
@@ -289,7 +289,7 @@ def test_a_sampler_without_a_state_gives_its_order_and_no_position() -> None:
 
 @pytest.mark.parametrize("stop", [0, 3, 5, 7])
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_sampler_with_a_state_goes_on_by_it(workers: str, stop: int) -> None:
+def test_a_sampler_with_a_state_resumes_from_it(workers: str, stop: int) -> None:
     settings = {"sampler_class": Remembering, "collate_fn": drawing, **WORKERS[workers]}
     plain = loader_of(sampler_class=Backwards, collate_fn=drawing)
     whole = [batch for _ in range(3) for batch in plain]

@@ -1,4 +1,4 @@
-"""A user's DataLoader with workers, sharded: the order of a plain loop, and the place that training has reached."""
+"""A user's DataLoader with workers, sharded: the order of a plain loop, and the position of training."""
 
 import itertools
 from typing import Any
@@ -16,7 +16,7 @@ SIZE = 20
 
 
 def sharded(rank: int = 0, size: int = 1, batch_size: int = 4, **settings: Any) -> ShardedLoader:
-    """One replica's, where the global generator of all stands alike."""
+    """Make the loader of one replica; the global generators of all replicas have the same state."""
     torch.manual_seed(3)
     loader: DataLoader = DataLoader(range(SIZE), batch_size, shuffle=True, collate_fn=drawing, **settings)  # type: ignore[arg-type]
     return rebuilt_loader(loader, Streams([], apart=True), seed=3, rank=rank, size=size)
@@ -27,7 +27,7 @@ def indices(batches: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_workers_see_the_order_of_a_plain_loop_and_what_they_draw_goes_on(workers: str) -> None:
+def test_workers_see_the_order_of_a_plain_loop_and_their_draws_continue(workers: str) -> None:
     settings = {"collate_fn": as_list, **WORKERS[workers]}
     torch.manual_seed(3)
     plain: DataLoader = DataLoader(range(SIZE), 4, shuffle=True, **settings)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def test_workers_see_the_order_of_a_plain_loop_and_what_they_draw_goes_on(worker
     assert taken == [batch for epoch in whole for batch in epoch]
 
 
-def test_a_pass_that_broke_off_is_followed_by_the_next_one() -> None:
+def test_an_abandoned_pass_is_followed_by_the_next_one() -> None:
     loader = sharded()
     whole = [list(loader) for _ in range(2)]
     loader = sharded()
@@ -56,7 +56,7 @@ def test_a_pass_that_broke_off_is_followed_by_the_next_one() -> None:
     assert list(loader) == whole[1]
 
 
-def test_a_position_in_other_data_or_of_a_prepared_loader_is_refused() -> None:
+def test_a_position_of_other_data_or_of_a_prepared_loader_is_refused() -> None:
     loader = sharded()
     with pytest.raises(
         ValueError, match="size=21, and this dataloader has size=20: give the same data as the run"

@@ -1,4 +1,4 @@
-"""The order of samples over replicas: torch's for a whole epoch, and continued by any other number of replicas."""
+"""The order of samples over replicas: torch's for a full epoch, and continued by any other number of replicas."""
 
 import random
 from itertools import chain
@@ -20,7 +20,7 @@ def samplers(size: int, replicas: int, **settings: Any) -> list[ResumableSampler
 
 
 def take(ranks: list[ResumableSampler], batch_size: int, most: int | None = None) -> list[list[int]]:
-    """Up to so many batches of a new pass, of all replicas together in the order of their samples."""
+    """Take up to `most` batches of a new pass: of all replicas together, in the order of the samples."""
     found: list[list[int]] = []
     for parts in zip(*[each.begin(batch_size).draws for each in ranks], strict=True):
         if len(found) == most:
@@ -35,7 +35,7 @@ def take(ranks: list[ResumableSampler], batch_size: int, most: int | None = None
 
 
 def order(size: int, epoch: int, seed: int = 3) -> list[int]:
-    """The epoch as torch's sampler has it for one process."""
+    """Return the order of torch's sampler for one process."""
     whole = DistributedSampler(range(size), num_replicas=1, rank=0, seed=seed)
     whole.set_epoch(epoch)
     return list(whole)
@@ -43,7 +43,7 @@ def order(size: int, epoch: int, seed: int = 3) -> list[int]:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_whole_epoch_is_dealt_out_as_torch_does(drop_last: bool, shuffle: bool) -> None:
+def test_a_full_epoch_is_sharded_as_torch_does(drop_last: bool, shuffle: bool) -> None:
     for size, replicas, batch_size in ((24, 3, 4), (25, 4, 3), (3, 5, 2), (2, 8, 1), (17, 1, 5), (0, 2, 2)):
         settings: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
         for rank, own in enumerate(samplers(size, replicas, **settings)):
@@ -57,7 +57,7 @@ def test_a_whole_epoch_is_dealt_out_as_torch_does(drop_last: bool, shuffle: bool
                 assert (begun.num_batches, begun.epoch, list(own)) == (len(batches), epoch, list(theirs))
 
 
-def test_stopping_anywhere_and_going_on_with_other_sizes_shows_what_an_uninterrupted_run_shows() -> None:
+def test_resuming_anywhere_with_other_sizes_continues_the_uninterrupted_order() -> None:
     draw = random.Random(0)
     for _ in range(300):
         size, epoch = draw.randint(1, 60), draw.randint(0, 3)
@@ -79,7 +79,7 @@ def test_stopping_anywhere_and_going_on_with_other_sizes_shows_what_an_uninterru
         assert repeated == (expected * replicas)[: len(repeated)]
 
 
-def test_what_is_dropped_at_the_end_of_an_epoch_is_what_fills_no_batch() -> None:
+def test_samples_that_fill_no_batch_are_dropped_at_the_end_of_an_epoch() -> None:
     draw = random.Random(1)
     for _ in range(100):
         size, batch = draw.randint(1, 60), 12
@@ -102,7 +102,7 @@ def samplers_at(epoch: int, size: int, replicas: int) -> list[ResumableSampler]:
     return found
 
 
-# The place that is loaded; the epochs that are named (a number) and the passes (the epoch and first sample of each).
+# The loaded position; then calls: `set_epoch` (a number), or a pass (its epoch and first sample).
 PASSES: dict[str, tuple[tuple[int, int] | None, list[int | tuple[int, int]]]] = {
     "a pass is of the named epoch or else of the next": (
         None,
@@ -117,7 +117,7 @@ PASSES: dict[str, tuple[tuple[int, int] | None, list[int | tuple[int, int]]]] = 
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_named_epochs_and_passes_follow_the_place(name: str) -> None:
+def test_set_epochs_and_passes_follow_the_position(name: str) -> None:
     place, calls = PASSES[name]
     (one,) = samplers(8, 1)
     if place is not None:
@@ -149,7 +149,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_position_in_other_data_is_refused(fault: str) -> None:
+def test_a_position_of_other_data_is_refused(fault: str) -> None:
     (one,) = samplers(8, 1)
     before = one.state_dict()
     with pytest.raises(ValueError, match=fault):
@@ -157,7 +157,7 @@ def test_a_position_in_other_data_is_refused(fault: str) -> None:
     assert one.state_dict() == before
 
 
-def test_what_is_no_position_is_refused() -> None:
+def test_other_values_than_a_position_are_refused() -> None:
     (one,) = samplers(8, 1)
     with pytest.raises(ValueError, match="lacks samples, seed, shuffle, size: it must have exactly"):
         one.load_state_dict({"epoch": 1})

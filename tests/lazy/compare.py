@@ -1,4 +1,4 @@
-"""What tests of lazy initialization compare: every tensor of two models, to the bit. Nothing of it is a test."""
+"""Bitwise comparison of all tensors of two models, for tests of lazy initialization."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from echelon.lazy.tensor import LazyTensor
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and other tensors of a model by name, tied ones under each."""
+    """Return parameters, buffers and other tensors of a model by name; tied ones under all their names."""
     return {
         f"{path}.{name}": tensor
         for path, module in model.named_modules(remove_duplicate=False)
@@ -20,7 +20,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(found: nn.Module, expected: nn.Module) -> list[str]:
-    """All in which the tensors of two models differ: names, ties, kinds, layouts in memory, or any bit."""
+    """Return differences of the tensors of two models: names, ties, classes, memory layouts, or any bit."""
     own, others = tensors_of(found), tensors_of(expected)
     if own.keys() != others.keys():
         return [f"names: {sorted(own.keys() ^ others.keys())}"]
@@ -49,9 +49,9 @@ def _look(tensor: Tensor) -> str:
 def built_in_both_ways(
     build: Callable[[], nn.Module], seed: int = 3
 ) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
-    """A model built lazily and one built as ever, and what is drawn next after each.
+    """Build a model lazily and eagerly, and draw random numbers after each.
 
-    All its parameters are lazy, but single numbers: those of an activation may be computed and are real at once.
+    All parameters of the lazy model are lazy, except scalars: those of an activation may be computed at once.
     """
     torch.manual_seed(seed)
     eager = build()

@@ -1,4 +1,4 @@
-"""Lazily built models under every plugin: sharded and trained as eager ones, compared between ranks, never whole."""
+"""Lazily built models under every plugin: sharded and trained as eager ones, compared, and never unsharded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def test_a_lazily_built_model_trains_as_one_process_does(
 
 
 def sharded_in_both_ways(model_type: str) -> list[str]:
-    """In what this rank's part of a lazily built model differs from that of an eager one."""
+    """Return differences between this rank's shards of a lazily built model and of an eager one."""
     boosted = []
     for model in built_in_both_ways(lambda: build(model_type))[:2]:
         assert isinstance(model, nn.Module)
@@ -109,7 +109,7 @@ def test_the_matrix_has_a_row_for_each_type() -> None:
 
 
 def stepped(model: nn.Module, plugin: str) -> nn.Module:
-    """A boosted model, unwrapped, after a step of training where it is in this process alone."""
+    """Return a boosted model, unwrapped; after a training step if this process has all of it."""
     booster = Booster(plugin=PLUGINS[plugin]())
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     assert optimizer is not None
@@ -118,7 +118,7 @@ def stepped(model: nn.Module, plugin: str) -> nn.Module:
         booster.backward(boosted(**batch).loss, optimizer)
         optimizer.step()
     inner: nn.Module = boosted.unwrap()
-    for module in inner.modules():  # DTensors have no bits of their own
+    for module in inner.modules():  # DTensors cannot be compared bitwise
         for name, parameter in module._parameters.items():
             if hasattr(parameter, "to_local"):
                 module._parameters[name] = nn.Parameter(parameter.to_local())
@@ -207,9 +207,9 @@ def test_ranks_that_built_or_read_other_models_lazily_are_named(
 
 
 def most_bytes(action: Callable[[], Any]) -> tuple[int, int, Any]:
-    """By how many bytes of the CPU's memory an action rises at most, and in the end; and what it returns.
+    """Return the peak and the final increase of CPU memory by an action, in bytes, and its result.
 
-    Every allocation and release of torch is counted.
+    All allocations and releases of torch are counted.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         result = action()
@@ -222,7 +222,7 @@ def most_bytes(action: Callable[[], Any]) -> tuple[int, int, Any]:
 
 
 def most_anonymous(action: Callable[[], Any]) -> tuple[int, int, Any]:
-    """The same of the process, without the pages of mapped files, which are the kernel's to drop; end is the most."""
+    """Return the peak of the process's anonymous memory (without mapped files), twice, and the result."""
     result: list[Any] = []
     most = anonymous_peak(lambda: result.append(action()))
     return most, most, result[0]
@@ -239,7 +239,7 @@ CONFIG = {
 
 
 def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
-    """Bounds of what building or reading a model takes, and materializing it; and whether each is kept."""
+    """Return bounds of the memory for building or reading a model and for materializing it, each with its check."""
     import echelon.plugins.hybrid_model as hybrid
 
     original, taken = hybrid.materialize, list[tuple[int, int]]()
@@ -267,7 +267,7 @@ def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
         hybrid.materialize = original
     share = sum(each.numel() * 4 for each in model.parameters())
     ((most, kept),) = taken
-    spare = 2**19 if path is None else 2**22  # states of the generator and other small things; code, pages
+    spare = 2**19 if path is None else 2**22  # states of the generator and small objects; code, pages
     drawn = largest if path is None else 0
     return [
         (f"{built} in building, {drawn} the largest drawn", drawn <= max(built, 0) < drawn + spare),
@@ -279,7 +279,7 @@ def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("is_read", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_no_rank_has_more_than_its_share_and_about_one_whole_tensor(
+def test_no_rank_has_more_than_its_shards_and_about_one_tensor(
     pool: Pool, tmp_path: Path, is_read: bool
 ) -> None:
     if is_read:

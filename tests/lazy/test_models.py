@@ -1,6 +1,6 @@
-"""Models that are built or read from files lazily, beside the same as ever: equal to the bit.
+"""Models that are built or read from files lazily are bitwise equal to eager ones.
 
-BUILDS is the table: a name, and how a model is made. Rows of FOLDERS are saved first, and read by `from_pretrained`.
+BUILDS is the table of builders by name. Rows of FOLDERS are saved first, and read by `from_pretrained`.
 """
 
 import json
@@ -41,7 +41,7 @@ WITH_TABLE = (*model_types(), "timm")
 
 
 def build(model_type: str, head: str | None = None, *, tied: bool = False) -> nn.Module:
-    """A small model of any type, of the usual head where none is given."""
+    """Build a small model of any type, by default with the type's usual head."""
     if model_type == "timm":
         torch.manual_seed(3)
         return VisionTransformer()
@@ -52,7 +52,7 @@ def build(model_type: str, head: str | None = None, *, tied: bool = False) -> nn
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder that is read: which model is saved there, how, and as what it is loaded."""
+    """A folder to read: the model in it, the format, and the arguments of loading."""
 
     choice: ModelChoice
     head: str | None = None
@@ -63,7 +63,7 @@ class Folder:
     def save(self, path: Path) -> None:
         model = self.choice.build(3).to(self.dtype)
         model.save_pretrained(path, max_shard_size=SEVERAL_FILES)
-        if self.is_torch:  # as older releases saved them: one file with all names
+        if self.is_torch:  # the format of older releases: one file with all names
             for file in path.glob("*.safetensors*"):
                 file.unlink()
             torch.save(model.state_dict(), path / "pytorch_model.bin")
@@ -91,14 +91,14 @@ FOLDERS = {
     "mixtral": of("mixtral"),
     "mixtral in bf16": of("mixtral", arguments={"dtype": torch.bfloat16}),
     "t5": of("t5", tied=True),
-    # Some of its layers stay in float32.
+    # transformers keeps some of its layers in float32.
     "t5 in fp16": of("t5", tied=True, arguments={"dtype": torch.float16}),
     "vit": of("vit"),
 }
 
 
 def both_tied(path: Path, change: float) -> Callable[[], nn.Module]:
-    """Both copies of a tied weight are there; which are tied then is for the release of transformers to say."""
+    """Save both copies of a tied weight; releases of transformers differ in tying them."""
     of("llama", tied=True).choice.build(3).save_pretrained(path)
     state = load_file(path / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"] + change
@@ -132,7 +132,7 @@ def one_of_each_table() -> list[str]:
     return [name for index, name in enumerate(names) if tables.index(tables[index]) == index]
 
 
-# How a model is made, from a folder for its files.
+# Builders of models, from a folder for their files.
 BUILDS: dict[str, Callable[[Path], Callable[[], nn.Module]]] = {
     **{name: (lambda _, name=name: partial(build, name)) for name in (*one_of_each_table(), "timm")},  # type: ignore[misc]
     **{f"{name} from files": partial(folder_of, name=name) for name in FOLDERS},
@@ -144,7 +144,7 @@ BUILDS: dict[str, Callable[[Path], Callable[[], nn.Module]]] = {
 
 
 def require_equal(make: Callable[[], nn.Module]) -> nn.Module:
-    """The lazily built model, materialized."""
+    """Require equal lazy and eager models, and return the lazy one, materialized."""
     lazy, eager, drawn, expected = built_in_both_ways(make)
     assert torch.equal(drawn, expected)
     assert differences(materialize(lazy), eager) == []
@@ -192,7 +192,7 @@ def patched() -> list[str]:
     ]
 
 
-def test_what_is_exchanged_is_put_back_and_is_of_this_thread_alone(tmp_path: Path) -> None:
+def test_replaced_functions_are_restored_and_affect_this_thread_only(tmp_path: Path) -> None:
     of("llama").choice.build(3).save_pretrained(tmp_path)
     found: list[Any] = []
     with LazyInitContext():

@@ -1,4 +1,4 @@
-"""What is recorded of lazily built modules and of tensors of files, and materializing it."""
+"""Recording of lazily built modules and of tensors of files, and their materialization."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from .compare import built_in_both_ways, differences
 
 
 class Plain(nn.Module):
-    """A parameter, and what is done to it."""
+    """A module with a parameter and a change of it."""
 
     def __init__(self, change: Callable[[nn.Module], object], *shape: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def two_of_one_memory(module: nn.Module) -> None:
 
 
 def drawn_here_and_there(module: nn.Module) -> None:
-    init.normal_(module.weight[:, :2])  # fewer than 16 numbers are drawn in pairs, and one may be left over
+    init.normal_(module.weight[:, :2])  # torch draws fewer than 16 numbers in pairs and may cache one
     init.normal_(module.weight[1, :3])
     module.order = torch.randperm(9)
     module.register_buffer("mask", torch.bernoulli(module.weight.abs().clamp(max=1)))
@@ -140,7 +140,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_is_done_while_a_module_is_built_is_done_when_it_is_made_real(change: Callable) -> None:
+def test_calls_during_construction_are_replayed_at_materialization(change: Callable) -> None:
     shape = (1500, 3) if change is row_by_row else (5, 7)
     lazy, eager, *drawn = built_in_both_ways(lambda: Plain(change, *shape))
     before = torch.get_rng_state()
@@ -152,14 +152,14 @@ def test_what_is_done_while_a_module_is_built_is_done_when_it_is_made_real(chang
         assert torch.equal(lazy.names["rows"][0], eager.names["rows"][0])
 
 
-def test_two_parameters_of_one_memory_share_it_once_they_are_real() -> None:
+def test_two_parameters_of_one_memory_share_it_once_materialized() -> None:
     lazy = materialize(built_in_both_ways(lambda: Plain(two_of_one_memory, 5, 7))[0])
     with torch.no_grad():
         lazy.other.fill_(7)
     assert lazy.weight.view(-1)[:11].tolist()[:10] == [7] * 10
 
 
-def test_a_parameter_is_the_same_object_and_trains_once_it_is_real() -> None:
+def test_a_parameter_is_the_same_object_and_trains_once_materialized() -> None:
     with LazyInitContext():
         model = nn.Linear(3, 2)
     model.weight.mark = "kept"
@@ -174,7 +174,7 @@ def test_a_parameter_is_the_same_object_and_trains_once_it_is_real() -> None:
     assert weight.grad is not None and not torch.equal(weight, before)
 
 
-def test_what_is_done_after_the_block_counts_too() -> None:
+def test_calls_after_the_block_are_recorded_too() -> None:
     def change(model: nn.Sequential) -> nn.Sequential:
         model[0].weight.data.normal_()
         init.zeros_(model[0].bias)
@@ -192,7 +192,7 @@ def test_what_is_done_after_the_block_counts_too() -> None:
     assert differences(materialize(lazy), eager) == []
 
 
-def test_a_lazy_tensor_says_where_it_will_be() -> None:
+def test_a_lazy_tensor_reports_its_future_device() -> None:
     with LazyInitContext():
         weight = nn.Linear(3, 2).weight
         ahead = nn.Linear(3, 2)
@@ -203,7 +203,7 @@ def test_a_lazy_tensor_says_where_it_will_be() -> None:
     assert ahead.weight.to("cuda:1").device == torch.device("cuda:1")
 
 
-def test_what_makes_values_differ_shows_in_their_fingerprints() -> None:
+def test_differences_of_values_show_in_their_fingerprints() -> None:
     def built(seed: int, std: float, *, changed: bool = False) -> int:
         torch.manual_seed(seed)
         with LazyInitContext():
@@ -217,7 +217,7 @@ def test_what_makes_values_differ_shows_in_their_fingerprints() -> None:
     assert len({built(1, 0.02), built(2, 0.02), built(1, 0.03), built(1, 0.02, changed=True)}) == 4
 
 
-def test_values_that_are_overwritten_are_forgotten() -> None:
+def test_overwritten_values_are_dropped() -> None:
     with LazyInitContext():
         linear = nn.Linear(8, 8)
         init.normal_(linear.weight)
@@ -225,7 +225,7 @@ def test_values_that_are_overwritten_are_forgotten() -> None:
     assert value.before is None and value.call is not None and "normal_" in str(value.call.function)
 
 
-def test_what_is_not_built_lazily_is_left_as_it_is() -> None:
+def test_modules_not_built_lazily_are_unchanged() -> None:
     with LazyInitContext():
         positions = torch.arange(4, dtype=torch.float32)
         frequencies = 1.0 / 10000 ** (positions / 4)
@@ -271,7 +271,7 @@ OF_FILES: dict[str, Callable[[list[Tensor]], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OF_FILES)
-def test_what_is_recorded_of_tensors_of_files_is_replayed_to_the_bit(name: str) -> None:
+def test_calls_on_tensors_of_files_are_replayed_to_the_bit(name: str) -> None:
     given, before = sources(), sources()
     found = OF_FILES[name]([lazily(each) for each in given])
     assert isinstance(found, LazyTensor)
@@ -297,7 +297,7 @@ def test_files_are_neither_written_to_nor_needed_once_a_tensor_is_materialized(t
 
 
 @pytest.mark.parametrize("start", [b"\x80\0", b"PK"])
-def test_a_header_of_such_a_length_as_a_file_of_torch_begins_with(tmp_path: Path, start: bytes) -> None:
+def test_a_header_length_that_looks_like_a_torch_file_is_read(tmp_path: Path, start: bytes) -> None:
     header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     length = int.from_bytes(start, "little")
     path = tmp_path / "model.safetensors"
@@ -315,7 +315,7 @@ def test_a_call_that_fails_is_named_with_the_parameter() -> None:
         materialize(model)
 
 
-def test_all_errors_are_raised_at_once_and_nothing_is_made() -> None:
+def test_all_errors_are_raised_at_once_and_nothing_is_materialized() -> None:
     with LazyInitContext():
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].weight.register_hook(print)
