@@ -96,7 +96,7 @@ class Save:
 
 
 class Saver:
-    """Runs the saves of a plugin one at a time, since they communicate over one group.
+    """Runner of a plugin's saves: one at a time, since they communicate over one group.
 
     All ranks make the same saves in the same order.
     """
