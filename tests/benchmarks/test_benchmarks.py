@@ -316,7 +316,7 @@ def test_a_curve_that_departs_is_an_error(  # type: ignore[no-untyped-def]
     away = curves.departure(curve_of(losses=losses, norms=norms), reference)
     near = curves.departure(curve_of(losses=(2.0, 1.000005), norms=(1.0005, 1.0)), reference)
     monkeypatch.setattr(sys, "argv", ["curves.py"])
-    monkeypatch.setattr(curves, "tell", lambda *_: None)
+    monkeypatch.setattr(curves, "show_results", lambda *_: None)
     for departures, status in (({"even": near}, 0), ({"even": near, "odd": away}, 1)):
         monkeypatch.setattr(curves, "measure", lambda *_, found=departures: {"departures": found})
         assert curves.main() == status
