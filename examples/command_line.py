@@ -1,6 +1,6 @@
-"""Common part of the examples' command lines: the plugin's options as flags, and errors reported by one rank.
+"""Command-line parts that all examples share: the plugin's options as flags, and errors reported by the first rank.
 
-The flags are made from the signature of HybridParallelPlugin and checked by it, so that all it takes is there.
+The flags are generated from the signature of HybridParallelPlugin, and the plugin checks their values.
 """
 
 import argparse
@@ -31,9 +31,9 @@ PLUGINS = {
     "low_level_zero": LowLevelZeroPlugin,
     "hybrid_parallel": HybridParallelPlugin,
 }
-# Where the examples want something else than the plugin's own default.
+# Defaults of the examples that differ from the plugin's own.
 DEFAULTS = {"precision": "bf16", "num_microbatches": 4, "max_norm": 1.0, "initial_scale": 2**16}
-# By flag, what LowLevelZeroPlugin calls it.
+# Flags that are named differently in LowLevelZeroPlugin.
 LOW_LEVEL_ZERO_NAMES = {"zero_stage": "stage", "zero_bucket_size_in_m": "reduce_bucket_size_in_m"}
 SIZES = ("tp_size", "pp_size")  # see `default_sizes`
 FLAG_OF: dict[Any, dict[str, Any]] = {
@@ -46,61 +46,60 @@ BAD_ARGUMENTS = 2
 
 
 class Refused(Exception):
-    """The arguments cannot be carried out, and the first rank has reported why."""
+    """Invalid arguments; the first rank has reported the errors."""
 
 
 class FirstRankParser(argparse.ArgumentParser):
-    """A parser that speaks on the first rank alone; the others end with the same status."""
+    """Argument parser that prints on the first rank only; all ranks exit with the same status."""
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2."""
+        """Exit with status 2; the first rank prints the message."""
         if is_first_process():
             super().error(message)
         sys.exit(BAD_ARGUMENTS)
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help."""
+        """Print the help on the first rank."""
         if is_first_process():
             super().print_help(file)
 
 
 def is_first_process() -> bool:
-    """Return True if torchrun made this the first process, or there is no other. Known before any process group."""
+    """Return True on the first rank of torchrun, or without torchrun. Needs no process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def add_plugin_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--plugin` and a flag for every option of HybridParallelPlugin; what is not given is None."""
+    """Add `--plugin` and a flag for every option of HybridParallelPlugin; flags default to None."""
     group = parser.add_argument_group("plugin", "checked by the plugin itself")
     group.add_argument("--plugin", choices=PLUGINS, default="hybrid_parallel")
     descriptions = described(HybridParallelPlugin)
     for name, parameter in plugin_parameters().items():
-        default = "what the number of processes allows" if name in SIZES else default_of(parameter)
+        default = "chosen by the number of processes" if name in SIZES else default_of(parameter)
         text = f"{descriptions.get(name, '')} (default: {default})".strip().replace("%", "%%")
         group.add_argument(f"--{name}", help=text, **FLAG_OF[kind_of(parameter)])
 
 
 def default_of(parameter: Parameter) -> Any:
-    """The value where the flag is not given."""
+    """Return the default value of an option in the examples."""
     return DEFAULTS.get(parameter.name, parameter.default)
 
 
 def plugin_parameters() -> dict[str, Parameter]:
-    """The plugin's options that a command line can say; not a policy, which is an object."""
+    """Return the plugin's options that have a flag; objects such as a policy have none."""
     parameters = signature(HybridParallelPlugin).parameters
     return {name: parameter for name, parameter in parameters.items() if kind_of(parameter) is not None}
 
 
 def kind_of(parameter: Parameter) -> Any:
-    """A key of FLAG_OF, list for a list of whole numbers; None for what no word can say."""
+    """Return the key of FLAG_OF for a parameter, `list` for a list of integers; None if it cannot be a flag."""
     hint = parameter.annotation
     if hint == bool | str:
         return hint
     if get_origin(hint) in (Union, UnionType):
         choices = set(get_args(hint)) - {NoneType}
-        hint = (
-            str if str in choices else choices.pop() if len(choices) == 1 else None
-        )  # a word, where one will do
+        # A string if the union allows one.
+        hint = str if str in choices else choices.pop() if len(choices) == 1 else None
     if get_origin(hint) is Literal:
         return str
     if get_origin(hint) is not None and get_args(hint) == (int,):
@@ -109,33 +108,31 @@ def kind_of(parameter: Parameter) -> Any:
 
 
 def described(documented: type) -> dict[str, str]:
-    """Descriptions of each argument in the docstring of a class."""
+    """Return the description of each argument in the docstring of a class."""
     items = re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", cleandoc(documented.__doc__ or ""), flags=re.M)
     return {name: " ".join(text.split()) for names, text in items for name in names.split(", ")}
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plugin's options that were given."""
+    """Return the plugin's options that were given on the command line."""
     values = {name: getattr(arguments, name) for name in plugin_parameters()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def refused_options(arguments: argparse.Namespace) -> list[str]:
-    """An error where options were given that the chosen plugin does not take."""
-    own = {
-        *signature(PLUGINS[arguments.plugin]).parameters,
-        "max_norm",
-    }  # without it in DDP, the script clips
+    """Return an error if options were given that the chosen plugin does not take."""
+    # TorchDDPPlugin has no max_norm: the script clips.
+    allowed = {*signature(PLUGINS[arguments.plugin]).parameters, "max_norm"}
     if PLUGINS[arguments.plugin] is LowLevelZeroPlugin:
-        own |= LOW_LEVEL_ZERO_NAMES.keys()
-    refused = [f"--{name}" for name in given_options(arguments) if name not in own]
+        allowed |= LOW_LEVEL_ZERO_NAMES.keys()
+    refused = [f"--{name}" for name in given_options(arguments) if name not in allowed]
     if not refused:
         return []
     return [f"--plugin {arguments.plugin} does not take {', '.join(refused)}: leave out, or take another"]
 
 
 def default_sizes(world_size: int, tp_size: int | None, pp_size: int | None) -> tuple[int, int]:
-    """Tensor and pipeline sizes: 2 each where the number of processes allows, the pipeline first."""
+    """Return default tensor and pipeline sizes: 2 each if they divide the number of processes, the pipeline first."""
     if pp_size is None:
         pp_size = 2 if world_size % (2 * max(tp_size or 1, 1)) == 0 else 1
     if tp_size is None:
@@ -144,10 +141,10 @@ def default_sizes(world_size: int, tp_size: int | None, pp_size: int | None) -> 
 
 
 def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
-    """The booster that is asked for.
+    """Make the booster that the arguments request.
 
     Raises:
-        ValueError: the plugin does not take what was given; all errors at once, on every rank.
+        ValueError: the plugin refuses the arguments; all errors at once, on every rank.
     """
     if arguments.plugin == "torch_ddp":
         return Booster(plugin=TorchDDPPlugin(), mixed_precision="fp32")
@@ -159,12 +156,12 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
     if arguments.plugin == "low_level_zero":
         named = {LOW_LEVEL_ZERO_NAMES.get(name, name): value for name, value in options.items()}
         return Booster(plugin=LowLevelZeroPlugin(**named))
-    shares_out = (arguments.wp_size or 1) > 1  # over ranks that have neither a part of a layer nor other ones
+    shards_weights = (arguments.wp_size or 1) > 1  # excludes tensor and pipeline parallelism
     given = [arguments.tp_size, arguments.pp_size]
-    given = [1 if size is None and shares_out else size for size in given]
+    given = [1 if size is None and shards_weights else size for size in given]
     tp_size, pp_size = default_sizes(world_size // max(arguments.sp_size or 1, 1), *given)
     ratio = getattr(arguments, "gradient_checkpoint_ratio", 0)
-    if 0 < ratio <= 1:  # the script that has this flag tells of another number, and refuses it
+    if 0 < ratio <= 1:  # the script with this flag reports other numbers itself
         options["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
             gradient_checkpointing_ratio=ratio
         )
@@ -174,7 +171,7 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
 def booster_or_errors(
     arguments: argparse.Namespace, world_size: int
 ) -> tuple[Booster, list[str]] | tuple[None, list[str]]:
-    """The booster and no errors, or None and what the plugin says against it."""
+    """Return the booster and no errors, or None and the plugin's errors."""
     try:
         return make_booster(arguments, world_size), []
     except ValueError as error:
@@ -185,7 +182,7 @@ def booster_or_errors(
 def range_errors(
     arguments: argparse.Namespace, lowest: Mapping[str, float], highest: Mapping[str, float]
 ) -> list[str]:
-    """Numbers that were given and lie out of their range; what is None is passed over."""
+    """Return errors for numbers out of their range; None values are skipped."""
     errors = []
     for name, low in lowest.items():
         value, high = getattr(arguments, name), highest.get(name, math.inf)
@@ -196,33 +193,33 @@ def range_errors(
 
 
 def batch_errors(arguments: argparse.Namespace, booster: Booster, names: Sequence[str]) -> list[str]:
-    """Why batches of these sizes, of all processes together, cannot be dealt out and cut."""
+    """Return errors for global batch sizes that replicas or microbatches do not divide."""
     errors = []
     num_replicas = booster.plugin.data_rank[1]
     is_cut = not isinstance(booster.plugin, TorchDDPPlugin) and arguments.microbatch_size is None
-    parts = (arguments.num_microbatches or DEFAULTS["num_microbatches"]) if is_cut else 1
+    num_microbatches = (arguments.num_microbatches or DEFAULTS["num_microbatches"]) if is_cut else 1
     for name in names:
         size = getattr(arguments, name)
         if size % num_replicas:
             errors.append(f"--{name} {size} does not divide by {num_replicas} data-parallel ranks")
-        elif size < num_replicas * parts:
+        elif size < num_replicas * num_microbatches:
             errors.append(
-                f"--{name} {size} is too small for {num_replicas} data-parallel rank(s) with {parts} microbatches "
-                f"each: use at least {num_replicas * parts}, or fewer --num_microbatches"
+                f"--{name} {size} is too small for {num_replicas} data-parallel rank(s) with {num_microbatches} "
+                f"microbatches each: use at least {num_replicas * num_microbatches}, or fewer --num_microbatches"
             )
     return errors
 
 
 def max_norm_of(arguments: argparse.Namespace) -> float:
-    """The norm to clip to, for plugins that leave clipping to the script."""
+    """Return the maximum gradient norm, for plugins that leave clipping to the script."""
     return DEFAULTS["max_norm"] if arguments.max_norm is None else arguments.max_norm
 
 
 def refuse(errors: Sequence[str]) -> None:
-    """Go on where no rank found an error. All-gather over the world.
+    """Raise if any rank found an error. All-gather over the world.
 
     Raises:
-        Refused: there are errors, which the first rank has reported.
+        Refused: there are errors; the first rank has reported them.
     """
     if report_errors(errors, program=Path(sys.argv[0]).name):
         raise Refused

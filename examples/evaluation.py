@@ -1,4 +1,4 @@
-"""Evaluating a boosted model under any layout: every sample is counted once. What is counted is the example's."""
+"""Evaluation of a boosted model under any layout, with every sample counted once; examples supply the figures."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ Batch = dict[str, Tensor]
 
 
 def outputs_of(booster: Booster, model: nn.Module, batch: Batch) -> Any | None:
-    """The outputs for a batch of this replica; None on ranks without the last stage. Collective over the world.
+    """Return the outputs for a batch of this replica; None on ranks without the last stage. Collective over the world.
 
-    Logits are whole, also where tensor parallelism splits them.
+    Logits are gathered from tensor-parallel ranks.
     """
     if isinstance(booster.plugin, TorchDDPPlugin):
         return model(**on_device_of(model, batch))
@@ -34,17 +34,17 @@ def sums_over(
     names: Sequence[str],
     figures: Callable[[Batch], Tensor | None],
 ) -> dict[str, float]:
-    """Figures summed over a data set, each sample once, on every rank. Collective over the world.
+    """Sum figures over a data set, each sample once, and return them on every rank. Collective over the world.
 
     Args:
-        dataset: samples; each replica takes its share.
-        batch_size: of all replicas together.
-        names: what the figures are.
-        figures: (samples, figures) of a batch, or None on the ranks that do not have its outputs.
+        dataset: samples; each replica evaluates its shard.
+        batch_size: global batch size, over all replicas.
+        names: names of the figures.
+        figures: function of a local batch that returns (samples, figures), or None on ranks without its outputs.
     """
     model.eval()
     replica, num_replicas = booster.plugin.data_rank
-    # Whole batches only, the last one filled up from the start: a short one may have too few samples to be cut.
+    # Pad the last batch with samples from the start: a short one may have too few for the microbatches.
     filled = math.ceil(len(dataset) / batch_size) * batch_size
     rows = [dataset[row % len(dataset)] for row in range(filled)]
     per_replica = batch_size // num_replicas
@@ -52,10 +52,10 @@ def sums_over(
     for number, batch in enumerate(booster.plugin.prepare_dataloader(rows, batch_size=per_replica)):
         found = figures(batch)
         if found is not None:
-            # The sampler gives every n-th sample; what was filled up stands last and was counted already.
+            # The sampler yields every n-th sample; padding samples are the last and already counted.
             positions = (torch.arange(per_replica) + number * per_replica) * num_replicas + replica
             total += found.cpu().double()[positions < len(dataset)].sum(0)
     dist.all_reduce(total)
     model.train()
-    # All ranks of a tensor group count the same outputs.
+    # All ranks of a tensor-parallel group count the same outputs.
     return dict(zip(names, (total / booster.plugin.tp_size).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Common part of the fine-tuning examples: their options, the run that these make, and how it ends."""
+"""Parts that the fine-tuning examples share: options, construction of a run, training with evaluations, exit status."""
 
 import argparse
 import math
@@ -43,42 +43,42 @@ HIGHEST = {"warmup_fraction": 1, "dropout": 1}
 
 
 def make_parser(description: str | None) -> FirstRankParser:
-    """A parser for a script of this description."""
+    """Return a parser with the script's description."""
     return FirstRankParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_options(
     parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, lr: float, target: str
 ) -> None:
-    """Add the options that every fine-tuning has, with these defaults, and those of the plugin.
+    """Add the options of all fine-tuning scripts, with these defaults, and the options of the plugin.
 
     Args:
-        target: what of an evaluation the run is judged by.
+        target: name of the evaluation figure that `--target_…` compares.
     """
     add = parser.add_argument
     add("--model_name_or_path", help="a local directory of a pretrained model, or a name on the hub")
-    add(f"--target_{target}", type=float, dest="target", help="end with status 1 below it")
+    add(f"--target_{target}", type=float, dest="target", help="exit with status 1 below this figure")
     add("--epochs", type=int, default=epochs)
-    add("--batch_size", type=int, default=batch_size, help="of all processes together")
+    add("--batch_size", type=int, default=batch_size, help="global batch size, over all processes")
     add("--lr", type=float, default=lr)
     add("--warmup_fraction", type=float, default=0.1)
-    add("--weight_decay", type=float, default=0.01, help="of matrices; the rest has none")
-    add("--dropout", type=float, help="default: a pretrained model's own, 0 for a new one")
+    add("--weight_decay", type=float, default=0.01, help="of weight matrices; biases and norms have none")
+    add("--dropout", type=float, help="default: that of a pretrained model, 0 for a new one")
     add("--seed", type=int, default=42)
-    add("--max_steps", type=int, help="end an epoch early")
-    add("--eval_every", type=int, default=1, help="epochs; the last one always ends with an evaluation")
+    add("--max_steps", type=int, help="maximum steps of an epoch")
+    add("--eval_every", type=int, default=1, help="epochs between evaluations; the last one has one")
     add("--metrics", "--log_losses", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
-    add("--curve", type=Path, metavar="FILE.svg", help="a picture of the run: .png, .svg or .pdf")
+    add("--curve", type=Path, metavar="FILE.svg", help="plot of the run: .png, .svg or .pdf")
     parser.set_defaults(target_name=target)
     add_saving_options(parser)
     add_plugin_options(parser)
 
 
 def main(fine_tune: FineTune, arguments: argparse.Namespace) -> int:
-    """Start the processes' group, fine-tune, and end with a line of what was found last.
+    """Initialize the process group, fine-tune, and print the figures of the last evaluation.
 
     Returns:
-        The exit status: 0, 1 where the target is missed; see `training.start` for others.
+        The exit status: 0, or 1 if the target is missed; see `training.start` for others.
     """
 
     def run(arguments: argparse.Namespace) -> int:
@@ -96,13 +96,13 @@ def main(fine_tune: FineTune, arguments: argparse.Namespace) -> int:
 
 
 def make_booster(arguments: argparse.Namespace, further_errors: Sequence[str] = ()) -> Booster:
-    """The booster that is asked for. All-gather over the world.
+    """Make the booster that the arguments request. All-gather over the world.
 
     Args:
-        further_errors: what the script itself found wrong with its arguments.
+        further_errors: errors of the script's own arguments.
 
     Raises:
-        Refused: something is wrong with the arguments; all of it was reported.
+        Refused: the arguments are invalid; all errors were reported.
     """
     booster, plugin_errors = booster_or_errors(arguments, dist.get_world_size())
     errors = range_errors(arguments, LOWEST, HIGHEST) + refused_options(arguments)
@@ -123,10 +123,13 @@ def make_run(
     *,
     criterion: Callable | None = None,
 ) -> Run:
-    """The run that trains a model, equal on all ranks, on a data set. Collective over the world.
+    """Make the run that trains a model on a data set. Collective over the world.
+
+    Args:
+        model: equal on all ranks.
 
     Raises:
-        Refused: the model cannot be split so, or there is too little data for a batch; the reason was reported.
+        Refused: the model does not fit the plugin, or the data set is smaller than a batch; the error was reported.
     """
     plugin = booster.plugin
     loader = plugin.prepare_dataloader(
@@ -161,38 +164,38 @@ def make_run(
     )
 
 
-def train_and_judge(
+def train_and_evaluate(
     arguments: argparse.Namespace,
     run: Run,
-    judge: Callable[[], Mapping[str, float]],
+    evaluate: Callable[[], Mapping[str, float]],
     *,
     shares: Sequence[str],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, float]:
-    """Train with an evaluation every few epochs, and return the last one. Collective over the world.
+    """Train with an evaluation every few epochs, and return the last evaluation. Collective over the world.
 
     Args:
-        judge: evaluates, on every rank alike.
-        shares: which of its figures are shares of the samples, and drawn below the loss.
-        tokenizer: what is written with the model.
+        evaluate: returns the figures of an evaluation by name, equal on every rank.
+        shares: names of figures that are fractions of the samples; plotted below the loss.
+        tokenizer: tokenizer to export with the model.
 
     Raises:
         Refused, Interrupted, NotSaved: see `train`.
     """
-    judge_every = arguments.eval_every * (run.num_steps // arguments.epochs)
+    eval_every = arguments.eval_every * (run.num_steps // arguments.epochs)
     records = train(
         run,
-        judge=judge,
-        judge_every=judge_every,
+        evaluate=evaluate,
+        eval_every=eval_every,
         line_every=run.num_steps,
         log=arguments.metrics,
         saving=Saving.of(arguments),
         export=lambda: export_model(arguments.save_model, run.booster, run.model, tokenizer),
     )
     if arguments.curve is not None and dist.get_rank() == 0:
-        metrics.draw_curve(records, arguments.curve, shares=[f"{metrics.JUDGED}{name}" for name in shares])
+        metrics.draw_curve(records, arguments.curve, shares=[f"{metrics.EVAL}{name}" for name in shares])
     return {
-        name.removeprefix(metrics.JUDGED): value
+        name.removeprefix(metrics.EVAL): value
         for name, value in records[-1].items()
-        if name.startswith(metrics.JUDGED)
+        if name.startswith(metrics.EVAL)
     }

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, which a training loop learns of between two steps. What it does then is training.py's."""
+"""Deferred handling of Ctrl-C and SIGTERM: ranks agree on a signal between two training steps."""
 
 import signal
 from types import FrameType
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 
 class Interrupted(Exception):
-    """The run was interrupted, on every rank, and the first one has reported what is left of it.
+    """A signal interrupted the run on every rank, and the first rank has reported it.
 
     Args:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -21,9 +21,9 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """From `begin` to `end` both signals are noted, and end nothing.
+    """Record SIGINT and SIGTERM between `begin` and `end` without ending the process.
 
-    Also not when they come again: a scheduler may send them to all processes, and torchrun to its own once more.
+    Repeated signals do not end it either: a scheduler may signal all processes, and torchrun then signals its workers.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -33,19 +33,19 @@ class Interruption:
         self._before: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Note signals from now on."""
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        """Install the handlers that record signals."""
+        self._before = {number: signal.signal(number, self._record) for number in self.SIGNALS}
 
     def end(self) -> None:
-        """Let them do what they did before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def agreed(self) -> int:
-        """The number of the signal that some rank was sent, 0 where none was. All-reduce over the world."""
+        """Return the number of a signal that any rank received, 0 if none did. All-reduce over the world."""
         number = torch.tensor(self._number)
         dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._number = number

@@ -1,4 +1,4 @@
-"""Report of a training run: memory, a line and a JSON object per step, a picture of the losses."""
+"""Reports of a training run: peak memory, a line and a JSON object per step, a plot of the losses."""
 
 import importlib.util
 import json
@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 PICTURES = (".png", ".svg", ".pdf")
-PER_SECOND = "_per_second"  # ends the name of a speed in a record
-JUDGED = "eval_"  # begins the name of what an evaluation found
+PER_SECOND = "_per_second"  # suffix of throughputs in a record
+EVAL = "eval_"  # prefix of evaluation figures in a record
 
 
 def peak_memory() -> tuple[int, str]:
-    """The most memory so far in bytes, and of what: what torch allocated by CUDA, or this process in RAM."""
+    """Return the peak memory in bytes and its kind: "cuda" as allocated by torch, or "process" for resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), "cuda"
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage, which on Linux begins with the peak of the process that started this one.
+        # Not getrusage: on Linux its peak includes that of the parent process before the exec.
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024, "process"
     unit = 1 if sys.platform == "darwin" else 1024
@@ -33,7 +33,7 @@ def peak_memory() -> tuple[int, str]:
 
 
 def highest_memory() -> tuple[int, str]:
-    """The peak memory of the process that needed most, and of what. All-reduce over the world."""
+    """Return the highest peak memory of all ranks in bytes, and its kind. All-reduce over the world."""
     peak, of = peak_memory()
     highest = torch.tensor(peak)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -41,7 +41,7 @@ def highest_memory() -> tuple[int, str]:
 
 
 def progress_of(record: dict[str, Any]) -> str:
-    """Text beside the progress bar."""
+    """Return the text beside the progress bar."""
     texts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
     texts += [
         f"{value:.0f} {name.removesuffix(PER_SECOND)}/s"
@@ -54,7 +54,7 @@ def progress_of(record: dict[str, Any]) -> str:
 
 
 def line_of(record: dict[str, Any], num_steps: int) -> str:
-    """A step's record as a line to read."""
+    """Return a step's record as a line of text."""
     texts = [
         f"step {record['step']}/{num_steps}",
         progress_of(record),
@@ -62,17 +62,17 @@ def line_of(record: dict[str, Any], num_steps: int) -> str:
         f"peak memory {record['peak_memory_bytes'] / 2**20:.0f} MiB ({record['peak_memory_of']})",
     ]
     texts += [
-        f"{name.replace('_', ' ')} {value:.5g}" for name, value in record.items() if name.startswith(JUDGED)
+        f"{name.replace('_', ' ')} {value:.5g}" for name, value in record.items() if name.startswith(EVAL)
     ]
     return ", ".join(texts)
 
 
 class JsonLines:
-    """A file that gets one JSON object per line, each written out at once; None writes nothing.
+    """File of JSON lines, flushed after each line.
 
     Args:
-        path: what is there is replaced.
-        records: of which it gets a line first.
+        path: an existing file is replaced; None writes nothing.
+        records: records to write first.
     """
 
     def __init__(self, path: Path | None, records: Sequence[dict[str, Any]] = ()) -> None:
@@ -90,7 +90,7 @@ class JsonLines:
             self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add an object; numbers that JSON has no word for become null."""
+        """Append an object; numbers that are not finite become null."""
         if self._file is None:
             return
         finite = {
@@ -102,7 +102,7 @@ class JsonLines:
 
 
 def file_errors(lines: Path | None, curve: Path | None) -> list[str]:
-    """Why these files could not be written at the end; found before training."""
+    """Return errors, before training, for files that could not be written at the end."""
     given = {name: path for name, path in (("metrics", lines), ("curve", curve)) if path is not None}
     errors = [f"--{name} {path}: {error}" for name, path in given.items() if (error := _file_error(path))]
     if curve is not None and curve.suffix not in PICTURES:
@@ -132,25 +132,25 @@ def draw_curve(
     level: tuple[str, float] | None = None,
     shares: Sequence[str] = (),
 ) -> None:
-    """A picture of the losses by step, and below it of what evaluations found.
+    """Plot the losses by step and, below them, the fractions found by evaluations.
 
     Args:
-        unit: that of the loss.
-        level: a loss to compare with, by name: what a model reaches that has not read its input, for example.
-        shares: names in the records of what lies between 0 and 1.
+        unit: unit of the loss.
+        level: label and loss of a reference line, for example the loss of a model that ignores its input.
+        shares: names of record entries between 0 and 1.
     """
     from matplotlib.figure import Figure  # optional: the extra "plot"
 
     figure = Figure(figsize=(8, 7 if shares else 5), layout="constrained")
     first, *others = figure.subplots(2 if shares else 1, 1, sharex=True, squeeze=False)[:, 0]
     first.plot([row["step"] for row in records], [row["loss"] for row in records], label="training")
-    _draw_judged(first, records, "eval_loss", "evaluation")
+    _draw_evaluations(first, records, "eval_loss", "evaluation")
     if level is not None:
         first.axhline(level[1], linestyle="--", color="gray", label=level[0])
     first.set_ylabel(f"loss ({unit})")
     for axes in others:
         for name in shares:
-            _draw_judged(axes, records, name, name.removeprefix(JUDGED).replace("_", " "))
+            _draw_evaluations(axes, records, name, name.removeprefix(EVAL).replace("_", " "))
         axes.set_ylim(0, 1.02)
         axes.set_ylabel("share of the test samples")
     for axes in (first, *others):
@@ -160,7 +160,7 @@ def draw_curve(
     figure.savefig(path)
 
 
-def _draw_judged(axes: Any, records: Sequence[dict[str, Any]], name: str, label: str) -> None:
-    judged = [row for row in records if name in row]
-    if judged:
-        axes.plot([row["step"] for row in judged], [row[name] for row in judged], marker=".", label=label)
+def _draw_evaluations(axes: Any, records: Sequence[dict[str, Any]], name: str, label: str) -> None:
+    rows = [row for row in records if name in row]
+    if rows:
+        axes.plot([row["step"] for row in rows], [row[name] for row in rows], marker=".", label=label)

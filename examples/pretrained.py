@@ -1,4 +1,4 @@
-"""Pretrained models for the examples: from a local directory, or from the hub where it can be reached."""
+"""Checks for pretrained models of the examples: a local directory, or the hub if it is reachable."""
 
 import os
 import urllib.error
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def pretrained_errors(name_or_path: str | None) -> list[str]:
-    """Why a model cannot be had: it is no directory here, and the hub cannot be asked for it."""
+    """Return an error if a model is neither a local directory nor available from the hub."""
     if name_or_path is None or Path(name_or_path).is_dir() or hub_is_reachable():
         return []
     return [
@@ -17,12 +17,12 @@ def pretrained_errors(name_or_path: str | None) -> list[str]:
 
 
 def hub_is_reachable(timeout_seconds: float = 5.0) -> bool:
-    """Return True if the hub answers. Its client retries for nearly a minute before it says that it does not."""
+    """Return True if the hub answers. Its own client would retry for nearly a minute before it fails."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        # By HTTP and not by a socket of our own: it goes through the proxy of the environment, as the client does.
+        # An HTTP request rather than a socket: it uses the proxy of the environment, as the client does.
         request = urllib.request.Request(endpoint, method="HEAD")
         urllib.request.urlopen(request, timeout=timeout_seconds).close()
     except urllib.error.HTTPError:

@@ -1,4 +1,4 @@
-"""Checkpoints of the examples: the options, when a run is saved, and going on from it. The loop is training.py."""
+"""Checkpoints of the examples: options, the saves of a run, resuming, and export of the model."""
 
 import argparse
 import os
@@ -21,35 +21,35 @@ from echelon.checkpoint.steps import steps_in
 
 Record = dict[str, Any]
 
-# What a run that goes on may change: where it is computed, how it is judged, and what is told of it.
+# Options that a resumed run may change: its layout, evaluations and reports.
 _FREE = {
     *("plugin", "gradient_checkpoint_ratio", "cache_dir"),
     *("eval_every", "eval_batch_size", "target", "target_name", "target_accuracy", "metrics", "curve"),
     *("save_dir", "save_every", "keep_last", "save_async", "resume", "save_model"),
-    *("data", "max_bytes"),  # files may be moved: the script says by another setting what is in them
+    *("data", "max_bytes"),  # files may be moved; another setting has a digest of their contents
 }
 
 
 def add_saving_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of checkpoints."""
     add = parser.add_argument_group("checkpoints", "see docs/checkpoints.md").add_argument
-    text = "a folder for all that the run needs to go on, saved at its end and when it is interrupted"
+    text = "folder for checkpoints, written at the end and when the run is interrupted"
     add("--save_dir", type=Path, metavar="DIR", help=text)
-    add("--save_every", type=int, metavar="STEPS", help="save so often, too")
-    add("--keep_last", type=int, metavar="N", help="of the checkpoints; default: all")
-    add("--save_async", action="store_true", help="write while training goes on")
-    text = "go on from the newest checkpoint in --save_dir, if any or where one must be, or from a step (default: none)"
+    add("--save_every", type=int, metavar="STEPS", help="also save every STEPS steps")
+    add("--keep_last", type=int, metavar="N", help="keep the newest N checkpoints; default: all")
+    add("--save_async", action="store_true", help="write during training")
+    text = "resume from the newest checkpoint in --save_dir (auto: if any, must: required) or a step (default: none)"
     add("--resume", type=_resume, metavar="auto|must|STEP|none", help=text)
     add(
         "--save_model",
         type=Path,
         metavar="DIR",
-        help="a folder for the model at the end, for from_pretrained",
+        help="folder for the trained model, for from_pretrained",
     )
 
 
 def saving_errors(arguments: argparse.Namespace) -> list[str]:
-    """Why there could be no such checkpoints; found before any work."""
+    """Return errors of the checkpoint options, before any work."""
     errors = range_errors(arguments, {"save_every": 1, "keep_last": 1}, {})
     errors += folder_errors(arguments, ("save_dir", "save_model"))
     if arguments.save_dir is None:
@@ -66,7 +66,7 @@ def saving_errors(arguments: argparse.Namespace) -> list[str]:
 
 
 def folder_errors(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Options of these that name a folder that could not be made or written to."""
+    """Return errors for those of the named options whose folder cannot be created or written to."""
     paths = {name: getattr(arguments, name) for name in names}
     places = {name: _unwritable(path) for name, path in paths.items() if path is not None}
     return [
@@ -77,19 +77,19 @@ def folder_errors(arguments: argparse.Namespace, names: Sequence[str]) -> list[s
 
 
 class NotSaved(Exception):
-    """The run came to its end and its last checkpoint could not be written, which the first rank has reported."""
+    """The last checkpoint of a completed run could not be written; the first rank has reported it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where and how often a run is saved, and from what it goes on.
+    """Directory and frequency of a run's checkpoints, and the checkpoint to resume from.
 
     Args:
-        directory: of the checkpoints; None saves none.
-        every: steps; None saves at the end alone.
-        keep_last, use_async: as of `Booster.save_checkpoint`.
-        resume: as of `Booster.load_checkpoint`; None begins anew.
-        settings: what makes the run, plain values: what goes on must have the same.
+        directory: directory of the checkpoints; None saves none.
+        every: steps between saves; None saves at the end only.
+        keep_last, use_async: see `Booster.save_checkpoint`.
+        resume: see `Booster.load_checkpoint`; None starts a new run.
+        settings: plain values that must be equal in a resumed run.
     """
 
     directory: Path | None = None
@@ -101,10 +101,10 @@ class Saving:
 
     @staticmethod
     def of(arguments: argparse.Namespace, **settings: Any) -> "Saving":
-        """The saving that the arguments ask for.
+        """Make it from the arguments.
 
         Args:
-            settings: further ones that make the run.
+            settings: further settings that must be equal in a resumed run.
         """
         return Saving(
             directory=arguments.save_dir,
@@ -116,21 +116,21 @@ class Saving:
         )
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Return True if it is to be saved after this step."""
+        """Return True if the run is to be saved after this step."""
         if self.directory is None:
             return False
         return step == num_steps or (self.every is not None and step % self.every == 0)
 
 
 def resumed_records(load: Callable[..., Resumed | None], saving: Saving, num_steps: int) -> list[Record]:
-    """Let a run go on from its checkpoint, and return the records up to it; none where it begins. Collective.
+    """Load the checkpoint to resume from and return the records up to it; an empty list for a new run. Collective.
 
     Args:
-        load: `Booster.load_checkpoint` of all that goes on.
-        num_steps: of the whole run.
+        load: `Booster.load_checkpoint` with the state of the run.
+        num_steps: total number of steps of the run.
 
     Raises:
-        Refused: there is no such checkpoint, or it is damaged, or of another run; the reason was reported.
+        Refused: the checkpoint is missing, damaged or of another run; the error was reported.
     """
     if saving.resume is None:
         return []
@@ -148,11 +148,11 @@ def resumed_records(load: Callable[..., Resumed | None], saving: Saving, num_ste
 
 
 class Keeper:
-    """For the block, saves a run where it is due, and where Ctrl-C or SIGTERM ends it; then waits for the last save.
+    """Context that saves a run when due or interrupted by Ctrl-C or SIGTERM, and on exit waits for the last save.
 
     Args:
-        save: `Booster.save_checkpoint` of all that goes on.
-        num_steps: of the whole run.
+        save: `Booster.save_checkpoint` with the state of the run.
+        num_steps: total number of steps of the run.
     """
 
     def __init__(self, save: Callable[..., Save], saving: Saving, num_steps: int) -> None:
@@ -174,10 +174,10 @@ class Keeper:
         self._interruption.end()
 
     def after_step(self, records: list[Record]) -> None:
-        """Save what goes on after these records, where it is due. Collective over the world.
+        """Save the run with the records so far if a save is due. Collective over the world.
 
         Raises:
-            Interrupted: a signal came on some rank, and the run was saved.
+            Interrupted: a rank received a signal; the run was saved.
         """
         if self._saving.directory is None:
             return
@@ -187,7 +187,7 @@ class Keeper:
             self._last = self._save(
                 self._saving.directory,
                 step,
-                user=user if dist.get_rank() == 0 else None,  # speed and memory are each rank's own
+                user=user if dist.get_rank() == 0 else None,  # speed and memory differ between ranks
                 keep_last=self._saving.keep_last,
                 use_async=self._saving.use_async,
             )
@@ -199,10 +199,10 @@ class Keeper:
             raise Interrupted(number)
 
     def require_saved(self) -> None:
-        """Let the last save end.
+        """Wait for the last save.
 
         Raises:
-            NotSaved: it failed, on every rank.
+            NotSaved: the save failed; raised on every rank.
         """
         if not self._is_saved():
             assert self._last is not None
@@ -211,7 +211,7 @@ class Keeper:
             raise NotSaved
 
     def _is_saved(self) -> bool:
-        """Return True if the last save was written, once it has ended; whoever wrote reports why it was not."""
+        """Wait for the last save and return True if it was written; the writing rank reports a failure."""
         try:
             if self._last is not None:
                 self._last.wait()
@@ -221,7 +221,7 @@ class Keeper:
 
 
 def other_settings(now: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> list[str]:
-    """Why a run with these settings does not go on from one that was saved with others."""
+    """Return an error for each setting that differs from those of the saved run."""
     return [
         f"--{name} is {now.get(name)} here, and {path} was saved with {saved.get(name)}: give what that run was "
         "started with. The options of the plugin may differ"
@@ -233,7 +233,7 @@ def other_settings(now: Mapping[str, Any], saved: Mapping[str, Any], path: Path)
 def export_model(
     path: Path | None, booster: Booster, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Write a folder for `from_pretrained`, the tokenizer beside the model; None writes nothing. Collective."""
+    """Write the model and its tokenizer to a folder for `from_pretrained`; None writes nothing. Collective."""
     if path is None:
         return
     booster.save_model(model, path, shard=True)
@@ -251,7 +251,7 @@ def _settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _resume(word: str) -> int | str | None:
-    """The value of `--resume`."""
+    """Parse the value of `--resume`."""
     if word in ("auto", "must", "none"):
         return None if word == "none" else word
     if not word.isdecimal():
@@ -260,7 +260,7 @@ def _resume(word: str) -> int | str | None:
 
 
 def _steps_seen_in(path: Path) -> list[Path]:
-    """Steps in a folder, newest first; none where it may not be looked into."""
+    """Return the steps in a folder, newest first; an empty list if it is not readable."""
     try:
         return steps_in(path)
     except PermissionError:
@@ -268,7 +268,7 @@ def _steps_seen_in(path: Path) -> list[Path]:
 
 
 def _unwritable(path: Path) -> Path | None:
-    """The obstacle to making a folder at a path; None where nothing is in the way."""
-    # Not Path.exists, which raises where a folder above may not be looked into.
+    """Return the nearest existing path if it prevents a folder from being created or written to, else None."""
+    # Not Path.exists, which raises if a parent folder is not readable.
     nearest = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     return None if os.path.isdir(nearest) and os.access(nearest, os.R_OK | os.W_OK | os.X_OK) else nearest

@@ -20,15 +20,15 @@ def train_step(
     criterion: Callable | None = None,
     max_norm: float,
 ) -> tuple[float, float]:
-    """Take the next batch, compute gradients, update. Collective over the world.
+    """Compute the gradients of the next batch and update the weights. Collective over the world.
 
     Args:
-        criterion: see `Booster.execute_pipeline`; torch's DDP takes `outputs.loss`.
-        max_norm: for torch's DDP, which has no such option itself: clip to it; 0 does not.
+        criterion: see `Booster.execute_pipeline`; torch's DDP uses `outputs.loss`.
+        max_norm: maximum gradient norm for torch's DDP, which has no such option; 0 does not clip.
 
     Returns:
-        The mean loss over replicas (under torch's DDP that of this replica's batch), and the gradients' norm before
-        clipping; on every rank.
+        On every rank the loss and the gradient norm before clipping. The loss is the mean over replicas, under torch's
+        DDP the local one.
     """
     if isinstance(booster.plugin, TorchDDPPlugin):
         loss = model(**on_device_of(model, next(batches))).loss
@@ -44,13 +44,13 @@ def train_step(
 
 
 def on_device_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch where the model is; `execute_pipeline` does this itself."""
+    """Return the batch on the model's device; `execute_pipeline` moves batches itself."""
     device = next(model.parameters()).device
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def mean_over_replicas(value: float) -> float:
-    """The mean of a figure that all ranks of a replica share. All-reduce over the world."""
+    """Average over replicas a figure that is equal on all ranks of a replica. All-reduce over the world."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The training loop of all examples: steps, their records, and when to evaluate. One step is train_step.py."""
+"""Training loop of all examples: steps, their records, evaluations and checkpoints."""
 
 import argparse
 import itertools
@@ -29,15 +29,15 @@ class Run:
     """Model, optimizer and data of a training run.
 
     Args:
-        booster: how.
-        model, optimizer, scheduler: as `booster.boost` returned them.
-        loader: of `prepare_dataloader`, this replica's share.
+        booster: the booster of model and optimizer.
+        model, optimizer, scheduler: as returned by `booster.boost`.
+        loader: this replica's loader, from `prepare_dataloader`.
         per_epoch: see `endless`.
-        num_steps: of the whole run.
+        num_steps: total number of steps.
         max_norm: see `train_step`.
         criterion: see `train_step`.
-        unit: what speed is counted in, in the plural.
-        units_per_step: how many of it all replicas take in a step.
+        unit: unit of the throughput, in the plural.
+        units_per_step: number of units in a global batch.
     """
 
     booster: Booster
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """Arguments of `booster.save_checkpoint` and `load_checkpoint`."""
+        """Keyword arguments of `booster.save_checkpoint` and `load_checkpoint`."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -64,11 +64,11 @@ class Run:
 
 
 def start(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Start the processes' group, run, and end it.
+    """Initialize the process group, call `run`, and destroy the group.
 
     Returns:
-        The exit status: what was returned, 1 where the end of the run could not be saved, 2 where the first rank has
-        told why nothing was run, or as of a shell where a signal ended the run.
+        The exit status: that of `run`, 1 if the end of the run could not be saved, 2 for invalid arguments, which the
+        first rank has reported, or 128 + the number of the signal that interrupted the run.
     """
     launch_from_torch(seed=arguments.seed)
     transformers.logging.set_verbosity_error()
@@ -86,10 +86,10 @@ def start(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
 
 
 def boost(booster: Booster, model: nn.Module, *others: Any, **named: Any) -> tuple[Any, ...]:
-    """`booster.boost`, which refuses what only the whole model shows, on every rank alike.
+    """Call `booster.boost` and report its errors once.
 
     Raises:
-        Refused: the model does not fit the plugin; the reason was reported.
+        Refused: the model does not fit the plugin; the error was reported.
     """
     try:
         return booster.boost(model, *others, **named)
@@ -99,7 +99,7 @@ def boost(booster: Booster, model: nn.Module, *others: Any, **named: Any) -> tup
 
 
 def endless(loader: Any, per_epoch: int | None = None) -> Iterator[dict[str, Tensor]]:
-    """Batches from where the loader stands, each epoch in another order; `per_epoch` of them at most."""
+    """Yield batches from the loader's position on, without end: epochs of at most `per_epoch`, each reshuffled."""
     position, per_step = loader.state_dict(), loader.batch_size * loader.sampler.num_replicas
     per_epoch = len(loader) if per_epoch is None else per_epoch
     left = max(per_epoch - position["samples"] // per_step, 0)
@@ -112,27 +112,29 @@ def endless(loader: Any, per_epoch: int | None = None) -> Iterator[dict[str, Ten
 def train(
     run: Run,
     *,
-    judge: Callable[[], Mapping[str, float]],
-    judge_every: int,
+    evaluate: Callable[[], Mapping[str, float]],
+    eval_every: int,
     line_every: int,
     log: Path | None,
     saving: Saving,
     export: Callable[[], None],
 ) -> list[Record]:
-    """All steps that are left, told on the first rank by a bar, lines and a JSON object each; all records. Collective.
+    """Take all remaining steps and return the records of all steps. Collective over the world.
+
+    The first rank reports progress: a bar, printed lines, and a JSON object per step.
 
     Args:
-        judge: what an evaluation finds now, by name; collective over the world.
-        judge_every: steps from one evaluation to the next, and there is one after the last step; 0 is never.
-        line_every: steps from one printed line to the next, beside those of evaluations.
-        log: a file for a JSON object of each step.
-        saving: where it is saved, and what it goes on from.
-        export: writes the model once it is trained; collective over the world.
+        evaluate: returns the figures of an evaluation by name; collective over the world.
+        eval_every: steps between evaluations, with one more after the last step; 0 never evaluates.
+        line_every: steps between printed lines; evaluations print one, too.
+        log: file for the JSON objects.
+        saving: checkpoints of the run, and the one to resume from.
+        export: writes the trained model; collective over the world.
 
     Raises:
-        NotSaved: all steps were taken, and the last checkpoint was not written.
-        Refused: it cannot go on from what is there; the reason was reported.
-        Interrupted: a signal ended the run, which is saved.
+        NotSaved: all steps were taken, but the last checkpoint could not be written.
+        Refused: the run cannot resume from its checkpoint; the error was reported.
+        Interrupted: a signal ended the run; it was saved.
     """
     is_first, num_steps = dist.get_rank() == 0, run.num_steps
     records = resumed_records(partial(run.booster.load_checkpoint, **run.saved), saving, num_steps)
@@ -141,13 +143,13 @@ def train(
     with lines, Keeper(save, saving, num_steps) as keeper:
         for step in (bar := progress_bar(len(records), num_steps)):
             record = one_step(run, batches, step)
-            is_judged = judge_every > 0 and (step % judge_every == 0 or step == num_steps)
-            if is_judged:
-                record |= {f"{metrics.JUDGED}{name}": value for name, value in judge().items()}
+            is_evaluated = eval_every > 0 and (step % eval_every == 0 or step == num_steps)
+            if is_evaluated:
+                record |= {f"{metrics.EVAL}{name}": value for name, value in evaluate().items()}
             records.append(record)
             lines.write(record)
             bar.set_postfix_str(metrics.progress_of(record), refresh=False)
-            if is_first and (is_judged or step % line_every == 0):
+            if is_first and (is_evaluated or step % line_every == 0):
                 tqdm.write(metrics.line_of(record, num_steps), file=sys.stdout)
             keeper.after_step(records)
     export()
@@ -156,13 +158,13 @@ def train(
 
 
 def progress_bar(done: int, num_steps: int) -> tqdm:
-    """The numbers of the steps that are left, beneath a bar on the first rank."""
+    """Return the remaining step numbers, with a progress bar on the first rank."""
     left = range(done + 1, num_steps + 1)
     return tqdm(left, desc="training", initial=done, total=num_steps, disable=dist.get_rank() != 0)
 
 
 def one_step(run: Run, batches: Iterator[dict[str, Tensor]], step: int) -> Record:
-    """Take a step, and tell of it. Collective over the world."""
+    """Take a step and return its record. Collective over the world."""
     start = time.monotonic()
     lr = run.scheduler.get_last_lr()[0]
     loss, norm = train_step(
@@ -175,7 +177,7 @@ def one_step(run: Run, batches: Iterator[dict[str, Tensor]], step: int) -> Recor
     )
     run.scheduler.step()
     record = {"step": step, "loss": mean_over_replicas(loss), "lr": lr, "grad_norm": norm}
-    record["skipped_steps"] = run.optimizer.skipped_steps  # so far, since gradients were not finite
+    record["skipped_steps"] = run.optimizer.skipped_steps  # so far, for gradients that were not finite
     record[f"{run.unit}{metrics.PER_SECOND}"] = run.units_per_step / (time.monotonic() - start)
     record["peak_memory_bytes"], record["peak_memory_of"] = metrics.highest_memory()
     return record
@@ -184,7 +186,7 @@ def one_step(run: Run, batches: Iterator[dict[str, Tensor]], step: int) -> Recor
 def make_optimizer(
     model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices alone, not on biases and norms."""
+    """Make an AdamW that decays weight matrices but not biases and norms."""
     parameters = list(model.parameters())
     groups = [
         {"params": [one for one in parameters if one.dim() >= 2], "weight_decay": weight_decay},

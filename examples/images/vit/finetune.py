@@ -37,7 +37,7 @@ def make_model(arguments: argparse.Namespace) -> ViTForImageClassification:
         return ViTForImageClassification.from_pretrained(
             arguments.model_name_or_path,
             num_labels=digits.NUM_CLASSES,
-            ignore_mismatched_sizes=True,  # the head's, which is new
+            ignore_mismatched_sizes=True,  # those of the new head
             dtype=torch.float32,
             **({} if dropout is None else dict.fromkeys(named, dropout)),
         ).train()
@@ -49,7 +49,7 @@ def make_model(arguments: argparse.Namespace) -> ViTForImageClassification:
         num_hidden_layers=4,
         num_attention_heads=4,
         intermediate_size=256,
-        # ViT's own 0.02 is for wider layers: here patches and positions would begin as next to nothing.
+        # ViT's default 0.02 is for wider layers: here patch and position embeddings would start too small.
         initializer_range=0.1,
         hidden_dropout_prob=dropout or 0.0,
         attention_probs_dropout_prob=dropout or 0.0,
@@ -61,7 +61,7 @@ def make_model(arguments: argparse.Namespace) -> ViTForImageClassification:
 def evaluate(
     booster: Booster, model: torch.nn.Module, samples: list[digits.Sample], batch_size: int
 ) -> dict[str, float]:
-    """Accuracy and loss over all samples, on every rank; each replica predicts its share. Collective."""
+    """Return accuracy and loss over all samples, on every rank; each replica predicts its shard. Collective."""
 
     def figures(batch: dict[str, Tensor]) -> Tensor | None:
         outputs = outputs_of(booster, model, batch)
@@ -74,17 +74,17 @@ def evaluate(
 
 
 def figures_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """For each sample 1 if it is right, and its loss, (samples, 2)."""
+    """Return for each sample 1 if its prediction is correct, else 0, and its loss: (samples, 2)."""
     return torch.stack([logits.argmax(-1) == labels, cross_entropy(logits, labels, reduction="none")], dim=1)
 
 
 def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train and evaluate; what the last evaluation finds."""
+    """Train and return the figures of the last evaluation."""
     booster = fine_tuning.make_booster(arguments, digits.errors())
     model = make_model(arguments)
     trained, tested = digits.splits(side=model.config.image_size, num_channels=model.config.num_channels)
     run = fine_tuning.make_run(arguments, booster, model, trained)
-    return fine_tuning.train_and_judge(
+    return fine_tuning.train_and_evaluate(
         arguments,
         run,
         lambda: evaluate(booster, run.model, tested, arguments.batch_size),

@@ -24,7 +24,7 @@ from transformers import (
 
 from echelon import Booster
 
-sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
+sys.path.append(str(Path(__file__).parents[2]))  # modules that all examples share
 import fine_tuning
 from evaluation import outputs_of, sums_over
 
@@ -37,9 +37,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = fine_tuning.make_parser(__doc__)
     parser.add_argument("--model_type", choices=["bert"], default="bert")
     parser.add_argument(
-        "--task", choices=["paraphrase", "mrpc"], default="paraphrase", help="mrpc is on the hub"
+        "--task", choices=["paraphrase", "mrpc"], default="paraphrase", help="mrpc is loaded from the hub"
     )
-    parser.add_argument("--data_dir", type=Path, help="a folder with MRPC's train.tsv and test.tsv")
+    parser.add_argument("--data_dir", type=Path, help="folder with MRPC's train.tsv and test.tsv")
     fine_tuning.add_options(parser, epochs=2, batch_size=32, lr=5e-4, target="f1")
     return parser.parse_args()
 
@@ -59,11 +59,12 @@ def load_data(arguments: argparse.Namespace) -> tuple[datasets.DatasetDict, PreT
 
 
 def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """A pretrained model, or a small BERT with random weights, equal on every rank."""
+    """Load a pretrained model, or make a small BERT with random weights, equal on every rank."""
     torch.manual_seed(arguments.seed)
     if arguments.model_name_or_path is not None:
-        own = arguments.dropout
-        dropouts = {} if own is None else {"hidden_dropout_prob": own, "attention_probs_dropout_prob": own}
+        dropout = arguments.dropout
+        names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        dropouts = {} if dropout is None else dict.fromkeys(names, dropout)
         model = AutoModelForSequenceClassification.from_pretrained(
             arguments.model_name_or_path, num_labels=2, dtype=torch.float32, **dropouts
         )
@@ -76,8 +77,8 @@ def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
             intermediate_size=512,
             max_position_embeddings=paraphrase_data.MAX_LENGTH,
             pad_token_id=tokenizer.pad_token_id,
-            # What a new model must find, that the two sentences are to be compared, begins as a faint signal:
-            # larger weights than BERT's 0.02 show it, and dropout would drown it.
+            # A new model must learn to compare the two sentences, at first from a weak signal: weights larger than
+            # BERT's 0.02 strengthen it, and dropout would hide it.
             initializer_range=0.1,
             hidden_dropout_prob=arguments.dropout or 0.0,
             attention_probs_dropout_prob=arguments.dropout or 0.0,
@@ -94,7 +95,7 @@ def criterion(outputs: Any, inputs: Any) -> Tensor:
 def evaluate(
     booster: Booster, model: nn.Module, dataset: datasets.Dataset, batch_size: int
 ) -> dict[str, float]:
-    """F1 and accuracy over the whole data set, on every rank; each replica predicts its share."""
+    """Return F1 and accuracy over the data set, on every rank; each replica predicts its shard. Collective."""
 
     def figures(batch: dict[str, Tensor]) -> Tensor | None:
         outputs = outputs_of(booster, model, batch)
@@ -107,7 +108,7 @@ def evaluate(
 
 
 def counts_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """One-hot COUNTS of each sample, (samples, COUNTS)."""
+    """Return for each sample 1 for those of COUNTS that it adds to, else 0: (samples, COUNTS)."""
     predicted, labels = logits.argmax(-1) == 1, labels == 1
     return torch.stack(
         [predicted & labels, predicted & ~labels, ~predicted & labels, predicted == labels], dim=1
@@ -115,13 +116,13 @@ def counts_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train and evaluate; what the last evaluation finds."""
+    """Train and return the figures of the last evaluation."""
     datasets.disable_progress_bars()
     booster = fine_tuning.make_booster(arguments)
     data, tokenizer = load_data(arguments)
     model = make_model(arguments, tokenizer)
     run = fine_tuning.make_run(arguments, booster, model, data["train"], criterion=criterion)
-    return fine_tuning.train_and_judge(
+    return fine_tuning.train_and_evaluate(
         arguments,
         run,
         lambda: evaluate(booster, run.model, data["test"], arguments.batch_size),

@@ -1,10 +1,10 @@
-r"""Train a causal language model from nothing on text files, under any plugin.
+r"""Pretrain a causal language model on text files, under any plugin.
 
     python examples/language/llama/pretrain.py
     torchrun --standalone --nproc_per_node 4 examples/language/llama/pretrain.py \
         --data ../shared/data/tinyshakespeare --tp_size 2 --pp_size 2 --metrics losses.jsonl --curve losses.svg
 
-By default the text is a part of Python's own library, so that nothing is downloaded.
+By default the text is a part of Python's standard library, so that nothing is downloaded.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from echelon import (
 )
 from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
 
-sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
+sys.path.append(str(Path(__file__).parents[2]))  # modules that all examples share
 import metrics
 import models
 from command_line import (
@@ -62,34 +62,35 @@ def make_parser() -> argparse.ArgumentParser:
     parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, nargs="+", metavar="FILE", help="text files, or folders with *.txt")
-    add("--max_bytes", type=int, help=f"of the default data; default: {texts.MAX_BYTES}")
-    add("--cache_dir", type=Path, help="keeps tokenizer and sequences for later runs; default: none are kept")
+    add("--max_bytes", type=int, help=f"size of the default data; default: {texts.MAX_BYTES}")
+    add("--cache_dir", type=Path, help="folder that keeps tokenizer and sequences; default: none")
     add("--sequence_length", type=int, default=128)
     add("--vocab_size", type=int, help=f"default: the config's, or {DEFAULT_VOCABULARY}")
     add("--model_type", choices=models.causal_types(), help="default: llama")
     add("--size", choices=models.SIZES, help=f"default: {models.DEFAULT_SIZE}")
-    add("--config", type=Path, metavar="FILE.json", help="a config of transformers, instead of a size")
-    add("--gradient_checkpoint_ratio", type=float, default=0.0, help="of the layers, from 0 to 1")
+    add("--config", type=Path, metavar="FILE.json", help="transformers config, instead of --size")
+    text = "fraction of layers that recompute their activations, from 0 to 1"
+    add("--gradient_checkpoint_ratio", type=float, default=0.0, help=text)
     add("--steps", type=int, help=f"default: {DEFAULT_STEPS}")
     add("--epochs", type=int, help="instead of --steps")
-    add("--batch_size", type=int, default=16, help="sequences per step of all processes together")
-    add("--lr", type=float, default=3e-3, help="the highest, after warm-up")
-    add("--min_lr_fraction", type=float, default=0.1, help="of --lr, at the end")
-    add("--warmup_fraction", type=float, default=0.1, help="of the steps")
-    add("--weight_decay", type=float, default=0.1, help="of matrices; the rest has none")
-    add("--eval_every", type=int, default=50, help="steps; 0 never evaluates")
-    add("--eval_sequences", type=int, default=64, help="the last ones, which are not trained on")
+    add("--batch_size", type=int, default=16, help="global batch size in sequences, over all processes")
+    add("--lr", type=float, default=3e-3, help="peak learning rate, after warm-up")
+    add("--min_lr_fraction", type=float, default=0.1, help="final fraction of --lr")
+    add("--warmup_fraction", type=float, default=0.1, help="fraction of the steps")
+    add("--weight_decay", type=float, default=0.1, help="of weight matrices; biases and norms have none")
+    add("--eval_every", type=int, default=50, help="steps between evaluations; 0 never evaluates")
+    add("--eval_sequences", type=int, default=64, help="number of last sequences, held out for evaluation")
     add("--eval_batch_size", type=int, help="default: twice --batch_size")
     add("--seed", type=int, default=42)
     add("--metrics", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
-    add("--curve", type=Path, metavar="FILE.svg", help="a picture of the losses: .png, .svg or .pdf")
+    add("--curve", type=Path, metavar="FILE.svg", help="plot of the losses: .png, .svg or .pdf")
     add_saving_options(parser)
     add_plugin_options(parser)
     return parser
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The arguments, with defaults that depend on others filled in."""
+    """Parse the arguments and fill in defaults that depend on other arguments."""
     arguments = make_parser().parse_args()
     if arguments.eval_batch_size is None:
         arguments.eval_batch_size = 2 * arguments.batch_size
@@ -99,7 +100,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def value_errors(arguments: argparse.Namespace) -> list[str]:
-    """Numbers out of their range, and options that exclude each other."""
+    """Return errors for numbers out of their range and for options that exclude each other."""
     lowest = {
         "sequence_length": 2,
         "vocab_size": texts.MIN_VOCABULARY,
@@ -125,7 +126,7 @@ def value_errors(arguments: argparse.Namespace) -> list[str]:
 
 
 def chosen_config(arguments: argparse.Namespace) -> tuple[PretrainedConfig | None, int, list[str]]:
-    """The model's config, the tokenizer's size, and what is wrong with them."""
+    """Return the model's config, the size of the vocabulary, and errors."""
     if arguments.config is None:
         vocabulary = arguments.vocab_size or DEFAULT_VOCABULARY
         config = models.sized_config(
@@ -156,10 +157,10 @@ class Plan:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """All that is asked for. All-gather.
+    """Check the arguments and make the inputs of the run. All-gather over the world.
 
     Raises:
-        Refused: something is wrong with it; all of it was reported.
+        Refused: the arguments are invalid; all errors were reported.
     """
     errors = value_errors(arguments) + refused_options(arguments)
     errors += metrics.file_errors(arguments.metrics, arguments.curve) + saving_errors(arguments)
@@ -186,7 +187,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 @contextmanager
 def folder_of_texts(cache_dir: Path | None) -> Iterator[Path]:
-    """For the block, the folder for packed texts: the first rank's choice, gone afterwards. Broadcast."""
+    """Yield the cache folder, or a temporary one made by the first rank and removed afterwards. Broadcast."""
     if cache_dir is not None:
         yield cache_dir
         return
@@ -200,12 +201,12 @@ def folder_of_texts(cache_dir: Path | None) -> Iterator[Path]:
 
 
 def packed_texts(recipe: texts.Recipe, folder: Path) -> Path:
-    """Where the packed texts are, made by the first rank for the others.
+    """Return the folder of the packed texts, prepared by the first rank. Collective over the world.
 
-    A rank that does not see the first one's files, on another machine, makes its own, which are equal.
+    A rank that does not see this folder, on another machine, prepares an equal one.
 
     Raises:
-        Refused: ranks have other files than the first one.
+        Refused: the files of a rank differ from those of the first rank.
     """
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, recipe.digest())
@@ -222,7 +223,7 @@ def packed_texts(recipe: texts.Recipe, folder: Path) -> Path:
 
 
 def number_of_steps(arguments: argparse.Namespace, num_sequences: int) -> tuple[int, list[str]]:
-    """The steps of the run, and why there is too little text for it."""
+    """Return the number of steps, and an error if there is too little text."""
     num_trained = num_sequences - arguments.eval_sequences
     if num_trained < arguments.batch_size:
         needed = arguments.eval_sequences + arguments.batch_size
@@ -235,14 +236,14 @@ def number_of_steps(arguments: argparse.Namespace, num_sequences: int) -> tuple[
 
 
 def summed_loss(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-    """The losses of all tokens together, and how many those are; 0 and 0 for blank sequences."""
+    """Return the sum of the token losses and the number of tokens; both 0 for blank sequences."""
     count = (inputs["labels"][:, 1:] != texts.IGNORED_LABEL).sum()
     return torch.where(count > 0, outputs.loss.float() * count, 0.0), count
 
 
 @torch.no_grad()
 def evaluate(booster: Booster, model: nn.Module, loader: DataLoader, num_sequences: int) -> dict[str, float]:
-    """The mean loss per token over all sequences, and e to it, on every rank. Collective over the world."""
+    """Return the mean loss per token over all sequences, and the perplexity. Collective over the world."""
     model.eval()
     batch_size = loader.batch_size * booster.plugin.data_rank[1]  # type: ignore[operator]
     batches, total = iter(loader), 0.0
@@ -254,7 +255,7 @@ def evaluate(booster: Booster, model: nn.Module, loader: DataLoader, num_sequenc
             loss = figures[0] / figures[1]
         else:
             loss = booster.execute_pipeline(batches, model, summed_loss)["loss"]
-        # All sequences have equally many tokens.
+        # All sequences have the same number of tokens.
         total += loss.item() * min(batch_size, num_sequences - first)
     model.train()
     mean = total / num_sequences
@@ -264,7 +265,7 @@ def evaluate(booster: Booster, model: nn.Module, loader: DataLoader, num_sequenc
 def loaders_of(
     arguments: argparse.Namespace, booster: Booster, sequences: datasets.Dataset
 ) -> tuple[DataLoader, DataLoader]:
-    """This replica's share of what is trained on, and of what is held out."""
+    """Return this replica's loaders of the training and the held-out sequences."""
     num_replicas = booster.plugin.data_rank[1]
     num_trained = len(sequences) - arguments.eval_sequences
     trained = texts.Examples(sequences.select(range(num_trained)))
@@ -281,9 +282,9 @@ def loaders_of(
 
 
 def make_model(arguments: argparse.Namespace, plan: Plan) -> nn.Module:
-    """The model, whose layers recompute their activations where that is asked for."""
+    """Make the model, with activation recomputation if requested."""
     model = models.make_model(plan.config, end_of_text=texts.END_OF_TEXT_ID, seed=arguments.seed)
-    # The hybrid plugin does it itself, stage by stage.
+    # The hybrid plugin enables it itself, stage by stage.
     if arguments.gradient_checkpoint_ratio and arguments.plugin != "hybrid_parallel":
         config = PipelineGradientCheckpointConfig(
             gradient_checkpointing_ratio=arguments.gradient_checkpoint_ratio
@@ -292,20 +293,21 @@ def make_model(arguments: argparse.Namespace, plan: Plan) -> nn.Module:
     return model
 
 
-def train_and_judge(
+def train_and_evaluate(
     arguments: argparse.Namespace,
     booster: Booster,
     model: nn.Module,
     place: Path,
     num_steps: int,
 ) -> list[Record]:
-    """All steps, with evaluations between them; their records. The model is exported. Collective over the world.
+    """Train with evaluations, export the model and return the records of all steps. Collective over the world.
 
     Args:
-        place: of the packed texts.
+        place: folder of the packed texts.
 
     Raises:
-        Refused, Interrupted, NotSaved: the model does not fit the plugin, and see `train`; the reason was reported.
+        Refused: the model does not fit the plugin, or see `train`; the error was reported.
+        Interrupted, NotSaved: see `train`.
     """
     optimizer = make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay, betas=(0.9, 0.95))
     scheduler = models.make_scheduler(
@@ -329,22 +331,22 @@ def train_and_judge(
     )
 
     def export() -> None:
-        if arguments.save_model is not None:  # else the first rank may have ended, and the texts be gone
+        if arguments.save_model is not None:  # else a temporary folder of texts may already be removed
             export_model(arguments.save_model, booster, model, texts.tokenizer_of(place))
 
     return train(
         run,
-        judge=lambda: evaluate(booster, model, held_out, arguments.eval_sequences),
-        judge_every=arguments.eval_every,
+        evaluate=lambda: evaluate(booster, model, held_out, arguments.eval_sequences),
+        eval_every=arguments.eval_every,
         line_every=1,
         log=arguments.metrics,
-        saving=Saving.of(arguments, texts=place.name),  # a digest of what is in them
+        saving=Saving.of(arguments, texts=place.name),  # the digest of their contents
         export=export,
     )
 
 
 def pretrain(arguments: argparse.Namespace) -> int:
-    """The whole run; the exit status."""
+    """Prepare the texts, train, report, and return the exit status. Collective over the world."""
     began = time.monotonic()
     datasets.disable_progress_bars()
     plan, coordinator = plan_of(arguments), DistCoordinator()
@@ -359,14 +361,14 @@ def pretrain(arguments: argparse.Namespace) -> int:
             f"unigram entropy {facts.unigram_entropy:.4f}; "
             f"{plan.config.model_type} of {sum(map(torch.numel, model.parameters())) / 1e6:.1f}M parameters"
         )
-        records = train_and_judge(arguments, plan.booster, model, place, num_steps)
+        records = train_and_evaluate(arguments, plan.booster, model, place, num_steps)
     if arguments.curve is not None and coordinator.is_master():
         level = ("unigram entropy", facts.unigram_entropy)
         metrics.draw_curve(records, arguments.curve, unit="nats per token", level=level)
     last = records[-1]
-    judged = f" eval_loss={last['eval_loss']:.4f}" if "eval_loss" in last else ""
+    evaluated = f" eval_loss={last['eval_loss']:.4f}" if "eval_loss" in last else ""
     coordinator.print_on_master(
-        f"loss={last['loss']:.4f}{judged} unigram_entropy={facts.unigram_entropy:.4f} "
+        f"loss={last['loss']:.4f}{evaluated} unigram_entropy={facts.unigram_entropy:.4f} "
         f"seconds={time.monotonic() - began:.1f}"
     )
     return 0

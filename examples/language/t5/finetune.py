@@ -1,8 +1,8 @@
-r"""Train a T5 on texts that say what to do with digits, under any plugin, and report how many answers are right.
+r"""Train a T5 to sort, reverse and add digits, under any plugin, and report the fraction of correct answers.
 
     torchrun --standalone --nproc_per_node 4 examples/language/t5/finetune.py --target_exact 0.9
 
-The texts are made up and a small T5 is built from a config, so that nothing is downloaded.
+The texts are generated and a small T5 is built from a config, so that nothing is downloaded.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5For
 
 from echelon import Booster, DistCoordinator
 
-sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
+sys.path.append(str(Path(__file__).parents[2]))  # modules that all examples share
 import fine_tuning
 import tasks
 from command_line import range_errors
@@ -33,15 +33,15 @@ RIGHT = [f"exact_{task}" for task in tasks.TASKS]
 
 def parse_arguments() -> argparse.Namespace:
     parser = fine_tuning.make_parser(__doc__)
-    parser.add_argument("--longest", type=int, default=7, help="digits of a text, from 2")
-    parser.add_argument("--num_train", type=int, default=12_000, help="texts to train on")
-    parser.add_argument("--num_test", type=int, default=1000, help="texts to test with")
+    parser.add_argument("--longest", type=int, default=7, help="maximum digits of a text, at least 2")
+    parser.add_argument("--num_train", type=int, default=12_000, help="number of training texts")
+    parser.add_argument("--num_test", type=int, default=1000, help="number of test texts")
     fine_tuning.add_options(parser, epochs=8, batch_size=64, lr=3e-3, target="exact")
     return parser.parse_args()
 
 
 def task_errors(arguments: argparse.Namespace) -> list[str]:
-    """Why there are no such texts."""
+    """Return errors for numbers out of range, or larger than the number of distinct texts."""
     if errors := range_errors(arguments, LOWEST, {}):
         return errors
     there_are = tasks.number_of_texts(arguments.longest)
@@ -53,7 +53,7 @@ def task_errors(arguments: argparse.Namespace) -> list[str]:
 
 
 def make_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
-    """A pretrained model's, or one of the task's words."""
+    """Load the tokenizer of a pretrained model, or make one of the task's words."""
     if arguments.model_name_or_path is not None:
         return AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     return tasks.make_tokenizer()
@@ -62,7 +62,7 @@ def make_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
 def make_model(
     arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> T5ForConditionalGeneration:
-    """A pretrained model, or a small T5 with random weights; equal on every rank."""
+    """Load a pretrained model, or make a small T5 with random weights, equal on every rank."""
     torch.manual_seed(arguments.seed)
     dropout = arguments.dropout
     if arguments.model_name_or_path is not None:
@@ -78,7 +78,7 @@ def make_model(
         d_ff=256,
         num_layers=2,
         num_heads=4,
-        feed_forward_proj="gated-gelu",  # as in T5 1.1, and smooth: layouts stay together longer than with ReLU
+        feed_forward_proj="gated-gelu",  # as in T5 1.1; smooth, so layouts diverge later than with ReLU
         dropout_rate=dropout or 0.0,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -88,7 +88,7 @@ def make_model(
 
 
 def criterion(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-    """The loss of all tokens together and how many they are, so that each counts alike in whatever microbatch."""
+    """Return the sum of the token losses and the number of tokens, so all tokens of the batch have equal weight."""
     num_tokens = (inputs["labels"] != tasks.IGNORED_LABEL).sum()
     return outputs.loss.float() * num_tokens, num_tokens
 
@@ -96,11 +96,11 @@ def criterion(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
 def evaluate(
     booster: Booster, model: nn.Module, samples: list[dict[str, Tensor]], batch_size: int
 ) -> dict[str, float]:
-    """The share of answers that are right in every token, also by task, and the loss per token. Collective.
+    """Return the fraction of exact answers, overall and per task, and the loss per token. Collective over the world.
 
     Args:
-        samples: with the number of their task; each replica answers its share.
-        batch_size: of all replicas together.
+        samples: samples with the number of their task; each replica answers its shard.
+        batch_size: global batch size, over all replicas.
     """
 
     def figures(batch: dict[str, Tensor]) -> Tensor | None:
@@ -122,13 +122,13 @@ def evaluate(
 
 
 def is_right(answers: Tensor, labels: Tensor) -> Tensor:
-    """Return True if answers (B, A) have every token of the labels, and then nothing."""
+    """Return (B,) booleans: answers (B, A) equal the labels in every token that is not ignored."""
     is_counted = labels != tasks.IGNORED_LABEL
     return ((answers == labels) | ~is_counted).all(1)
 
 
 def loss_and_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the losses of each sample's tokens, and how many these are, (B, 2); logits are (B, A, V)."""
+    """Return each sample's sum of token losses and number of tokens, (B, 2), from logits (B, A, V)."""
     losses = cross_entropy(logits.mT, labels, ignore_index=tasks.IGNORED_LABEL, reduction="none")
     return torch.stack([losses.sum(1), (labels != tasks.IGNORED_LABEL).sum(1)], dim=1)
 
@@ -140,10 +140,10 @@ def show_answers(
     pairs: list[tasks.Pair],
     samples: list[dict[str, Tensor]],
 ) -> None:
-    """Print what the model answers to the first texts, on the first rank. Collective over the world.
+    """Print the model's answers to the first texts, on the first rank. Collective over the world.
 
     Args:
-        samples: of the first pairs, a batch of one replica.
+        samples: a local batch, beginning with samples of the first pairs.
     """
     model.eval()
     batch = default_collate(samples)
@@ -156,7 +156,7 @@ def show_answers(
 
 
 def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train and evaluate; what the last evaluation finds."""
+    """Train, show some answers, and return the figures of the last evaluation."""
     booster = fine_tuning.make_booster(arguments, task_errors(arguments))
     tokenizer = make_tokenizer(arguments)
     trained, tested = tasks.make_pairs(
@@ -174,7 +174,7 @@ def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
         tasks.encode(trained, tokenizer),
         criterion=criterion,
     )
-    found = fine_tuning.train_and_judge(
+    found = fine_tuning.train_and_evaluate(
         arguments,
         run,
         lambda: evaluate(booster, run.model, numbered, arguments.batch_size),
