@@ -1,4 +1,4 @@
-"""Paraphrase data for the BERT example: generated, from MRPC's files or from the hub, and a tokenizer for it."""
+"""Paraphrase data for the BERT example: generated, from MRPC's files or from the hub; and a tokenizer for it."""
 
 import codecs
 import itertools
@@ -27,13 +27,13 @@ HEADER = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
 
 
 def paraphrases(*, num_pairs: int = NUM_PAIRS, seed: int = 0) -> list[dict]:
-    """Sentence pairs about who did what to whom; half say the same, half swap the two people.
+    """Generate sentence pairs about one person acting on another; half are paraphrases, half swap the two people.
 
-    One sentence of a pair is active and the other passive, in either order. Both classes have the same words
-    in both sentences, so that a bag of words knows nothing: who acts must be read off the order.
+    One sentence of a pair is active and the other passive, in either order. The sentences of both classes have the
+    same words, so a bag of words does not separate them: a model must read the word order.
 
     Returns:
-        Dicts of sentence1, sentence2 and label (1 for a paraphrase), no pair twice, classes balanced.
+        Dicts of sentence1, sentence2 and label (1 for a paraphrase), without duplicates, with balanced classes.
     """
     drawn = random.Random(seed)
     seen, pairs = set(), []
@@ -59,7 +59,7 @@ def paraphrases(*, num_pairs: int = NUM_PAIRS, seed: int = 0) -> list[dict]:
 
 
 def generated_data(seed: int) -> DatasetDict:
-    """The generated task, with a held-out test split."""
+    """Generate the paraphrase task with training and test splits."""
     pairs = paraphrases(seed=seed)
     return DatasetDict(
         train=Dataset.from_list(pairs[NUM_TEST_PAIRS:]), test=Dataset.from_list(pairs[:NUM_TEST_PAIRS])
@@ -67,17 +67,17 @@ def generated_data(seed: int) -> DatasetDict:
 
 
 def read_mrpc(path: Path) -> list[dict]:
-    """The pairs of one of MRPC's tab-separated files; quotes in it are literal.
+    """Read the pairs of one of MRPC's tab-separated files; quotes in it are literal.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: its header or a line is not as MRPC has it; names file and line.
+        ValueError: the header or a line is not in MRPC's format; names file and line.
     """
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no {path}: --data_dir takes a folder with MRPC's train.tsv and test.tsv"
         )
-    # Lines end at b"\n" alone: sentences may hold other characters that str.splitlines would cut at.
+    # Lines end at b"\n" only: sentences may have other characters at which str.splitlines splits.
     lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n").split(b"\n")
     pairs = []
     for number, line in enumerate(lines, start=1):
@@ -99,7 +99,7 @@ def read_mrpc(path: Path) -> list[dict]:
 
 
 def mrpc_files(folder: Path) -> DatasetDict:
-    """MRPC from a folder with train.tsv and test.tsv."""
+    """Read MRPC from a folder with train.tsv and test.tsv."""
     return DatasetDict(
         train=Dataset.from_list(read_mrpc(folder / "train.tsv")),
         test=Dataset.from_list(read_mrpc(folder / "test.tsv")),
@@ -107,10 +107,10 @@ def mrpc_files(folder: Path) -> DatasetDict:
 
 
 def mrpc_from_hub() -> DatasetDict:
-    """MRPC from the Hugging Face hub.
+    """Load MRPC from the Hugging Face hub.
 
     Raises:
-        ConnectionError: the hub cannot be reached; says what to do.
+        ConnectionError: the hub cannot be reached.
     """
     if not hub_is_reachable():
         raise ConnectionError(
@@ -122,10 +122,10 @@ def mrpc_from_hub() -> DatasetDict:
 
 
 def train_tokenizer(data: DatasetDict) -> PreTrainedTokenizerFast:
-    """A tokenizer of the training sentences' words, for pairs as BERT reads them.
+    """Train a word-level tokenizer on the training sentences, for pairs in BERT's format.
 
-    Words and not pieces of them, since training for pieces gives other ids each time, and every process and
-    every run with the same seed must read the same.
+    A tokenizer of word pieces would get different ids in each training, but all processes and all runs with the same
+    seed need equal ids.
     """
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))  # type: ignore[call-arg]
     tokenizer.normalizer = normalizers.BertNormalizer()
@@ -146,7 +146,7 @@ def train_tokenizer(data: DatasetDict) -> PreTrainedTokenizerFast:
 
 
 def tokenize(data: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-    """Token ids, types and labels, padded to the longest pair, as tensors."""
+    """Encode pairs as tensors of token ids, token types and labels, padded to the longest pair."""
 
     def encode(rows: dict, **padding: object) -> dict:
         return tokenizer(

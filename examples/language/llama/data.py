@@ -1,6 +1,6 @@
 """Texts for the Llama example: a tokenizer trained on them, and their tokens packed into sequences.
 
-All of it is deterministic, so that every process that reads equal files gets equal sequences.
+Packing is deterministic: processes that read equal files get equal sequences.
 """
 
 import codecs
@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
-MIN_VOCABULARY = 257  # every byte, and the end of a text
+MIN_VOCABULARY = 257  # every byte, and the end-of-text token
 MAX_BYTES = 2_000_000  # of the default data
 CHARACTERS_PER_PIECE = 2**16
-BATCH = 64  # pieces, or sequences, that are worked on at once
-IGNORED_LABEL = -100  # transformers takes no loss for it
+BATCH = 64  # pieces or sequences that are processed at once
+IGNORED_LABEL = -100  # excluded from the loss by transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class Facts:
     """Figures of packed texts.
 
     Args:
-        documents: how many files.
-        tokens: of all of them, one at the end of each document included.
-        sequences: how many they make.
-        left_over: how many tokens are in none: the last ones, too few for another.
-        vocabulary: how many different tokens the tokenizer knows.
-        unigram_entropy: of the sequences' tokens, in nats: the loss of a model that only counts tokens.
+        documents: number of files.
+        tokens: number of tokens, with an end-of-text token for each document.
+        sequences: number of packed sequences.
+        left_over: number of last tokens, too few for another sequence.
+        vocabulary: size of the tokenizer's vocabulary.
+        unigram_entropy: entropy of the sequences' tokens in nats: the loss of a model that ignores the context.
     """
 
     documents: int
@@ -58,8 +58,8 @@ class Recipe:
 
     Args:
         files: the documents, in order.
-        vocabulary: the tokenizer's size at most.
-        sequence_length: tokens of a sequence.
+        vocabulary: maximum size of the tokenizer's vocabulary.
+        sequence_length: number of tokens in a sequence.
     """
 
     files: tuple[Path, ...]
@@ -67,7 +67,7 @@ class Recipe:
     sequence_length: int
 
     def digest(self) -> str:
-        """A hash of all that the packed texts depend on."""
+        """Return a hash of the files' contents, the settings and the library versions."""
         settings = (
             self.vocabulary,
             self.sequence_length,
@@ -84,7 +84,7 @@ class Recipe:
 
 
 def files_of(paths: Sequence[Path]) -> tuple[tuple[Path, ...], list[str]]:
-    """The files in the order given, a folder's *.txt sorted, and what is wrong with them."""
+    """Return the files in the given order, a folder's *.txt sorted, and their errors."""
     files: list[Path] = []
     errors: list[str] = []
     for path in paths:
@@ -96,15 +96,15 @@ def files_of(paths: Sequence[Path]) -> tuple[tuple[Path, ...], list[str]]:
 
 
 def file_errors(path: Path) -> list[str]:
-    """Why this is no text to train on."""
+    """Return an error if a file is missing, empty, unreadable or not UTF-8."""
     if not path.is_file():
         return [f"--data {path}: there is no such file"]
     try:
         with path.open("rb") as file:
-            if file.read(len(codecs.BOM_UTF8) + 1) in (b"", codecs.BOM_UTF8):  # which is no part of the text
+            if file.read(len(codecs.BOM_UTF8) + 1) in (b"", codecs.BOM_UTF8):  # a byte-order mark is no text
                 return [f"--data {path}: the file is empty"]
             file.seek(0)
-            for number, line in enumerate(file, start=1):  # b"\n" is a part of no other character
+            for number, line in enumerate(file, start=1):  # in UTF-8, b"\n" occurs in no other character
                 if wrong := decoding_error(line):
                     return [f"--data {path}, line {number}: not UTF-8: {wrong}"]
     except OSError as error:
@@ -113,7 +113,7 @@ def file_errors(path: Path) -> list[str]:
 
 
 def decoding_error(line: bytes) -> str | None:
-    """Why this is not UTF-8, or None."""
+    """Return the decoding error of a line that is not UTF-8, else None."""
     try:
         line.decode()
     except UnicodeDecodeError as error:
@@ -122,10 +122,10 @@ def decoding_error(line: bytes) -> str | None:
 
 
 def library_files(max_bytes: int = MAX_BYTES) -> tuple[tuple[Path, ...], list[str]]:
-    """Modules of Python's own library, together at most so large, and what is wrong with that.
+    """Return modules of Python's standard library, of at most `max_bytes` together, and errors.
 
-    In the order of a hash of their names, so that a part is a mixture. Left out: tests, what was installed
-    beside the library, and the few that are not UTF-8.
+    They are ordered by a hash of their names, so a part of them is a random sample. Tests, installed packages and files
+    that are not UTF-8 are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -145,9 +145,9 @@ def library_files(max_bytes: int = MAX_BYTES) -> tuple[tuple[Path, ...], list[st
 
 
 def prepare(recipe: Recipe, place: Path) -> None:
-    """Make the packed texts, where they are not there yet, in a folder that appears whole or not at all.
+    """Pack the texts into a folder, unless it exists.
 
-    So several processes may call at once.
+    The folder is created atomically, so several processes may call at once.
     """
     if place.is_dir():
         return
@@ -206,9 +206,9 @@ def pack(recipe: Recipe, work: Path) -> None:
 
 
 def pieces(files: list[Path]) -> Iterator[dict]:
-    """The documents, cut into pieces that fit into memory, each with whether its document ends with it."""
+    """Yield the documents in pieces that fit into memory; `ends` marks the last piece of a document."""
     for path in files:
-        # newline="": carriage returns stay what they are.
+        # newline="" keeps carriage returns.
         with path.open(encoding="utf-8-sig", newline="") as file:
             text = file.read(CHARACTERS_PER_PIECE)
             while text:
@@ -218,7 +218,7 @@ def pieces(files: list[Path]) -> Iterator[dict]:
 
 
 def train_tokenizer(files: Sequence[Path], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of these texts, which loses no character; equal texts give equal ids."""
+    """Train a byte-level BPE tokenizer on the texts: lossless, and with equal ids for equal texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -229,13 +229,13 @@ def train_tokenizer(files: Sequence[Path], vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((piece["text"] for piece in pieces(list(files))), trainer)
-    # What a text says is text, also where it spells the token that ends one.
+    # A text that spells the end-of-text token is encoded as plain text.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 class Packer:
-    """Cuts a stream of tokens, which comes in batches, into sequences of one length; `rest` is what is left."""
+    """Cut a stream of tokens, given in batches, into sequences of equal length; `rest` has the remaining tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -244,14 +244,14 @@ class Packer:
     def __call__(self, rows: dict[str, list]) -> dict[str, list]:
         for ids in rows["ids"]:
             self.rest += ids
-        whole = len(self.rest) // self.length * self.length
-        sequences = [self.rest[start : start + self.length] for start in range(0, whole, self.length)]
-        self.rest = self.rest[whole:]
+        end = len(self.rest) // self.length * self.length
+        sequences = [self.rest[start : start + self.length] for start in range(0, end, self.length)]
+        self.rest = self.rest[end:]
         return {"input_ids": sequences}
 
 
 def unigram_entropy(sequences: Dataset, vocabulary: int) -> float:
-    """The entropy of single tokens, in nats."""
+    """Return the entropy of the token frequencies, in nats."""
     counts = np.zeros(vocabulary)
     for rows in sequences.with_format("numpy").iter(1000):
         counts += np.bincount(np.asarray(rows["input_ids"]).ravel(), minlength=vocabulary)
@@ -260,27 +260,27 @@ def unigram_entropy(sequences: Dataset, vocabulary: int) -> float:
 
 
 def facts_of(place: Path) -> Facts:
-    """The facts that `prepare` left there."""
+    """Read the facts of a folder that `prepare` made."""
     return Facts(**json.loads((place / "facts.json").read_text()))
 
 
 def sequences_of(place: Path) -> Dataset:
-    """The sequences that `prepare` left there, of which there must be one at least."""
+    """Read the sequences, at least one, of a folder that `prepare` made."""
     return datasets.load_from_disk(str(place / "sequences")).with_format("torch")
 
 
 def tokenizer_of(place: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that `prepare` left there, as transformers has it."""
+    """Read the tokenizer of a folder that `prepare` made, as a transformers tokenizer."""
     ends = dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(tokenizer_file=str(place / "tokenizer.json"), **ends)
 
 
 class Examples(torch.utils.data.Dataset):
-    """Sequences as a causal model takes them, filled up with sequences that count for nothing.
+    """Inputs and labels of a causal model, padded with blank sequences that are excluded from the loss.
 
     Args:
         sequences: rows of `input_ids`.
-        multiple: the length is the next multiple of it.
+        multiple: the number of samples is rounded up to a multiple of it.
     """
 
     def __init__(self, sequences: Dataset, *, multiple: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Causal models of a chosen type and size, and their optimizer, for the Llama example."""
+"""Causal models of a chosen type and size, and their learning-rate schedule, for the Llama example."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.tables.table import model_types
 
-# hidden size, layers, heads, key-value heads, width of the MLP (where the type has the last two)
+# hidden size, layers, heads, key-value heads, width of the MLP (the last two only for types that have them)
 SIZES = {
     "tiny": (128, 4, 4, 2, 384),
     "small": (256, 6, 8, 4, 768),
@@ -33,14 +33,14 @@ DEFAULT_SIZE = "tiny"
 
 
 def causal_types() -> list[str]:
-    """The model types that read from left to right and that a table can split."""
+    """Return the causal model types for which Shardformer has a table."""
     names = [
         name
         for name in model_types()
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     ]
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # some default configs warn of their own ids
+    logging.set_verbosity_error()  # some default configs warn about their token ids
     try:
         configs = {name: AutoConfig.for_model(name) for name in names}
     finally:
@@ -53,9 +53,9 @@ def causal_types() -> list[str]:
 
 
 def sized_config(model_type: str, size: str, *, vocabulary: int, sequence_length: int) -> PretrainedConfig:
-    """A config of the type in one of SIZES, without dropout.
+    """Make a config of a model type in one of SIZES, without dropout.
 
-    Names that a type does not have are left out: GPT-2 has no key-value heads.
+    Attributes that a type does not have are left out: GPT-2 has no key-value heads.
     """
     hidden, layers, heads, key_value_heads, width = SIZES[size]
     head = hidden // heads
@@ -68,8 +68,8 @@ def sized_config(model_type: str, size: str, *, vocabulary: int, sequence_length
         "head_dim": head,
         "intermediate_size": width,
         "max_position_embeddings": sequence_length,
-        "attention_types": [[["global", "local"], layers // 2]],  # GPT-Neo says it for every layer
-        "rotary_dim": head,  # GPT-J's own is wider than small heads
+        "attention_types": [[["global", "local"], layers // 2]],  # GPT-Neo lists it for every layer
+        "rotary_dim": head,  # GPT-J's default is wider than small heads
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
         "num_experts_per_tok": 2,
         "n_group": 1,
@@ -77,13 +77,13 @@ def sized_config(model_type: str, size: str, *, vocabulary: int, sequence_length
         "first_k_dense_replace": 1,
         "moe_intermediate_size": width // 4,
         "shared_expert_intermediate_size": width // 4,
-        "pad_token_id": None,  # the usual one may be outside of this vocabulary
+        "pad_token_id": None,  # the default id may exceed this vocabulary
     }
     usual = AutoConfig.for_model(model_type)
-    if hasattr(usual, "kv_lora_rank"):  # keys and values of every head, made from a few numbers of a token
+    if hasattr(usual, "kv_lora_rank"):  # multi-head latent attention
         settings |= {"num_key_value_heads": heads, "q_lora_rank": hidden // 2, "kv_lora_rank": hidden // 4}
         settings |= {"qk_nope_head_dim": head // 2, "qk_rope_head_dim": head // 2, "v_head_dim": head}
-        settings["head_dim"] = head // 2  # of what is rotated
+        settings["head_dim"] = head // 2  # the rotary part
     known = {
         name: value
         for name, value in settings.items()
@@ -96,7 +96,7 @@ def sized_config(model_type: str, size: str, *, vocabulary: int, sequence_length
 
 
 def config_from_file(path: Path, model_type: str | None) -> tuple[PretrainedConfig | None, list[str]]:
-    """The config of a JSON file as transformers writes it, and what is wrong with it."""
+    """Read a config from a JSON file in transformers' format; return it or None, and errors."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -110,12 +110,12 @@ def config_from_file(path: Path, model_type: str | None) -> tuple[PretrainedConf
         return None, [f"--config {path}: model_type {own!r} must be one of {', '.join(causal_types())}"]
     try:
         return AutoConfig.for_model(own, **settings), []
-    except Exception as error:  # transformers raises many kinds, some of them not its own
+    except Exception as error:  # transformers raises many types, also of other libraries
         return None, [f"--config {path}: transformers does not take it: {error}"]
 
 
 def config_errors(config: PretrainedConfig, *, sequence_length: int, vocabulary: int) -> list[str]:
-    """Why a model of this config cannot read these sequences."""
+    """Return errors if sequences or vocabulary are too large for a config."""
     errors = []
     longest = getattr(config, "max_position_embeddings", sequence_length)
     if sequence_length > longest:
@@ -126,7 +126,7 @@ def config_errors(config: PretrainedConfig, *, sequence_length: int, vocabulary:
 
 
 def layout_errors(config: PretrainedConfig, *, tp_size: int, num_stages: int) -> list[str]:
-    """Why a model of this config cannot be built or split so; known without its weights."""
+    """Return errors if a model of this config cannot be built or sharded so; a dry run on the meta device."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -136,7 +136,7 @@ def layout_errors(config: PretrainedConfig, *, tp_size: int, num_stages: int) ->
 
 
 def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.Module:
-    """A model with random weights in float32, equal on every rank; its special tokens are the tokenizer's."""
+    """Make a float32 model with random weights, equal on every rank, and the tokenizer's special tokens."""
     config.bos_token_id = config.eos_token_id = end_of_text
     config.pad_token_id = None  # there is no padding, and its row of the embedding would not be trained
     torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.M
 def make_scheduler(
     optimizer: torch.optim.Optimizer, *, num_steps: int, warmup_steps: int, min_lr_fraction: float
 ) -> LambdaLR:
-    """A linear warm-up that begins above 0, then half a cosine down to a fraction of the learning rate."""
+    """Schedule a linear warm-up from above 0, then half a cosine down to a fraction of the learning rate."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
