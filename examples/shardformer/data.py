@@ -1,4 +1,4 @@
-"""Words in a secret writing, for the Shardformer example: generated, so that nothing is downloaded."""
+"""Words and their encryption by a Caesar cipher, for the Shardformer example: generated, so nothing is downloaded."""
 
 import random
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-END = len(LETTERS)  # of a word, and of its answer
+END = len(LETTERS)  # the token that ends a word or an answer
 VOCABULARY = len(LETTERS) + 1
-SHIFT = 3  # letters further on in the alphabet, which begins again behind its end
+SHIFT = 3  # positions in the alphabet, cyclic
 IGNORED_LABEL = -100
 
 
 def words(count: int, *, length: int, seed: int) -> Tensor:
-    """Different words of so many letters, (count, length); the same for the same seed."""
+    """Generate distinct words, (count, length), reproducible by the seed."""
     drawn = random.Random(seed)
     found: dict[tuple[int, ...], None] = {}
     while len(found) < count:
@@ -22,17 +22,17 @@ def words(count: int, *, length: int, seed: int) -> Tensor:
 
 
 def prompts(words_BL: Tensor) -> Tensor:
-    """Prompts of a model: a word and its end, (B, L + 1)."""
+    """Return the prompts of a model: each word and its end token, (B, L + 1)."""
     return torch.cat([words_BL, torch.full_like(words_BL[:, :1], END)], dim=1)
 
 
 def answers(words_BL: Tensor) -> Tensor:
-    """The words with each letter moved on, (B, L)."""
+    """Return the encrypted words, (B, L)."""
     return (words_BL + SHIFT) % len(LETTERS)
 
 
 def samples(words_BL: Tensor) -> list[dict[str, Tensor]]:
-    """Prompt, answer and its end to train on; the prompt has no labels, since nobody can foresee it."""
+    """Return training samples of prompt, answer and end token; prompts are random and have no labels."""
     asked = prompts(words_BL)
     ids = torch.cat([asked, prompts(answers(words_BL))], dim=1)
     labels = ids.clone()
@@ -41,5 +41,5 @@ def samples(words_BL: Tensor) -> list[dict[str, Tensor]]:
 
 
 def spelled(ids: Tensor) -> str:
-    """Letters for ids, a dot for an end."""
+    """Return ids as letters, with a dot for an end token."""
     return "".join(LETTERS[index] if index < len(LETTERS) else "." for index in ids.tolist())

@@ -1,9 +1,9 @@
-r"""Train a small causal model that Shardformer alone has split: a plain loop, without a booster.
+r"""Train a small causal model that Shardformer alone has sharded: a plain loop, without a booster.
 
     python examples/shardformer/finetune.py
     torchrun --standalone --nproc_per_node 4 examples/shardformer/finetune.py --tp_size 2 --target_accuracy 0.9
 
-It learns to write words in a cipher, which are generated, and answers by `generate()` at the end.
+It learns to encrypt generated words by a Caesar cipher, and answers by `generate()` at the end.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import data
 from echelon import DistCoordinator, ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_
 from echelon.plugins.state import SplitCheckpoints
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
+sys.path.append(str(Path(__file__).parents[1]))  # modules that all examples share
 import metrics
 from command_line import FirstRankParser, range_errors, refuse
 from saving import Keeper, Saving, add_saving_options, resumed_records, saving_errors
@@ -38,14 +38,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model_type", choices=MODEL_TYPES, default="llama")
-    add("--tp_size", type=int, help="ranks that split each layer; default: all. The others are replicas")
-    add("--key_value_heads", type=int, default=1, help="of 4 heads; fewer than ranks are copied")
+    add("--tp_size", type=int, help="ranks that shard each layer; default: all. Others are replicas")
+    add("--key_value_heads", type=int, default=1, help="1, 2 or 4; replicated if fewer than --tp_size")
     add("--length", type=int, default=6, help="letters of a word")
     add("--steps", type=int, default=150)
-    add("--batch_size", type=int, default=64, help="words per step of all processes together")
-    add("--lr", type=float, default=3e-3, help="the first; it falls to nothing")
-    add("--max_norm", type=float, default=1.0, help="gradients of a larger norm are scaled down to it")
-    add("--target_accuracy", type=float, help="end with status 1 below it")
+    add("--batch_size", type=int, default=64, help="global batch size in words, over all processes")
+    add("--lr", type=float, default=3e-3, help="initial learning rate; decays linearly to 0")
+    add("--max_norm", type=float, default=1.0, help="maximum gradient norm")
+    add("--target_accuracy", type=float, help="exit with status 1 below this accuracy")
     add("--seed", type=int, default=42)
     add(
         "--metrics",
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def argument_errors(arguments: argparse.Namespace, world_size: int) -> list[str]:
-    """All that is wrong with the numbers."""
+    """Return all errors of the arguments."""
     if found := range_errors(arguments, LOWEST, {}):
         return found
     found += metrics.file_errors(arguments.metrics, None) + saving_errors(arguments)
@@ -76,7 +76,7 @@ def argument_errors(arguments: argparse.Namespace, world_size: int) -> list[str]
 
 
 def make_model(arguments: argparse.Namespace) -> nn.Module:
-    """A small model with random weights, equal on every rank."""
+    """Make a small model with random weights, equal on every rank."""
     torch.manual_seed(arguments.seed)
     config = AutoConfig.for_model(
         arguments.model_type,
@@ -96,7 +96,10 @@ def make_model(arguments: argparse.Namespace) -> nn.Module:
 
 
 def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, mesh: ParallelMesh) -> float:
-    """All steps that are left, with a progress bar and the records on one rank, and the export; the last loss."""
+    """Take all remaining steps, export the model and return the last loss. Collective over the world.
+
+    The first rank shows a progress bar and writes the metrics.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=arguments.steps)
     checkpoints, saving = SplitCheckpoints(model, optimizer, mesh), Saving.of(arguments)
@@ -109,7 +112,7 @@ def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, m
         for step in (bar := progress_bar(done, arguments.steps)):
             batch = {name: tensor.to(mesh.device) for name, tensor in next(batches).items()}
             loss = model(**batch).loss
-            loss.backward()  # sums what is in parts over the tensor axis, and averages over the data axis
+            loss.backward()  # sums partial gradients over the tensor axis and averages over the data axis
             norm = clip_grad_norm_(model, arguments.max_norm).item()
             optimizer.step()
             optimizer.zero_grad()
@@ -127,35 +130,39 @@ def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, m
 
 
 def mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> float:
-    """All-reduce over the data axis."""
+    """Average a local loss over the replicas. All-reduce over the data axis."""
     dist.all_reduce(loss, group=mesh.group("dp"))
     return loss.item() / mesh.size("dp")
 
 
 @torch.no_grad()
 def evaluate(model: Any, words: Tensor, mesh: ParallelMesh) -> tuple[float, Tensor]:
-    """The share of words that are answered rightly, on every rank, and the answers to this replica's part of them."""
+    """Generate answers, each replica for its shard of the words. Collective over the world.
+
+    Returns:
+        The fraction of correct answers, over all replicas, and this replica's answers.
+    """
     model.eval()
-    own = words[mesh.rank("dp") :: mesh.size("dp")]
-    asked = data.prompts(own).to(mesh.device)
+    local = words[mesh.rank("dp") :: mesh.size("dp")]
+    asked = data.prompts(local).to(mesh.device)
     generated = model.generate(
-        asked, attention_mask=torch.ones_like(asked), max_new_tokens=own.shape[1], do_sample=False
+        asked, attention_mask=torch.ones_like(asked), max_new_tokens=local.shape[1], do_sample=False
     )
     answered = generated[:, asked.shape[1] :].cpu()
-    filled = nn.functional.pad(answered, (0, own.shape[1] - answered.shape[1]), value=data.END)
-    right = (filled == data.answers(own)).all(-1).sum().to(mesh.device)
+    padded = nn.functional.pad(answered, (0, local.shape[1] - answered.shape[1]), value=data.END)
+    right = (padded == data.answers(local)).all(-1).sum().to(mesh.device)
     dist.all_reduce(right, group=mesh.group("dp"))
-    return right.item() / len(words), filled
+    return right.item() / len(words), padded
 
 
 def finetune(arguments: argparse.Namespace) -> int:
-    """Train, and answer. Collective over the world.
+    """Shard the model, train it and evaluate its answers. Collective over the world.
 
     Returns:
-        The exit status: 0, or 1 where the target is missed.
+        The exit status: 0, or 1 if the target is missed.
 
     Raises:
-        Refused: something is wrong with the arguments or with the model for them; all of it was reported.
+        Refused: the arguments are invalid, or the model does not fit them; all errors were reported.
     """
     began, coordinator = time.monotonic(), DistCoordinator()
     arguments.tp_size = coordinator.world_size if arguments.tp_size is None else arguments.tp_size

@@ -1,4 +1,4 @@
-"""Handwritten digits for the ViT example: the 1,797 images of 8×8 pixels that scikit-learn brings along."""
+"""Handwritten digits for the ViT example: the 1,797 images of 8×8 pixels that come with scikit-learn."""
 
 # N samples, C channels, P pixels of a side
 
@@ -17,23 +17,23 @@ Sample = dict[str, Tensor]
 
 
 def errors() -> list[str]:
-    """Why there are no digits: scikit-learn is not installed."""
+    """Return an error if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is not None:
         return []
     return ["the digits come with scikit-learn, which is not installed: pip install scikit-learn"]
 
 
 def splits(*, side: int = SIDE, num_channels: int = 1) -> tuple[list[Sample], list[Sample]]:
-    """Samples to train on and NUM_TEST others to test with, the same ones whatever a run is seeded with.
+    """Return the training samples and NUM_TEST test samples, the same for every seed.
 
     Args:
-        side: pixels; images are scaled to it.
-        num_channels: all of them equal.
+        side: pixels of a side, to which images are scaled.
+        num_channels: number of channels, all equal.
 
     Returns:
-        Dicts of pixel_values (C, P, P), from −1 to 1, and of labels.
+        Dicts of pixel_values (C, P, P), from −1 to 1, and labels.
     """
-    from sklearn.datasets import load_digits  # optional: this example alone needs it
+    from sklearn.datasets import load_digits  # optional: only this example needs it
 
     found = load_digits()
     images_NCPP = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / (HIGHEST_VALUE / 2) - 1
@@ -41,7 +41,7 @@ def splits(*, side: int = SIDE, num_channels: int = 1) -> tuple[list[Sample], li
         images_NCPP = interpolate(images_NCPP, size=(side, side), mode="bilinear")
     images_NCPP = images_NCPP.expand(-1, num_channels, -1, -1)
     labels = torch.tensor(found.target)
-    # Mixed, as the last images in the file are by other writers than the first ones.
+    # Shuffled, since the last images in the file are by other writers than the first ones.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).tolist()
     samples = [{"pixel_values": images_NCPP[row], "labels": labels[row]} for row in order]
     return samples[NUM_TEST:], samples[:NUM_TEST]

@@ -1,11 +1,10 @@
-"""A text-to-text task that is made up: what to do with digits, as words, and a tokenizer for them.
+"""A generated text-to-text task, operations on digits as words, and a tokenizer for it.
 
     sort 3 1 4 1      → 1 1 3 4
     reverse 3 1 4 1   → 1 4 1 3
     sum 3 1 4 1       → 9
 
-No text to test with has the digits of a text to train on, in whatever order and for whatever task, so that remembering
-answers all of nothing.
+No test text has the digits of a training text, in any order or task, so a model that only memorizes answers nothing.
 """
 
 # B batch, S tokens of a text, A tokens of an answer
@@ -23,8 +22,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 DIGITS = "0123456789"
-TEST_SHARE = 8  # of as many bags of digits, one is for testing
-IGNORED_LABEL = -100  # transformers takes no loss for it
+TEST_SHARE = 8  # one of this number of digit multisets is for testing
+IGNORED_LABEL = -100  # excluded from the loss by transformers
 
 TASKS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
     "sort": sorted,
@@ -39,8 +38,8 @@ class Pair:
 
     Args:
         task: one of TASKS.
-        text: the task and the digits, between spaces.
-        answer: digits, between spaces.
+        text: the task and the digits, separated by spaces.
+        answer: digits, separated by spaces.
     """
 
     task: str
@@ -49,7 +48,7 @@ class Pair:
 
 
 def make_pairs(*, num_train: int, num_test: int, longest: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on and pairs to test with, tasks and numbers of digits (from 2) equally likely; no two alike."""
+    """Generate distinct training and test pairs; tasks and numbers of digits (from 2) are equally likely."""
     drawn = random.Random(seed)
     wanted = {False: num_train, True: num_test}
     found: dict[bool, dict[str, Pair]] = {False: {}, True: {}}
@@ -64,7 +63,7 @@ def make_pairs(*, num_train: int, num_test: int, longest: int, seed: int) -> tup
 
 
 def number_of_texts(longest: int) -> tuple[int, int]:
-    """Numbers of texts to train on and to test with; of up to five digits, where there are more."""
+    """Return the numbers of distinct training and test texts, counting only texts of up to five digits."""
     numbers = {False: 0, True: 0}
     for length in range(2, min(longest, 5) + 1):
         for digits in itertools.product(DIGITS, repeat=length):
@@ -73,12 +72,12 @@ def number_of_texts(longest: int) -> tuple[int, int]:
 
 
 def is_for_test(digits: Sequence[str]) -> bool:
-    """Return True if these digits are tested with, in whatever order."""
+    """Return True if these digits, in any order, are for testing."""
     return zlib.crc32("".join(sorted(digits)).encode()) % TEST_SHARE == 0
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of the task's words; a text ends with `</s>`, as T5's do."""
+    """Make a tokenizer of the task's words; texts end with `</s>`, as T5's do."""
     words = [PAD, END, UNKNOWN, *TASKS, *DIGITS]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -91,7 +90,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Tensor]]:
-    """Token ids, mask and labels of pairs, padded to the longest."""
+    """Encode pairs as token ids, mask and labels, padded to the longest."""
     texts = tokenizer([pair.text for pair in pairs], padding=True, return_tensors="pt")
     answers = tokenizer([pair.answer for pair in pairs], padding=True, return_tensors="pt")
     labels = answers["input_ids"].masked_fill(answers["attention_mask"] == 0, IGNORED_LABEL)
@@ -104,6 +103,6 @@ def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase) -> list[di
 
 
 def with_numbers(samples: Sequence[dict[str, Tensor]], pairs: Sequence[Pair]) -> list[dict[str, Tensor]]:
-    """Samples with the number of their pairs' tasks."""
+    """Add the number of each pair's task to its sample."""
     numbers = {task: torch.tensor(number) for number, task in enumerate(TASKS)}
     return [sample | {"task": numbers[pair.task]} for sample, pair in zip(samples, pairs, strict=True)]
