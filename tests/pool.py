@@ -1,6 +1,6 @@
-"""A pool of worker processes for distributed tests. What a worker does with a task is worker.py.
+"""A pool of worker processes for distributed tests.
 
-    def sum_of_ranks() -> int:                      # top level: the workers import it by name
+    def sum_of_ranks() -> int:                      # top level: workers import it by name
         total = torch.tensor(dist.get_rank())
         dist.all_reduce(total)
         return int(total)
@@ -8,8 +8,8 @@
     def test_ranks_are_summed(pool):
         assert pool.run(4, sum_of_ranks) == [6] * 4
 
-Workers live for the whole session, since importing torch and transformers costs seconds; they are forked from
-a server that has imported both and runs no threads. Every run gets a process group of its own over gloo.
+Workers live for the whole session, since importing torch and transformers takes seconds. They are forked from a server
+that has imported both and has no threads. Every run gets a process group of its own over gloo.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from .worker import Outcome, Task, serve, warning_filters
 
-# Imported once by the fork server: what nearly every distributed test needs.
+# Imported once by the fork server: modules that nearly every distributed test needs.
 PRELOADED = (
     "pytest",
     "torch.distributed.device_mesh",
@@ -51,15 +51,15 @@ _CONSEQUENCE = ("connection closed", "connection reset", "broken pipe", "timed o
 
 
 class RankDied(RuntimeError):
-    """A worker process ended in the middle of a test."""
+    """A worker process ended during a test."""
 
 
 class RankHung(RuntimeError):
-    """A rank did not end in time; its stack is in the message. Its process was killed."""
+    """A rank did not end in time; the message has its stack. Its process was killed."""
 
 
 class RankTracebacks(Exception):
-    """The cause of an exception that a run raises: how every rank that failed did so, in text."""
+    """Tracebacks of all failed ranks as text; the cause of an exception that a run raises."""
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class _Worker:
     stacks: Path
 
     def send(self, message: Any) -> None:
-        # A worker that has died is found out by whoever waits for its answer.
+        # Whoever waits for the answer of a dead worker reports its death.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(pickle.dumps(message))
 
@@ -80,20 +80,20 @@ class _Worker:
         self.process.close()
 
     def where(self) -> str:
-        """The stacks of the worker's threads now."""
+        """Return the current stacks of the worker's threads."""
         before = self.stacks.read_text()
         os.kill(self.process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
         deadline = time.monotonic() + 2
         while self.stacks.read_text() == before and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.05)  # the first bytes are there: the rest follows at once
+        time.sleep(0.05)  # the first bytes have arrived: the rest follows at once
         text = self.stacks.read_text()
         return text[len(before) :] or "(its stack could not be had)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """How one rank failed; `when` orders failures in time."""
+    """Failure of one rank; `when` orders failures in time."""
 
     rank: int
     error: BaseException
@@ -102,7 +102,7 @@ class _Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return True if another rank's end explains this one: a broken connection, or the wait for it."""
+        """Return True if the failure of another rank explains this one: a broken connection, or the wait for it."""
         if isinstance(self.error, RankHung) or type(self.error).__name__ == "RankFailure":
             return True
         message = str(self.error).lower()
@@ -118,7 +118,7 @@ class Pool:
     """Worker processes, started when first needed, as many as the largest run.
 
     Args:
-        grace: how long the other ranks of a run may go on after one has failed.
+        grace: seconds that the other ranks may continue after one has failed.
     """
 
     def __init__(self, *, grace: float = 15.0) -> None:
@@ -145,17 +145,17 @@ class Pool:
 
         Args:
             world_size: number of ranks.
-            function: importable by name. It and its arguments travel by pickle; so does what it returns.
+            function: importable by name. The function, its arguments and its results are pickled.
             timeout: seconds after which the run fails; also the timeout of the process group.
 
         Returns:
-            What each rank returned, in the order of ranks.
+            The return values by rank.
 
         Raises:
-            Exception: what the first rank to fail raised. Its cause is a `RankTracebacks`: how every
-                rank that failed did so.
+            Exception: the exception of the first rank that failed. Its cause is a `RankTracebacks` with the tracebacks
+                of all failed ranks.
             RankDied: a worker process ended.
-            RankHung: the timeout passed; the message says where every rank stood.
+            RankHung: the timeout passed; the message has the stack of every rank.
         """
         __tracebackhide__ = True
         values, failures = self._run(world_size, function, args, kwargs, timeout)
@@ -167,7 +167,7 @@ class Pool:
     def run_failing(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
     ) -> list[BaseException | None]:
-        """Like `run`, but return how each rank failed: its exception, RankDied, RankHung, or None."""
+        """Run like `run`, but return the failure of each rank: its exception, RankDied, RankHung, or None."""
         failures = self._run(world_size, function, args, kwargs, timeout)[1]
         errors: list[BaseException | None] = [None] * world_size
         for failure in failures:
@@ -208,14 +208,14 @@ class Pool:
                 )
             values, failures = _Collection(workers, timeout=timeout, grace=self._grace).collect()
             failures += self._clean(workers, {failure.rank for failure in failures if _is_gone(failure)})
-        except BaseException:  # Ctrl-C, or a value that does not unpickle: nobody knows where the ranks stand
+        except BaseException:  # Ctrl-C, or a value that does not unpickle: the state of the ranks is unknown
             for rank in range(world_size):
                 self._replace(rank)
             raise
         return values, failures
 
     def _clean(self, workers: list[_Worker], gone: set[int]) -> list[_Failure]:
-        """Let the ranks that ended leave their group and replace those that did not. Return who could not."""
+        """Let finished ranks leave their group and replace the others; return the failures to leave."""
         left = {rank: worker for rank, worker in enumerate(workers) if rank not in gone}
         for worker in left.values():
             worker.send("all ended")
@@ -244,7 +244,7 @@ class Pool:
 
 
 class _Collection:
-    """The outcomes of one run, gathered as they come."""
+    """Collector of the outcomes of one run."""
 
     def __init__(self, workers: list[_Worker], *, timeout: float, grace: float) -> None:
         self._waiting = dict(enumerate(workers))
@@ -255,7 +255,7 @@ class _Collection:
         self._deadline = time.monotonic() + timeout
 
     def collect(self) -> tuple[list[Any], list[_Failure]]:
-        """Wait until every rank has ended, or stop those that do not. Return values by rank, and failures."""
+        """Wait until every rank has ended, stop ranks that do not end, and return values by rank and failures."""
         while self._waiting and (left := self._deadline - time.monotonic()) > 0:
             sources: dict[Any, int] = {}
             for rank, worker in self._waiting.items():
@@ -288,10 +288,10 @@ class _Collection:
 
 
 def _local_store() -> dist.TCPStore:
-    """A store for this machine alone, by IPv4.
+    """Make a store for this machine only, by IPv4.
 
-    The server looks up the name of whoever connects. Left to itself it listens by IPv6, where 127.0.0.1 appears
-    as ::ffff:127.0.0.1, which no /etc/hosts knows: without a name server every connection takes seconds.
+    The server looks up the host name of each client. By default it listens by IPv6, where 127.0.0.1 appears as
+    ::ffff:127.0.0.1, which is in no /etc/hosts: without a name server every connection takes seconds.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -327,7 +327,7 @@ def _stopped(rank: int, worker: _Worker, why: str) -> _Failure:
 
 
 def _first(failures: list[_Failure]) -> _Failure:
-    """The failure that explains the others: the earliest that is not itself a consequence."""
+    """Return the failure that explains the others: the earliest that is not itself a consequence."""
     return min(failures, key=lambda failure: (failure.is_consequence, failure.when))
 
 

@@ -1,4 +1,4 @@
-"""The worker pool itself: a test that fails, hangs or dies costs only itself."""
+"""The worker pool: a test that fails, hangs or dies does not affect other tests."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def settings() -> tuple:
 
 
 def fail_to_join(folder: str) -> None:
-    """Rank 1 alone tries to join another group."""
+    """Let only rank 1 join another group."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -78,7 +78,7 @@ def warn() -> None:
     warnings.warn("workers obey the filters of the test", UserWarning, stacklevel=1)
 
 
-def test_values_come_back_by_rank_and_tensors_travel(pool: Pool) -> None:
+def test_values_come_back_by_rank_and_tensors_are_pickled(pool: Pool) -> None:
     assert [value.tolist() for value in pool.run(3, sum_of, torch.ones(2), offset=1)] == [[6.0, 6.0]] * 3
 
 
@@ -102,11 +102,11 @@ def test_run_failing_gives_the_exception_of_every_rank(pool: Pool) -> None:
     assert pool.run_failing(2, process_id) == [None, None]
 
 
-@pytest.mark.parametrize(("how", "told"), [("kill", "killed by SIGKILL"), ("exit", "exit code 7")])
-def test_a_worker_that_dies_is_named_and_replaced(pool: Pool, how: str, told: str) -> None:
+@pytest.mark.parametrize(("how", "reported"), [("kill", "killed by SIGKILL"), ("exit", "exit code 7")])
+def test_a_worker_that_dies_is_named_and_replaced(pool: Pool, how: str, reported: str) -> None:
     before = pool.run(3, process_id)
     start = time.monotonic()
-    with pytest.raises(RankDied, match=rf"rank 1.*{told}"):
+    with pytest.raises(RankDied, match=rf"rank 1.*{reported}"):
         pool.run(3, die_on, 1, how)
     assert time.monotonic() - start < 10
     after = pool.run(3, process_id)

@@ -1,4 +1,4 @@
-"""One worker process of the test pool: it runs what it is sent. Who starts and stops it is pool.py."""
+"""Worker process of the test pool: it runs tasks that pool.py sends."""
 
 import faulthandler
 import gc
@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one rank runs: `call` is a pickled (function, arguments, keyword arguments)."""
+    """Task of one rank: `call` is a pickled (function, arguments, keyword arguments)."""
 
     name: str
     rank: int
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a rank ended: `pickled` is its return value or its exception. `when` is on the machine's clock."""
+    """Result of one rank: `pickled` is its return value or its exception. `when` is on the machine's clock."""
 
     kind: Literal["returned", "raised"]
     pickled: bytes
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def warning_filters() -> list[tuple[str, str, type[Warning], str, int]]:
-    """The filters in force here, in a form that `Task` carries to the workers."""
+    """Return the warning filters of this process, in the form of `Task.filters`."""
     return [
         (action, _pattern(message), category, _pattern(module), line)
         for action, message, category, module, line in warnings.filters
@@ -56,15 +56,15 @@ def warning_filters() -> list[tuple[str, str, type[Warning], str, int]]:
 
 
 def serve(connection: Connection, stacks: str) -> None:
-    """Run tasks from the connection until it closes or says None. SIGUSR1 writes the stacks of all threads.
+    """Run tasks from the connection until it closes or sends None. SIGUSR1 writes the stacks of all threads.
 
-    Per task the worker sends an `Outcome`, waits for the word that all ranks have ended (a group that one
-    rank destroys early would fail the others), cleans up and sends "clean". After an exception it leaves
-    the group at once, so that ranks that wait for it fail too instead of hanging.
+    Per task the worker sends an `Outcome`, waits for the message that all ranks have ended, cleans up and sends
+    "clean". It waits because a group that one rank destroys early would fail the others. After an exception it leaves
+    the group at once, so ranks that wait for it fail instead of hanging.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole foreground; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, which signals all
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
-    gc.freeze()  # what was imported before the fork is not searched for garbage after each test
+    gc.freeze()  # objects imported before the fork are excluded from garbage collection after each test
     environment = dict(os.environ)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -79,12 +79,12 @@ def serve(connection: Connection, stacks: str) -> None:
                 _restore(environment)
                 connection.send_bytes(pickle.dumps("clean"))
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            pass  # the parent is gone
+            pass  # the parent has ended
         faulthandler.unregister(signal.SIGUSR1)
 
 
 def _end_with_parent() -> None:
-    """A worker in the middle of a test does not notice that the parent was killed."""
+    """Exit when the parent has ended: within a test the worker would not notice."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -97,7 +97,7 @@ def _outcome(task: Task) -> Outcome:
         try:
             value = _run(task)
             return Outcome(kind="returned", pickled=pickle.dumps(value), traceback="", when=time.monotonic())
-        except BaseException as error:  # SystemExit too: a worker outlives its test
+        except BaseException as error:  # SystemExit too: a worker outlives its tests
             when = time.monotonic()
             text = "".join(traceback.format_exception(error))
             return Outcome(kind="raised", pickled=_pickled(error), traceback=text, when=when)
@@ -129,7 +129,7 @@ def _run(task: Task) -> Any:
 
 
 def _wait_until_all_have_joined(store: dist.Store, world_size: int) -> None:
-    """A test that fails at once on one rank would close connections that others still open."""
+    """Wait for all ranks: a rank whose test fails at once would close connections that others still open."""
     if store.add("joined", 1) == world_size:
         store.set("all joined", "")
     store.wait(["all joined"])
@@ -138,7 +138,7 @@ def _wait_until_all_have_joined(store: dist.Store, world_size: int) -> None:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    else:  # it was not joined: torch counts it all the same, and would look for the next one by another name
+    else:  # it was not joined: torch counts it nevertheless, and would expect another name for the next one
         distributed_c10d._world.group_count = 0
     gc.collect()  # connections close with the last reference to their group
 
@@ -162,7 +162,7 @@ def _seed(seed: int) -> None:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception, or one that says the same where it does not survive pickling."""
+    """Pickle the exception, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
