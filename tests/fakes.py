@@ -1,6 +1,6 @@
-"""Tensors that are shapes alone, and one rank of a group whose other ranks are not there.
+"""Fake tensors without numbers, and a fake process group with one real rank.
 
-Both can be had together: boost and a step then compute nothing, allocate nothing and wait for nobody.
+Used together, boost and a step compute nothing, allocate nothing and wait for nobody.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,19 +22,19 @@ from echelon.cluster.collectives import InFlight
 from echelon.cluster.device import default_device
 from echelon.zero import clipping
 
-Specs = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors of one transfer
+Specs = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the tensors of one transfer
 
 
 @contextmanager
 def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) -> Iterator[None]:
-    """Be a rank of a group whose other ranks are not there, and say what this one says.
+    """Simulate one rank of a process group without the other ranks.
 
-    The group answers at once with what it was given.
+    Collectives return at once, with this rank's inputs as the inputs of all ranks.
 
     Args:
-        backends: of the group, torch's `fake` for every kind of device.
-        rank, world_size: of the group.
-        arrives: what the stage before sends of a microbatch, which is drawn at random.
+        backends: backends of the group; torch's `fake` for every kind of device.
+        rank, world_size: rank and size of the group.
+        arrives: tensors of a microbatch that the previous stage sends; their values are random.
     """
     dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=world_size)
     channel = "echelon.pipeline.transport._Channel."
@@ -45,7 +45,7 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
             ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
             ("echelon.cluster.agree.begin_gather_integers", _own_row),
             ("echelon.zero.clipping.norm_over_all_ranks", _agreed_norm),
-            # A transfer is never "completed" in this group, and what is sent would stay.
+            # In this group no transfer ever completes, so sent tensors would be kept.
             ("echelon.pipeline.transport.PendingTransfer.is_over", True),
             (f"{channel}_description", lambda *_: arrives),
             (f"{channel}_empty", _drawn),
@@ -60,7 +60,7 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
 def _own_row(
     values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
 ) -> InFlight[list[tuple[int, ...]]]:
-    """As `begin_gather_integers` of ranks that all have what this one has."""
+    """Return what `begin_gather_integers` would if all ranks had this rank's values."""
     rows = [tuple(values)] * dist.get_world_size(group)
     return InFlight(None, torch.empty(0), lambda _: rows)
 
@@ -69,7 +69,7 @@ _norm_over_all_ranks = clipping.norm_over_all_ranks
 
 
 def _agreed_norm(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `norm_over_all_ranks`, whose sums of codes are here those of one rank: others would seem to differ."""
+    """Call `norm_over_all_ranks` with the checksums of one rank only: absent ranks would seem to differ."""
     norm, is_agreed = _norm_over_all_ranks(*given, **named)
     return norm, torch.ones_like(is_agreed)
 
@@ -80,10 +80,10 @@ def _drawn(channel: Any, specs: Specs) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def fake_tensors(*, flag: bool) -> Iterator[None]:
-    """Let boost and a step work on fake tensors, which hold no numbers.
+    """Run boost and steps on fake tensors, which have no numbers.
 
     Args:
-        flag: every bool that is read on the host. Other numbers are 1, bytes 0, and all tensors are equal.
+        flag: value of every bool that is read on the host. Other numbers are 1, bytes 0, and all tensors are equal.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -104,7 +104,7 @@ def fake_tensors(*, flag: bool) -> Iterator[None]:
 
 
 class _Read(TorchDispatchMode):
-    """Numbers of fake tensors that are read on the host are 1, and equal."""
+    """Return 1 for numbers of fake tensors that are read on the host, and True for comparisons of tensors."""
 
     def __init__(self, flag: bool) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Read(TorchDispatchMode):
 
 
 def _applied(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
-    """`Module._apply`, where torch would swap tensors, which fake ones do not allow."""
+    """Replace `Module._apply`, which would swap tensors: fake tensors do not allow it."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, each in module._parameters.items():
@@ -129,14 +129,14 @@ def _applied(module: nn.Module, function: Callable[..., Any], recurse: bool = Tr
         if made is not None and made.is_meta:  # a layer of another stage
             module._parameters[name] = nn.Parameter(made, each.requires_grad)
         elif made is not None and each is not None:
-            each.data = made  # on the same device: torch moves no fake parameter to another one
+            each.data = made  # on the same device: torch cannot move a fake parameter to another one
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
 
 
 def _really(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose tensors are real ones."""
+    """Wrap a function so that its tensors are real."""
 
     def computed(*args: Any) -> Any:
         with unset_fake_temporarily():

@@ -1,8 +1,8 @@
-"""Peak memory of one rank of many, by torch's memory tracker on fake tensors: nothing is computed, nothing allocated.
+"""Peak memory of one rank in a large world, by torch's memory tracker on fake tensors, without computation.
 
     python -m tests.peak_memory "70B tp8·pp8·dp64" middle recomputed
 
-Prints one line of JSON. The ranks that are not there are those of `tests/gpu/many.py`, which measures true peaks.
+Prints one line of JSON. The other ranks are simulated, as in `tests/gpu/many.py`, which measures real peaks.
 """
 
 import json
@@ -22,7 +22,7 @@ from .gpu.many import CLUSTERS, Cluster, one_of_many, plugin_of
 
 
 class Tracker(MemTracker):
-    """torch's, by operators alone: what it does besides for each module does not know microbatches."""
+    """torch's tracker of operators only: its hooks on modules do not support microbatches."""
 
     def _pre_fw_hook(self, *_: Any) -> None:
         pass
@@ -31,10 +31,10 @@ class Tracker(MemTracker):
 
 
 def measure(cluster: Cluster, place: str, *, is_recomputed: bool) -> dict[str, Any]:
-    """Bytes of a warm step: at its peak, what the ledger holds, and the layers of this stage."""
+    """Return the bytes of a warm step: the peak, the bytes in the ledger, and the layers of this stage."""
     with one_of_many(cluster, cluster.ranks[place]):
         plugin = plugin_of(cluster)
-        # Masks of fake tensors would be those of a graph that is traced for any batch; tokens are valid.
+        # With fake tensors transformers would make masks as for a traced graph of any batch; here all tokens are valid.
         with fake_tensors(flag=True), patch("transformers.masking_utils.is_tracing", lambda *_: False):
             torch.set_default_dtype(torch.bfloat16)
             model = LlamaForCausalLM(LlamaConfig(**cluster.sizes, max_position_embeddings=cluster.length))
@@ -63,7 +63,7 @@ def measure(cluster: Cluster, place: str, *, is_recomputed: bool) -> dict[str, A
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         names = dict(boosted.named_parameters())
         return {
-            "peak": peak["Total"] + held["masters"],  # which the tracker was not told of
+            "peak": peak["Total"] + held["masters"],  # the tracker does not see them
             "held": sum(held.values()),
             "layers": sum("input_layernorm" in name for name in names),
             "stage": plugin.mesh.rank("pp"),

@@ -1,11 +1,11 @@
-"""Boost and steps of models whose tensors are fake ones of a device that is neither the CPU nor there.
+"""Boost and training steps of models on fake tensors of a pretended device, which is not the CPU and does not exist.
 
     python -m tests.pretended_device llama mixtral "tp2·pp2, rank 3" "a mistake"
 
-A kernel that is given tensors of the CPU and of the device raises, as it does on a GPU. So does, in a step, a copy
-between them that the host waits for, which on a GPU is until all that was launched has run, and in a warm step a
-number that is read on the host. torch makes such a device out of its `privateuseone`; fake tensors of "cuda" end the
-process at the first backward of a CPU build. Nothing is computed.
+An operator that gets tensors of both the CPU and the device raises, as on a GPU. In a step, a copy between them also
+raises if the host waits for it: on a GPU it waits for all kernels launched before. In a warm step, so does a number
+that is read on the host. The device is torch's `privateuseone`; fake tensors of "cuda" would end the process at the
+first backward of a CPU build. Nothing is computed.
 """
 
 import sys
@@ -40,7 +40,7 @@ from .models.chatglm import register_chatglm
 
 NAME = "pretended"
 BACKEND = f"fake on {NAME}"
-# Where a step copies and waits, or reads a number, by file and function, with the reason.
+# Places where a step copies and waits, or reads a number, by file and function, with the reason.
 MAY_WAIT: dict[tuple[str, str], str] = {
     ("zero/clipping.py", "measure"): "the one read of a step",
     ("sequence/block_mask.py", "__init__"): "under ring attention, whether a mask hides anything",
@@ -49,11 +49,11 @@ MAY_WAIT: dict[tuple[str, str], str] = {
     ("gpt_neo/modeling_gpt_neo.py", "_attn"): "transformers' own: the least number",
     ("sam/modeling_sam.py", "get_rel_pos"): "transformers' own: places of position biases",
 }
-HIDDEN = 32  # of the small models
+HIDDEN = 32  # hidden size of the small models
 
 
 class MadeOnTheDevice(TorchFunctionMode):
-    """`torch.tensor(…, device=…)` by way of the CPU, where a fake one forgets its numbers: torch cannot move those."""
+    """Make `torch.tensor(…, device=…)` by way of the CPU: a fake tensor loses its numbers, and torch cannot move it."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,12 +67,12 @@ class MadeOnTheDevice(TorchFunctionMode):
 
 
 class NoWaits(TorchDispatchMode):
-    """Copies that the host waits for raise, but in the places of `MAY_WAIT`; in a warm step reads on the host, too."""
+    """Raise for copies that the host waits for, except in `MAY_WAIT`; in a warm step also for reads on the host."""
 
     def __init__(self, *, is_warm: bool) -> None:
         super().__init__()
         self._is_warm = is_warm
-        self._found: list[str] = []  # raised at the end: in a thread of backward an error ends the process
+        self._found: list[str] = []  # raised at the end: an error in a backward thread would end the process
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -90,7 +90,7 @@ class NoWaits(TorchDispatchMode):
 
 
 def _wait(function: Any, args: Any, kwargs: Any) -> str:
-    """Name what the host waits for in an operator: a copy between CPU and device, a number that is read; or ""."""
+    """Name the copy between CPU and device, or the read of a number, that the host waits for in an operator, or ""."""
     aten, sources = torch.ops.aten, ()
     goes_on, device = False, None
     if function is aten._to_copy.default:
@@ -102,7 +102,7 @@ def _wait(function: Any, args: Any, kwargs: Any) -> str:
         goes_on = kwargs.get("non_blocking", args[2:] == (True,))
         device, sources = args[0][0].device, args[1]
     elif function in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-        device, sources = args[0].device, args[1]  # places that are on the CPU are copied
+        device, sources = args[0].device, args[1]  # indices on the CPU are copied
     elif function in READS:
         return "reads a number from" * (args[0].device.type == NAME)
     kinds = {each.device.type for each in sources if each is not None and each.numel()}
@@ -122,14 +122,14 @@ READS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model under a layout, and the rank that trains it."""
+    """Model, layout, and the rank that trains it."""
 
     choice: ModelChoice
     layout: Layout
     rank: int = 0
 
 
-# Of model types whose fake kernels cannot take 16 bits.
+# Precisions of model types whose fake kernels do not support 16 bits.
 PRECISIONS = {"swinv2": "fp32", "chatglm": "fp32"}
 ZERO = Layout(dp=2, zero=1)
 LAYOUTS = (
@@ -154,7 +154,7 @@ ADAPTED = (Layout(tp=2), ZERO)
 
 
 def layouts() -> dict[str, Case]:
-    """A Llama under every layout by the first and the last rank; and with LoRA."""
+    """Return the cases of a Llama under every layout, on the first and the last rank, and with LoRA."""
 
     def case(choice: ModelChoice, layout: Layout, rank: int = 0) -> Case:
         return Case(choice=choice, layout=replace(layout, microbatches=2, max_norm=1.0), rank=rank)
@@ -167,25 +167,25 @@ def layouts() -> dict[str, Case]:
 
 @contextmanager
 def pretended(case: Case) -> Iterator[Booster]:
-    """Be the rank of a case on the device, with a booster for its layout."""
+    """Simulate the rank of a case on the device, and yield a booster for its layout."""
     layout = case.layout
-    hidden = torch.Size((2, LENGTH, HIDDEN)), layout.config.dtype  # of a microbatch
+    hidden = torch.Size((2, LENGTH, HIDDEN)), layout.config.dtype  # sent for a microbatch
     with one_rank(f"cpu:fake,{NAME}:{BACKEND}", case.rank, layout.world_size, arrives=(hidden,)):
         assert default_device() == torch.device(NAME, 0)
-        plugin = HybridParallelPlugin(**layout.arguments)  # whose mesh is of real tensors
+        plugin = HybridParallelPlugin(**layout.arguments)  # its mesh has real tensors
         with fake_tensors(flag=False), MadeOnTheDevice():
             yield Booster(plugin=plugin)
 
 
 def train(booster: Booster, case: Case) -> None:
-    """Boost a model on the device, where fake ones have to be made, and make steps of it."""
+    """Boost a model, made on the device if it is fake, and run steps."""
     device, layout = default_device(), case.layout
     with device:
         model: Any = case.choice.build()
     optimizer: Any = torch.optim.AdamW(each for each in model.parameters() if each.requires_grad)
     model, optimizer, *_ = booster.boost(model, optimizer)
-    batch = make_batch(case.choice, num_samples=4, seed=0)  # on the CPU, as a dataloader gives it
-    for step in range(2 if layout.world_size == 1 else COMPARED_CALLS + 1):  # and a warm one
+    batch = make_batch(case.choice, num_samples=4, seed=0)  # on the CPU, as from a dataloader
+    for step in range(2 if layout.world_size == 1 else COMPARED_CALLS + 1):  # with one warm step
         with NoWaits(is_warm=step == COMPARED_CALLS or layout.world_size == step == 1):
             loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]
             optimizer.step()
@@ -195,17 +195,17 @@ def train(booster: Booster, case: Case) -> None:
 
 
 def left_where_it_was(engine: PipelineEngine, batch: Any) -> Any:
-    """Batches stay where dataloaders made them."""
+    """Leave batches on the device where the dataloader made them."""
     return batch
 
 
 def copied_while_the_host_waits(engine: PipelineEngine, batch: Any) -> Any:
-    """Batches are copied before the host goes on."""
+    """Copy batches while the host waits."""
     return map_tensors(batch, lambda tensor: tensor.to(engine.mesh.device))
 
 
 def read_on_the_host(engine: PipelineEngine, batch: Any, to_compute: Any = PipelineEngine.to_compute) -> Any:
-    """A number of every batch is asked for."""
+    """Read a number of every batch on the host."""
     moved = to_compute(engine, batch)
     int(moved["input_ids"].sum())
     return moved
@@ -219,7 +219,7 @@ MISTAKES: dict[str, Callable[..., Any]] = {
 
 
 def outcome(name: str) -> str:
-    """Train a layout of `LAYOUTS`, BERT with a mistake, or else the model type of this name; "trains", or the error."""
+    """Train a layout of `LAYOUTS`, BERT with a mistake, or the named model type; return "trains" or the error."""
     mistake = MISTAKES.get(name, PipelineEngine.to_compute)
     alone = Layout(microbatches=2, max_norm=1.0, precision=PRECISIONS.get(name, "bf16"))
     choice = ModelChoice(model_type="bert" if name in MISTAKES else name)

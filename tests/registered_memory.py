@@ -1,4 +1,4 @@
-"""CUDA's side of `host_memory`, played on a machine without a GPU: which memory of the host is registered."""
+"""Simulation of CUDA for `host_memory` on a machine without a GPU: records which host memory is registered."""
 
 import ctypes
 import gc
@@ -14,10 +14,10 @@ from echelon.cluster.device import host_memory
 
 
 class Registered:
-    """Memory that is registered with CUDA, and what was done in order.
+    """Host memory that is registered with CUDA, and the calls in order.
 
     Attributes:
-        sizes: bytes by address, of what is registered now.
+        sizes: bytes of each registered block, by address.
         done: ("register", bytes), ("wait", 0) for the device, ("unregister", bytes).
     """
 
@@ -27,30 +27,30 @@ class Registered:
 
     @property
     def nbytes(self) -> int:
-        """All that is registered now."""
+        """Return the number of registered bytes."""
         return sum(self.sizes.values())
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
-        """cudaHostRegister."""
+        """Simulate cudaHostRegister."""
         assert flags == 0 and address not in self.sizes
         self.sizes[address] = nbytes
         self.done.append(("register", nbytes))
         return 0
 
     def unregister(self, address: int) -> int:
-        """cudaHostUnregister, of memory that must still be there."""
+        """Simulate cudaHostUnregister; the memory must still exist."""
         ctypes.c_uint8.from_address(address).value = 1
         self.done.append(("unregister", self.sizes.pop(address)))
         return 0
 
     def wait(self, device: torch.device) -> None:
-        """torch.cuda.synchronize."""
+        """Simulate torch.cuda.synchronize."""
         self.done.append(("wait", 0))
 
 
 @contextmanager
 def registered_memory(*users: ModuleType) -> Iterator[Registered]:
-    """Inside, modules get memory as if their device were CUDA. At the end nothing may use it any more."""
+    """Let modules allocate host memory as if their device were CUDA; on exit no memory may still be registered."""
     found = Registered()
     cudart = SimpleNamespace(cudaHostRegister=found.register, cudaHostUnregister=found.unregister)
     with ExitStack() as patches:
