@@ -1,4 +1,4 @@
-"""torch.compile in tests: graphs of layers that run as they are, once traced forward and backward, and are counted."""
+"""torch.compile in tests: compiled layers run their traced operations without inductor; their graphs are counted."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-# torch's own, where it compiles: of what it does itself, and of what it hides from users.
+# Warnings of torch's own code while it compiles.
 HIDDEN = (
     "`torch.jit.script",
     "The .grad attribute of a Tensor",
@@ -20,13 +20,13 @@ HIDDEN = (
 def traced_layers(
     *, most_graphs: int | None = None, may_break: bool = False
 ) -> Iterator[list[torch.fx.GraphModule]]:
-    """Within, compiled layers run the operations that were traced, instead of what inductor makes of them.
+    """Within the block, compiled layers run their traced operations without inductor's code generation.
 
     Yields:
-        The graphs of forwards, as they are traced.
+        The list of forward graphs, extended as they are traced.
 
     Raises:
-        AssertionError: at the end, there are more than `most_graphs`, or a layer was left within its forward.
+        AssertionError: on exit, if there are more than `most_graphs` graphs, or a graph break within a layer's forward.
     """
     import torch._dynamo
     from torch._dynamo.backends.debugging import aot_eager
@@ -38,7 +38,7 @@ def traced_layers(
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    torch._dynamo.reset()  # what earlier tests compiled decides which sizes are taken for constants
+    torch._dynamo.reset()  # layers compiled by earlier tests influence which sizes become constants
     counters.clear()
     with patch("echelon.shardformer.compiled_layers.inductor", backend), warnings.catch_warnings():
         for message in HIDDEN:

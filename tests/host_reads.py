@@ -1,4 +1,4 @@
-"""Counting where a process reads numbers from tensors, which on a GPU waits until all that was launched has run."""
+"""Counts of host reads of tensors, each of which on a GPU waits for all kernels launched before."""
 
 import sys
 from collections import Counter
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.pipeline.known_masks import KnownTensor
 
-# Reads of what is on the host on a GPU machine too, by file and function, with the reason.
+# Reads of tensors that are on the host also on a GPU machine, by file and function, with the reason.
 ON_THE_HOST = {
     ("cluster/random.py", "_drawn"): "a number of the CPU's generator",
     ("cluster/agree.py", "_extend"): "a batch as the dataloader gives it; on a device it is hashed there",
@@ -29,7 +29,7 @@ Places = Counter[tuple[str, str]]  # by file and function
 
 
 class HostReads(TorchDispatchMode):
-    """Counts where numbers are read from tensors; what dispatches nothing on CPUs is counted by `host_reads`."""
+    """Counter of host reads that dispatch an operator; `host_reads` counts the others."""
 
     supports_higher_order_operators = True
     NAMES = (
@@ -55,10 +55,10 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, read: Any = None) -> None:
-        """Count a read for the place that makes it, but not those of the optimizer's own counters.
+        """Count a read for its calling place, except for step counters of optimizers.
 
         Args:
-            read: the tensor, where that is known; a `KnownTensor` itself is on the device.
+            read: the tensor, if known; a `KnownTensor` itself is on the device.
         """
         place = place_outside_torch()
         if place is not None and (place not in ON_THE_HOST or isinstance(read, KnownTensor)):
@@ -66,10 +66,10 @@ class HostReads(TorchDispatchMode):
 
 
 def place_outside_torch(*besides: str) -> tuple[str, str] | None:
-    """File and function of the innermost call outside of torch, this file and others.
+    """Return file and function of the innermost call outside of torch, this file and `besides`.
 
-    None within torch's optimizers, whose counters of steps are on the CPU, or read by kernels on the device; and in
-    a thread that torch runs backward in.
+    None within torch's optimizers, whose step counters are on the CPU or are read by kernels on the device, and in
+    autograd's backward threads.
     """
     frame = sys._getframe(1)
     while "/torch/" in (file := frame.f_code.co_filename) or file in (__file__, *besides) or _is_inner(frame):
@@ -82,13 +82,13 @@ def place_outside_torch(*besides: str) -> tuple[str, str] | None:
 
 
 def _is_inner(frame: FrameType) -> bool:
-    """Tell whether this is a comprehension, which from Python 3.12 on has no frame of its own."""
+    """Return True for a comprehension: from Python 3.12 on it has no frame of its own."""
     return frame.f_code.co_name in ("<dictcomp>", "<listcomp>", "<setcomp>")
 
 
 @contextmanager
 def host_reads() -> Iterator[Places]:
-    """Count host reads by place."""
+    """Count the host reads within the block by place."""
     reads = HostReads()
 
     def noting(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Communication that completes late: over gloo, what would be a race on a stream of NCCL's is an error here.
+"""Delayed completion of communication: races that would occur on NCCL's streams become errors over gloo.
 
-gloo may have done before anybody waits, and may have sent at once what it is given. Within `late_completion` an output
-holds NaN until `wait` has returned (all bits set; in integers −1), and at `wait` every input must be what it was when
-the communication began. It wraps the methods of torch's ProcessGroup, which all functions of torch.distributed come to.
+gloo may complete a communication before `wait`, and may send its input at once. Within `late_completion` an output
+is NaN until `wait` has returned (all bits set; −1 for integers), and at `wait` every input must be unchanged since the
+call. It wraps the methods of torch's ProcessGroup, which all functions of torch.distributed call.
 """
 
 import sys
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# By method: the places of its arguments that are written to, and of those that are read alone. torch 2.13 renamed
-# some, and has both; the older names can go once it is the oldest torch allowed.
+# Positions of the written and of the read-only arguments by method. torch 2.13 renamed some methods and has both names;
+# the older ones can go once it is the oldest torch allowed.
 METHODS = {
     "allreduce": ((0,), ()),
     "broadcast": ((0,), ()),
@@ -34,10 +34,10 @@ METHODS = {
 
 @contextmanager
 def late_completion() -> Iterator[None]:
-    """Let all that this process communicates complete late.
+    """Delay the completion of all communication of this process.
 
     Raises:
-        AssertionError: a tensor was written to in flight; at the end, so that no other rank waits for this one.
+        AssertionError: a tensor was modified in flight; raised on exit, so no other rank waits for this one.
     """
     faults: list[str] = []
     with ExitStack() as stack:
@@ -54,14 +54,14 @@ def late_completion() -> Iterator[None]:
 
 
 class LateWork:
-    """Communication in flight between copies of the tensors it is about. See `late_completion`.
+    """Communication in flight on copies of its tensors. See `late_completion`.
 
     Args:
-        work: of the copies.
-        inputs: tensors that are read alone.
+        work: the work handle of the copies.
+        inputs: tensors that are only read.
         outputs: tensors that are written to, each with its copy.
-        what: names the communication.
-        faults: where it says that a tensor was written to.
+        what: name of the communication, for errors.
+        faults: list that collects the errors.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LateWork:
         return getattr(self._work, name)
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait, look whether the tensors are as they were, and fill the outputs. Once more does nothing."""
+        """Wait, check that the tensors are unchanged, and fill the outputs. Repeated calls do nothing."""
         if self._is_done:
             return True
         self._work.wait(*timeout)
@@ -98,7 +98,7 @@ class LateWork:
 
 
 def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
-    """A method of ProcessGroup, between copies of its tensors."""
+    """Wrap a method of ProcessGroup so that it communicates copies of its tensors."""
     method = getattr(dist.ProcessGroup, name)
     written_to, read = METHODS[name]
 
@@ -112,7 +112,7 @@ def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
         for tensor in inputs:
             if any(
                 tensor.numel() < output.numel() for output in outputs
-            ):  # a gather leaves what it sends in place
+            ):  # a gather does not modify its input
                 tensor.data.copy_(copies[id(tensor)])
         return LateWork(
             work,
@@ -126,24 +126,24 @@ def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested lists."""
+    """Return the tensors of nested lists."""
     return [tree] if isinstance(tree, Tensor) else [tensor for each in tree for tensor in tensors_in(each)]
 
 
 def replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
-    """The same with copies of the tensors."""
+    """Return nested lists with their tensors replaced by the copies."""
     if isinstance(tree, list | tuple):
         return type(tree)(replaced(each, copies) for each in tree)
     return copies.get(id(tree), tree)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return tensor.data.view(-1).view(torch.uint8)  # `data` counts no writes
+    """Return the bytes of a contiguous tensor."""
+    return tensor.data.view(-1).view(torch.uint8)  # writes through `data` do not change the version counter
 
 
 def _where() -> str:
-    """The innermost lines outside of torch, from the last one outwards."""
+    """Return the innermost stack lines outside of torch, innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None and len(found) < 4:
         file = frame.f_code.co_filename
