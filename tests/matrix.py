@@ -1,10 +1,10 @@
-"""Results of `make test-all`, in parts: each part keeps its own, and all parts of one commit make docs/models.md.
+"""Results of `make test-all`, in parts: each part writes a file, and all parts of a commit make docs/models.md.
 
     PART=3/8 KEEP_RESULTS=tests/results pytest tests     # every eighth test, from the third on
     python -m tests.matrix                               # tests/results → cli/matrix.json → docs/models.md
 
-A test is a row by its parameters: a `ModelChoice` and a `Layout`, or a `FeatureCase`. Of a feature that is refused it
-says `record_property("refused", reason)`, and passes. A row that no part ran stays, with the commit that it is of.
+The parameters of a test name its row: a `ModelChoice` and a `Layout`, or a `FeatureCase`. For a refused feature a test
+calls `record_property("refused", reason)` and passes. A row that no part ran is kept, with the commit of its result.
 """
 
 import json
@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests" / "results"
 MATRIX = ROOT / "cli" / "matrix.json"
 PAGE = ROOT / "docs" / "models.md"
-# Made from results: a commit that changes nothing else is no other commit.
+# Generated from results: a commit that changes only these files does not count as another commit.
 MADE = (RESULTS, MATRIX, PAGE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureCase:
-    """The parameter of a test of one feature on one model type, by which its result is found.
+    """Parameter of a test of one feature on one model type; identifies its result.
 
     Args:
         model_type: `config.model_type` of transformers.
@@ -53,7 +53,7 @@ class FeatureCase:
 
 
 def part_of_environment() -> tuple[int, int]:
-    """The part of the tests that PART=k/n asks for; (1, 1) without it."""
+    """Return the part of the tests that PART=k/n requests; (1, 1) without it."""
     number, _, count = os.environ.get("PART", "1/1").partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(
@@ -63,7 +63,7 @@ def part_of_environment() -> tuple[int, int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of other parts out. Neighbours, which take about as long, go to different parts."""
+    """Deselect tests of other parts. Neighbouring tests, which take similar times, go to different parts."""
     number, count = part_of_environment()
     if count > 1:
         chosen = items[number - 1 :: count]
@@ -76,9 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put the row that a test is into its report, which travels from a process of pytest-xdist to the first."""
+    """Add the row of a test to its report, which pytest-xdist sends to the main process."""
     report = yield
-    callspec = getattr(item, "callspec", None)  # of parametrized tests
+    callspec = getattr(item, "callspec", None)  # only parametrized tests have it
     given = [] if callspec is None else list(callspec.params.values())
     if [type(each) for each in given] == [ModelChoice, Layout]:
         choice, layout = given
@@ -91,14 +91,14 @@ def pytest_runtest_makereport(
 
 
 class Keeper:
-    """Collects the rows of a run and writes them into a file of its own at the end."""
+    """Collector of a run's rows, written to a file at the end of the session."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.found: dict[str, Any] = {"rows": {}, "features": {}}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the outcome of a test that is a row."""
+        """Record the outcome of a test that has a row."""
         if report.when != "call" or report.skipped:
             return
         for name, place in report.user_properties:
@@ -110,7 +110,7 @@ class Keeper:
                 cells[last] = report.passed if kind == "rows" else _outcome(report)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the file of this part; a run that was interrupted writes none."""
+        """Write the file of this part, unless the run was interrupted."""
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return
         number, count = part_of_environment()
@@ -126,26 +126,26 @@ class Keeper:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep results where KEEP_RESULTS names a folder, in the first process only."""
+    """Collect results if KEEP_RESULTS names a folder, in the main process only."""
     if "KEEP_RESULTS" in os.environ and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Keeper(Path(os.environ["KEEP_RESULTS"])), "results of the matrix")
 
 
 def types_with_a_table() -> list[str]:
-    """The model types, and libraries of classes, that have a table of Echelon's; tests register some of their own."""
+    """Return the model types, and libraries of classes, that have a table of Echelon; tests register others."""
     libraries = (name.partition(".")[0] for name in table._TABLES_OF_CLASSES)
     return sorted({*model_types(), *libraries} - {"tests"})
 
 
 def current_commit() -> str:
-    """The last commit that changed anything but results; "+" behind it where files differ from it."""
+    """Return the last commit that changed more than results, followed by "+" if files differ from it."""
     paths = [".", *(f":!{path.relative_to(ROOT)}" for path in MADE)]
     commit = _git("log", "-1", "--format=%h", "--", *paths)
     return commit + "+" * bool(_git("status", "--porcelain", "--", *paths))
 
 
 def complete_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """All parts of one commit, releases and number of parts; none where parts are missing."""
+    """Return the parts of one commit, release and number of parts; an empty list if parts are missing."""
     groups: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for part in parts:
         number, count = part["part"]
@@ -155,10 +155,10 @@ def complete_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def merged(before: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The matrix of all parts of one commit. A cell that none of them has stays.
+    """Merge the parts of one commit into the matrix; cells that no part has are kept.
 
-    The commit that most cells are of stands above all, and cells of others are listed under "others": older ones, or
-    those that were tried again.
+    The commit of most cells becomes that of the matrix. Cells of other commits, older or tested again, are listed under
+    "others".
     """
     first, others = parts[0], before.get("others", {})
     cells = {
@@ -188,7 +188,7 @@ def _name(path: Sequence[str]) -> str:
 
 
 def make_page(results: Path = RESULTS, matrix: Path = MATRIX, document: Path = PAGE) -> str:
-    """Merge the parts, if all are there, make the page, and remove them. Return what was done."""
+    """Merge the parts if all are there, write the page, remove the parts, and return a summary."""
     files = {path: json.loads(path.read_text()) for path in sorted(results.glob("*-of-*.json"))}
     parts = complete_parts(list(files.values()))
     if not parts:

@@ -1,7 +1,6 @@
-"""The project itself: imports run one way, and setup.py lists the packages that there are.
+"""Structure of the project: one-way imports, file sizes, docstrings, device code, and the packages of setup.py.
 
-Sources are read with ast and never imported, so that an import inside a function or under TYPE_CHECKING
-counts too.
+Sources are parsed and never imported, so imports inside a function or under TYPE_CHECKING count, too.
 """
 
 import ast
@@ -15,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# The layers of docs/design.md, lowest first; those of one line know nothing of each other.
+# The layers of docs/design.md, lowest first; packages on one line do not import each other.
 LAYERS = (
     ("cluster",),
     ("data",),
@@ -32,11 +31,11 @@ LAYERS = (
 LAYER_OF = {folder: layer for layer, folders in enumerate(LAYERS) for folder in folders}
 FOLDERS = sorted(LAYER_OF.keys() - {"echelon"})
 OUTSIDE = ("examples", "benchmarks", "tests")
-# At most so many lines; the files and functions that have more, until they are cut.
+# Maximum numbers of lines.
 FILE_LINES, FUNCTION_LINES = 500, 60
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
-# Calls of torch.distributed that communicate stand in cluster/ and pipeline/transport.py. How many are left elsewhere:
+# Calls of torch.distributed that communicate are only allowed in cluster/ and pipeline/transport.py.
 COMMUNICATE = re.compile(
     r"(i?send|i?recv|(all_|batch_)?(reduce|gather|scatter|broadcast|isend|to_all|barrier)\w*)$"
 )
@@ -53,7 +52,7 @@ def outside_sources() -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """The dotted name under which a source of the package is imported, `__init__` included."""
+    """Return the dotted name of a source of the package, `__init__` included."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts if parts[0] == "echelon" else ("echelon", *parts))
 
@@ -61,7 +60,7 @@ def module_name(path: Path) -> str:
 def imports(source: str, module: str) -> Iterator[tuple[int, bool, str]]:
     """Yield (line, relative, dotted name) of every import in `source`, the source of `module`.
 
-    Each name of a `from` import counts by itself: `from .. import zero` is an import of `echelon.zero`.
+    Each name of a `from` import counts separately: `from .. import zero` is an import of `echelon.zero`.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -73,13 +72,13 @@ def imports(source: str, module: str) -> Iterator[tuple[int, bool, str]]:
 
 
 def layer_name(target: str) -> str:
-    """The folder that a name below `echelon` is of; `echelon` itself where it is one of the public names."""
+    """Return the folder of a name below `echelon`; `echelon` itself for one of the public names."""
     first, second = [*target.split("."), ""][:2]
     return second if first == "echelon" and second in LAYER_OF else first
 
 
 def faults_within(source: str, module: str) -> list[str]:
-    """All that is wrong with the imports of a module of the package."""
+    """Return the import errors of a module of the package."""
     own = layer_name(module)
     faults = []
     for line, relative, target in imports(source, module):
@@ -95,7 +94,7 @@ def faults_within(source: str, module: str) -> list[str]:
 
 
 def faults_outside(source: str, module: str) -> list[str]:
-    """All that is wrong with the imports of a test, an example or a benchmark."""
+    """Return the import errors of a test, an example or a benchmark."""
     return [
         f"{module}:{line}: {target}: is a second copy of the module; import it from echelon"
         for line, relative, target in imports(source, module)
@@ -121,7 +120,7 @@ def test_tests_and_examples_import_the_folders_through_echelon() -> None:
 
 
 def imported_modules(source: str, module: str, modules: Container[str]) -> set[str]:
-    """The modules among `modules` that a source imports relatively, also for type checkers alone."""
+    """Return those of `modules` that a source imports relatively, also under TYPE_CHECKING."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -132,7 +131,7 @@ def imported_modules(source: str, module: str, modules: Container[str]) -> set[s
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[str]:
-    """The nodes from which a way leads back to them."""
+    """Return the nodes on cycles of a graph."""
 
     def reached(start: str) -> set[str]:
         found: set[str] = set()
@@ -147,7 +146,7 @@ def circles(graph: Mapping[str, set[str]]) -> set[str]:
 
 
 def module_graph() -> dict[Path, set[Path]]:
-    """The files that each file of the package imports."""
+    """Return the imported files of each file of the package."""
     paths = {module_name(path).removesuffix(".__init__"): path for path in package_sources()}
     return {
         path: {paths[name] for name in imported_modules(path.read_text(), module_name(path), paths)} - {path}
@@ -172,7 +171,7 @@ def test_no_folder_imports_itself_over_others() -> None:
     assert circles(graph) == set()
 
 
-def test_a_circle_of_imports_is_found_also_one_for_type_checkers() -> None:
+def test_a_cycle_of_imports_is_found_also_one_for_type_checkers() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
     modules = {"echelon.zero.norm", "echelon.zero", "echelon.cluster.mesh"}
     source = "if TYPE_CHECKING:\n    from . import norm\nfrom ..cluster.mesh import Mesh"
@@ -195,7 +194,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def long_functions(source: str, path: str) -> Iterator[str]:
-    """The functions of a source whose bodies have FUNCTION_LINES lines or more, as "path:function"."""
+    """Return the functions of a source whose bodies have FUNCTION_LINES lines or more, as "path:function"."""
     for node in ast.walk(ast.parse(source)):
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and (node.end_lineno or 0) - node.body[0].lineno + 1 >= FUNCTION_LINES:
@@ -203,7 +202,7 @@ def long_functions(source: str, path: str) -> Iterator[str]:
 
 
 def communicating_calls(source: str) -> list[str]:
-    """The calls of torch.distributed in a source that communicate."""
+    """Return the calls of torch.distributed in a source that communicate."""
     return [
         node.func.attr
         for node in ast.walk(ast.parse(source))
@@ -212,7 +211,7 @@ def communicating_calls(source: str) -> list[str]:
     ]
 
 
-# A note begins a line, and its text follows; elsewhere it is cited.
+# A note starts a line and is followed by its text; elsewhere it is cited.
 NOTE = re.compile(r"\[Note: ([^\]]+)\]")
 NOTE_BEGINS = re.compile(r"^\s*(?:# )?\[Note: ([^\]]+)\](?: |$)", re.MULTILINE)
 
@@ -226,7 +225,7 @@ def test_a_note_that_is_cited_exists() -> None:
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """The docstrings of a source."""
+    """Yield the docstrings of a source."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
@@ -256,7 +255,7 @@ def test_few_files_beside_cluster_communicate_by_themselves() -> None:
 
 
 def device_dependent_lines(source: str) -> list[int]:
-    """The lines of a source that name CUDA, use what only CUDA has, or compare kinds of devices other than the CPU."""
+    """Return the lines of a source that name CUDA, use its functions, or compare device kinds other than the CPU."""
     return sorted({node.lineno for node in ast.walk(ast.parse(source)) if _depends_on_device(node)})
 
 
@@ -279,19 +278,19 @@ def _depends_on_device(node: ast.AST) -> bool:
 
 
 def _is_kind(node: ast.expr) -> bool:
-    """Return True for the kind of a device: `….device.type`, `get_default_device().type`."""
+    """Return True for an expression of a device's kind: `….device.type`, `get_default_device().type`."""
     text = ast.unparse(node)
     return isinstance(node, ast.Attribute) and node.attr == "type" and "device" in text.lower()
 
 
-# Files that name CUDA and decide nothing by it, with the reason.
+# Files that name CUDA without depending on it, with the reason.
 NAMING_CUDA = {
     "checkpoint/step.py": "a key of the file of random states",
     "shardformer/sequence/before_layers.py": "the table of a tensor's properties",
 }
 
 
-def test_one_small_file_tells_cuda_from_other_devices() -> None:
+def test_only_one_small_file_depends_on_cuda() -> None:
     own = ROOT / "cluster" / "device.py"
     assert len(device_dependent_lines(own.read_text())) > 5 and own.read_text().count("\n") <= 250
     found = {
@@ -379,7 +378,7 @@ def test_the_reference_of_the_parity_check_imports_nothing_of_echelon() -> None:
     if not path.exists():
         pytest.skip("there is no verify/reference.py")
     found = [target for _, relative, target in imports(path.read_text(), module_name(path)) if relative]
-    assert found == []  # an absolute one is caught above: inside the package none is allowed
+    assert found == []  # absolute imports are caught above: none is allowed inside the package
 
 
 def test_the_layers_are_the_folders_that_setup_lists() -> None:
@@ -387,7 +386,7 @@ def test_the_layers_are_the_folders_that_setup_lists() -> None:
     assert sorted(setup["FOLDERS"]) == FOLDERS
 
 
-def test_the_folder_echelon_links_to_every_package_and_holds_nothing_else() -> None:
+def test_the_folder_echelon_links_to_every_package_and_to_nothing_else() -> None:
     links = {path.name: path for path in (ROOT / "echelon").iterdir() if path.is_symlink()}
     assert {name: str(path.readlink()) for name, path in links.items()} == {
         name: f"../{name}" for name in (*FOLDERS, "__init__.py")
@@ -397,7 +396,7 @@ def test_the_folder_echelon_links_to_every_package_and_holds_nothing_else() -> N
 
 
 def test_import_graphs_follow_every_relative_import_without_links() -> None:
-    """A reader of sources climbs from a file to folders with an `__init__.py`, the root's last."""
+    """An import graph goes up from a file through folders with an `__init__.py`; the last one is the root."""
     for path in package_sources():
         folders = [folder for folder in path.resolve().parents if (folder / "__init__.py").exists()]
         levels = [
@@ -406,26 +405,26 @@ def test_import_graphs_follow_every_relative_import_without_links() -> None:
         assert max(levels, default=0) <= len(folders) and folders[-1] == ROOT, path
 
 
-def test_tests_are_found_by_their_path_whatever_the_folder_of_the_clone_is_called() -> None:
+def test_tests_are_found_by_their_path_under_any_name_of_the_clone() -> None:
     assert __name__ == "tests.test_project"
     assert {str(ROOT), str(ROOT.parent)} & {*sys.path} == {str(ROOT)}
 
 
-def test_setup_lists_every_package_that_there_is() -> None:
+def test_setup_lists_every_package() -> None:
     setup = runpy.run_path(str(ROOT / "setup.py"))
     found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert found - set(OUTSIDE) == {"echelon", *FOLDERS}
     homes = {module_name(path).rpartition(".")[0] for path in package_sources()}
-    assert homes == set(setup["packages"]())  # a folder without __init__.py would be left out of the wheel
+    assert homes == set(setup["packages"]())  # a folder without __init__.py would be missing from the wheel
 
 
-def test_the_oldest_transformers_that_is_allowed_is_the_one_that_make_tries() -> None:
+def test_make_tries_the_oldest_transformers_that_is_allowed() -> None:
     (allowed,) = re.findall(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     (tried,) = re.findall(r"^OLDER \?= transformers==([\d.]+)$", (ROOT / "Makefile").read_text(), flags=re.M)
     assert f"{tried}.".startswith(f"{allowed}.")
 
 
-def test_the_picture_of_the_imports_shows_every_package_and_no_circle() -> None:
+def test_the_picture_of_the_imports_shows_every_package_and_no_cycle() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_imports.py"))
     graph = {package: drawn["imported"](package) for package in drawn["packages"]()}
     picture = drawn["picture"](graph)

@@ -1,4 +1,4 @@
-"""What the documents show runs as it stands, and what they point to exists."""
+"""Code and links of the documents: scripts run as shown, and linked files exist."""
 
 import inspect
 import re
@@ -30,12 +30,14 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def names_after(text: str, label: str) -> set[str]:
-    """The argument names in the item of a list that begins with a bold label."""
+    """Return the argument names in the list item that begins with a bold label."""
     (item,) = re.findall(rf"^- \*\*{label}.*?(?=^- |^$)", text, flags=re.M | re.S)
     return set(re.findall(r"`([a-z0-9_]+)`", item))
 
 
-def test_the_script_of_the_readme_trains_alike_on_one_process_and_on_four(pool: Pool, tmp_path: Path) -> None:
+def test_the_script_of_the_readme_trains_equally_on_one_process_and_on_four(
+    pool: Pool, tmp_path: Path
+) -> None:
     (script,) = code_blocks(README, "python")
     assert len(script.splitlines()) <= 25
     alone = losses(pool.run(1, printed, script, tmp_path)[0])
@@ -44,7 +46,7 @@ def test_the_script_of_the_readme_trains_alike_on_one_process_and_on_four(pool: 
     assert len(alone) == 5
     assert alone == sorted(alone, reverse=True)
     assert alone[-1] < 0.8 * alone[0]
-    # The same global batches: 20 steps of float32 sums in another order.
+    # The global batches are the same; the tolerance is for 20 steps of float32 sums in another order.
     assert together == pytest.approx(alone, abs=1e-4)
     assert shapes(tmp_path / "llama.safetensors") == saved_alone
 
@@ -65,7 +67,7 @@ def test_the_script_moved_from_colossalai_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_schedule_of_the_pipelines_guide_trains_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
+def test_the_schedule_of_the_pipelines_guide_trains_equally_on_one_process_and_on_two(tmp_path: Path) -> None:
     (script,) = code_blocks(PIPELINE, "python")
     alone = losses(run_script(script, tmp_path, num_processes=None))
     assert len(alone) == 5
@@ -73,7 +75,7 @@ def test_the_schedule_of_the_pipelines_guide_trains_alike_on_one_process_and_on_
     assert losses(run_script(script, tmp_path, num_processes=2)) == alone
 
 
-def test_what_the_pipelines_guide_says_of_a_schedule_of_ones_own_is_so(
+def test_the_pipelines_guide_is_right_about_a_custom_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (script,) = code_blocks(PIPELINE, "python")
@@ -86,11 +88,11 @@ def test_what_the_pipelines_guide_says_of_a_schedule_of_ones_own_is_so(
     assert (tmp_path / "pairs.svg").stat().st_size > 0
 
 
-def test_the_pipelines_guide_quotes_what_is_said_of_bad_schedules() -> None:
+def test_the_pipelines_guide_quotes_the_errors_of_bad_schedules() -> None:
     rows = re.findall(r"^\| `(\d\S* .*)` and `(.*)` \| (.*) \|$", PIPELINE.read_text(), flags=re.M)
     assert len(rows) == 4
-    for *ranks, told in rows:
-        assert style_errors(written(*ranks), 1, 2) == [told]
+    for *ranks, reported in rows:
+        assert style_errors(written(*ranks), 1, 2) == [reported]
 
 
 def test_the_figures_of_the_pipelines_guide_are_those_of_the_simulation() -> None:
@@ -106,7 +108,7 @@ def test_the_figures_of_the_pipelines_guide_are_those_of_the_simulation() -> Non
         assert int(transfers) == sum(action.op in SENDS for actions in schedule for action in actions)
 
 
-def test_every_schedule_is_drawn_in_the_pipelines_guide_by_the_command_that_it_says() -> None:
+def test_every_schedule_is_drawn_in_the_pipelines_guide_by_the_quoted_command() -> None:
     text = PIPELINE.read_text()
     commands = re.findall(r"^    (echelon timeline .* --out docs/(images/\S+))$", text, flags=re.M)
     assert sorted(image for _, image in commands) == sorted(set(re.findall(r"\]\((images/[^)]+)\)", text)))
@@ -121,7 +123,7 @@ def test_every_schedule_is_drawn_in_the_pipelines_guide_by_the_command_that_it_s
 def test_every_argument_of_the_plugin_is_listed_where_it_belongs() -> None:
     taken = set(inspect.signature(HybridParallelPlugin).parameters) - {"others"}
     assert names_after(COMING.read_text(), "Work") | {"dp_size"} == taken
-    assert HYBRID.keys() & taken == set()  # of the page these are in tests/plugins/test_colossalai.py
+    assert HYBRID.keys() & taken == set()  # those of this page are in tests/plugins/test_colossalai.py
 
 
 def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:
