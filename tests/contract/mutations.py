@@ -1,6 +1,6 @@
 """Planted faults as data: each row breaks one thing, and a check of the public behaviour must notice it.
 
-The rows stand in `planted/`, a file per package of echelon; test_mutations.py runs them. To add one, write a row:
+The rows are in `planted/`, a file per package of echelon; test_mutations.py runs them. To add one, write a row:
 
     FAULTS = {
         "label logits are not summed": fault(
@@ -8,14 +8,15 @@ The rows stand in `planted/`, a file per package of echelon; test_mutations.py r
         ),
     }
 
-The target, a path below echelon, is resolved when the row runs, and a quick test without processes resolves all of
-them: who renames or removes a target changes its row. `returning(value)` takes the place of a function that then
-returns that; `around(wrap)` is for a fault that needs the original: `wrap(original)` takes its place.
-`in_table("t5", change)` is one in a model's table, with a function from Table to Table.
+The target is a path below echelon. It is resolved when the row runs, and a quick test without processes resolves all
+of them: if you rename or remove a target, change its row. `returning(value)` replaces a function by one that returns
+the value. `around(wrap)` is for a fault that needs the original, which it replaces by `wrap(original)`.
+`in_table("t5", change)` changes a model's table, by a function from Table to Table.
 
-A check that is no row of parity is any `check`: called with `args` on `num_ranks` ranks, it fails, or returns what
-departs, and returns None without the fault. `notice` is a pattern that must be found in what departs, or in
-"TypeName: message" of the error. `quick=True` belongs to a few rows; `make test-all` runs the rest.
+A check other than a parity row is a function `check`, called with `args` on `num_ranks` ranks. With the fault it must
+raise, or return a description of the difference; without the fault it returns None. `notice` is a pattern that must be
+found in this description, or in "TypeName: message" of the error. `quick=True` belongs to a few rows; `make test-all`
+runs the rest.
 """
 
 import importlib
@@ -39,18 +40,18 @@ IN_A_STEP = r"^step \d+: "
 
 @dataclass(frozen=True)
 class around:  # reads as a verb
-    """A change that needs the original."""
+    """A change that wraps the original."""
 
     wrap: Callable[[Any], Any]
 
 
 def returning(value: Any) -> Callable[..., Any]:
-    """A function of any arguments that returns a value."""
+    """Return a function of any arguments that returns a value."""
     return lambda *args, **kwargs: value
 
 
 def in_table(model_type: str, change: Callable[[Table], Table]) -> around:
-    """A change of the table of a model type."""
+    """Return a change of the table of a model type."""
 
     def changed(tables: Mapping[str, Table]) -> dict[str, Table]:
         return {**tables, model_type: change(tables[model_type])}
@@ -59,7 +60,7 @@ def in_table(model_type: str, change: Callable[[Table], Table]) -> around:
 
 
 def without(**fields: Any) -> Callable[[Any], Any]:
-    """A change of a dataclass."""
+    """Return a function that replaces fields of a dataclass."""
     return lambda given: replace(given, **fields)
 
 
@@ -80,12 +81,12 @@ class Mutation:
 
     @property
     def world_size(self) -> int:
-        """Processes that notice it."""
+        """Return the number of processes of the check."""
         return self.num_ranks if self.row is None else self.row[1].world_size
 
     @property
     def noticing(self) -> tuple[object, ...]:
-        """Identify the check, which several faults may share."""
+        """Return a key of the check, which several faults may share."""
         return (self.row, self.training, self.check, self.args, self.world_size)
 
     def resolve(self) -> tuple[Any, str]:
@@ -107,7 +108,7 @@ class Mutation:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Break the target in this process."""
+        """Break the target in this process, within the block."""
         owner, name = self.resolve()
         static = inspect.getattr_static(owner, name)
         original = getattr(owner, name)
@@ -118,14 +119,14 @@ class Mutation:
             yield
 
     def run(self) -> str | None:
-        """Run the check and return what departs. Collective over the world where the check is."""
+        """Run the check and return the difference that it finds. Collective over the world if the check is."""
         if self.row is not None:
             return parity(*self.row, training=self.training, num_steps=self.num_steps).departure
         assert self.check is not None
         return self.check(*self.args)
 
     def notices(self, found: str) -> bool:
-        """Tell whether what was found is what the row announces."""
+        """Return True if a difference or error matches the row's pattern."""
         return re.search(self.notice, found) is not None
 
 
@@ -136,13 +137,13 @@ def fault(
     layout: Layout | None = None,
     **further: Any,
 ) -> Mutation:
-    """A planted fault.
+    """Make a planted fault.
 
     Args:
-        target: the broken part, as "package.module:attribute.attribute" below echelon.
-        change: takes its place.
-        choice, layout: a model (or its type) and a layout whose parity must depart; or give `check` and `args`.
-        further: of the check (`training`, `num_steps`, `num_ranks`), `notice` and `quick`.
+        target: the target to break, as "package.module:attribute.attribute" below echelon.
+        change: replacement of the target.
+        choice, layout: a model (or its type) and a layout whose parity must fail; or give `check` and `args`.
+        further: further fields of the check (`training`, `num_steps`, `num_ranks`), `notice` and `quick`.
     """
     if choice is None or layout is None:
         return Mutation(target=target, change=change, row=None, **further)

@@ -1,4 +1,4 @@
-"""Every planted fault is noticed by the check that it names. The rows are in planted/, see mutations.py."""
+"""Every planted fault is noticed by its check. The rows are in planted/, see mutations.py."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,7 @@ def test_every_target_exists() -> None:
 
 
 def departure(name: str, is_planted: bool) -> str | None:
-    """What a check finds with its fault, or as the code is; on one rank of the pool."""
+    """Return the difference that a check finds, with or without its fault; on one rank of the pool."""
     mutation = FAULTS[name]
     with mutation.planted() if is_planted else nullcontext():
         return mutation.run()

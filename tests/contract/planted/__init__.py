@@ -1,4 +1,4 @@
-"""Planted faults by package: every file here has some. How to add one: ../mutations.py."""
+"""Planted faults by package; every file here has some. To add one, see ../mutations.py."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -7,7 +7,7 @@ from ..mutations import Mutation
 
 
 def planted(file: str) -> dict[str, Mutation]:
-    """The faults of a file by their names, which begin with the file's."""
+    """Return the faults of a file by name, prefixed by the file's name."""
     return {f"{file}: {name}": found for name, found in import_module(f"{__name__}.{file}").FAULTS.items()}
 
 

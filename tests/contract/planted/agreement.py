@@ -1,4 +1,4 @@
-"""Faults in what ranks must agree on in a step."""
+"""Faults in the agreement of ranks on a step."""
 
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
@@ -11,7 +11,7 @@ NORM = "zero.clipping:norm_over_all_ranks"
 
 
 def departing_batch() -> str | None:
-    """A batch that departs in a warm step is named, and nothing is changed by it."""
+    """Check that a batch that differs in a warm step is named, and that it changes nothing."""
     error, is_unchanged = depart("batch", {"tp_size": 2})
     return None if "rank(s) [1]" in error and is_unchanged else f"not named: {error or 'no error'}"
 
@@ -31,7 +31,7 @@ FAULTS = {
         num_steps=5,
         notice="AssertionError: sums of codes differ",
     ),
-    "the codes of batches do not travel with the norm": fault(
+    "the codes of batches are not reduced with the norm": fault(
         NORM,
         around(lambda norm: lambda *args, **kwargs: norm(*args, **{**kwargs, "share": 0.0})),
         check=departing_batch,

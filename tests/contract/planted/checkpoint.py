@@ -1,4 +1,4 @@
-"""Faults in checkpoints: state that is not restored, damage that is not seen, a step that is lost."""
+"""Faults in checkpoints: state that is not restored, undetected damage, a lost step."""
 
 import os
 import shutil
@@ -25,12 +25,12 @@ from ..mutations import around, fault, returning
 
 
 class Killed(BaseException):
-    """Ends a process, for all that the code can do about it."""
+    """The end of a process that no code can prevent."""
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder of all ranks. Collective."""
+    """Make a folder that all ranks share. Collective."""
     place = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(place)
     yield Path(place[0])
@@ -40,7 +40,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def resumed() -> str | None:
-    """Return what another run that loads a checkpoint has otherwise than the one that saved it."""
+    """Return the difference between a run that saves a checkpoint and another one that loads it."""
     with shared_folder() as folder:
         run, other = small_run(), small_run(seed=7)
         for number in range(3):
@@ -61,7 +61,7 @@ def resumed() -> str | None:
 
 
 def resumed_under_zero(precision: str) -> str | None:
-    """Return what a run under ZeRO loads otherwise than one under tensor parallelism saved.
+    """Return the difference between a run under tensor parallelism that saves and one under ZeRO that loads.
 
     Contents are gathered without the boxes of checkpoints.
     """
@@ -78,7 +78,7 @@ def resumed_under_zero(precision: str) -> str | None:
 
 
 def flipped() -> str | None:
-    """Return a file of a checkpoint in which a flipped bit is not seen."""
+    """Return a file of a checkpoint in which a flipped bit is not detected."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Handmade.of(small_config()).write(Path(directory))
         for path, _ in flip_every_file(folder, 2):
@@ -88,7 +88,7 @@ def flipped() -> str | None:
 
 
 def replaced() -> str | None:
-    """Return the call after which a process may not be killed while a step is replaced."""
+    """Return the call after which a kill during the replacement of a step loses data."""
     with tempfile.TemporaryDirectory() as directory:
         number = 0
         while True:
@@ -117,7 +117,7 @@ def replaced() -> str | None:
 
 
 def without_counts(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """AdamW begins anew to correct the bias of its averages."""
+    """Restart AdamW's bias correction."""
 
     def counted(*args: Any) -> dict[str, Any]:
         found = state(*args)
@@ -129,7 +129,7 @@ def without_counts(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
 
 
 def without_options(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Learning rates follow those that the optimizer was built with."""
+    """Keep the learning rates that the optimizer was built with."""
 
     def found(trained: Any, *args: Any) -> dict[str, Any]:
         made = state(trained, *args)
@@ -141,7 +141,7 @@ def without_options(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 
 
 def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTensor]:
-    """The first box of a tensor lies one row further on."""
+    """Shift the first box of a tensor by one row."""
 
     def found(*args: Any, **kwargs: Any) -> LocalTensor:
         local = local_piece(*args, **kwargs)
@@ -156,7 +156,7 @@ def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTenso
 
 
 def without_masters(read_into: Callable[..., None]) -> Callable[..., None]:
-    """Masters are what the 16-bit weights say."""
+    """Make master weights from the 16-bit weights."""
 
     def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
         read_into({name: each for name, each in local.items() if not name.startswith("master/")}, stored)
@@ -165,7 +165,7 @@ def without_masters(read_into: Callable[..., None]) -> Callable[..., None]:
 
 
 def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
-    """One tensor of the last rank's states stays at zero."""
+    """Leave one tensor of the last rank's states at zero."""
 
     def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
         left = next(name for name in local if name.startswith("exp_avg_sq/") and local[name].parts)
@@ -176,7 +176,7 @@ def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
 
 
 def rotated(received: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor that is put together of several ranks' boxes is one entry off."""
+    """Rotate by one entry a tensor that consists of several ranks' boxes."""
 
     def found(written: Any, *args: Any) -> torch.Tensor:
         whole = received(written, *args)
@@ -186,7 +186,7 @@ def rotated(received: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def on_one_rank_alone(plan: Callable[..., Any]) -> Callable[..., Any]:
-    """The last rank's boxes of states are in no plan."""
+    """Leave the last rank's boxes of states out of the plan."""
 
     def found(planner: Any) -> Any:
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -197,7 +197,7 @@ def on_one_rank_alone(plan: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove_first(folder: Path, final: Path) -> Path:
-    """Remove the step that is replaced before the new one has its name."""
+    """Remove the step to be replaced before the new one has its name."""
     if final.exists():
         shutil.rmtree(final)
     os.rename(folder, final)
@@ -205,14 +205,14 @@ def remove_first(folder: Path, final: Path) -> Path:
 
 
 FAULTS = {
-    "boxes of other ranks are put in other places": fault(
+    "boxes of other ranks are misplaced": fault(
         "checkpoint.exchange:_received",
         around(rotated),
         check=resumed_under_zero,
         args=("fp32",),
         notice="loaded",
     ),
-    "states of one rank are written by nobody": fault(
+    "states of one rank are not written": fault(
         "checkpoint.dcp:_Planner.create_local_plan",
         around(on_one_rank_alone),
         check=resumed_under_zero,
@@ -261,10 +261,10 @@ FAULTS = {
         args=("fp16",),
         notice="loss scaler",
     ),
-    "a flipped bit is not seen": fault(
+    "a flipped bit is not detected": fault(
         "checkpoint.inspect:damage_of", returning([]), check=flipped, num_ranks=1, notice="called sound"
     ),
-    "a step goes before another has its name": fault(
+    "a step is removed before the new one has its name": fault(
         "checkpoint.steps:_name_step",
         remove_first,
         check=replaced,

@@ -18,7 +18,7 @@ LLAMA = ModelChoice(model_type="llama", num_layers=2)
 
 
 def departs(slices: bool, **layout: Any) -> str | None:
-    """ZeRO over two replicas, by slices or by torch's collectives."""
+    """Compare ZeRO over two replicas, by slices or by torch's collectives."""
     compared = partial(parity, LLAMA, Layout(dp=2, **layout), num_steps=2)
     return with_slices(slices, compared).departure
 
@@ -36,7 +36,7 @@ def overlapped(slices: bool) -> str | None:
 
 
 def own_slice_alone(self: Any) -> None:
-    """The slices of the others arrive, and are not added."""
+    """Receive the slices of other ranks without adding them."""
     for receives in self._receives:
         for work, _ in receives:
             work.wait()
@@ -45,7 +45,7 @@ def own_slice_alone(self: Any) -> None:
 
 
 def losing(make: Callable[..., None]) -> Callable[..., None]:
-    """Slices of the other rank are lost once they have arrived."""
+    """Discard the slices of the other rank after they have arrived."""
 
     def made(self: Any, whole: Tensor, own_slice: Tensor, group: Any) -> None:
         make(self, whole, own_slice, group)
@@ -58,18 +58,18 @@ def losing(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def not_summed(own_slice: Tensor, whole: Tensor, group: Any) -> InFlight[Tensor]:
-    """This rank's slice of its own buffer."""
+    """Return the local slice of the local buffer."""
     own_slice.copy_(whole.chunk(group.size())[group.rank()])
     return InFlight(None, own_slice)
 
 
 def not_gathered(whole: Tensor, own_slice: Tensor, group: Any) -> InFlight[Tensor]:
-    """The buffer as it was."""
+    """Return the buffer unchanged."""
     return InFlight(None, whole)
 
 
 FAULTS = {
-    "slices of others are not added": fault(
+    "slices of other ranks are not added": fault(
         "cluster.gloo:ReduceScatter.add_up",
         own_slice_alone,
         check=stage_two,
@@ -77,7 +77,7 @@ FAULTS = {
         notice="^step 1: gradient of ",
         quick=True,
     ),
-    "slices of others are not kept": fault(
+    "slices of other ranks are not kept": fault(
         "cluster.gloo:AllGather.__init__",
         around(losing),
         check=overlapped,

@@ -23,13 +23,13 @@ COMPILED = ("compile_layers",)
 
 
 def departs(layout: Layout) -> str | None:
-    """What departs under a layout with the graphs that were traced."""
+    """Return the difference under a layout, with the traced graphs."""
     with traced_layers():
         return parity(LLAMA, layout, num_steps=1).departure
 
 
 def unsummed_in_graphs(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph has no sum over the ranks; what is not compiled has."""
+    """Skip the sums over ranks in compiled graphs only."""
 
     def begun(x: Tensor, group: Any) -> Any:
         return InFlight(None, x.clone()) if torch.compiler.is_compiling() else begin(x, group)
@@ -39,7 +39,7 @@ def unsummed_in_graphs(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def left_aside(layer: nn.Module) -> Iterator[None]:
-    """Gradients that are taken away for the compiler do not come back."""
+    """Lose the gradients that are set aside for the compiler."""
     for each in layer.parameters():
         if each.grad is not None and each.grad.dtype != each.dtype:
             each.grad = None
@@ -54,7 +54,7 @@ FAULTS = {
         args=(Layout(tp=2, options=COMPILED),),
         notice="^step 1: ",
     ),
-    "gradients that were set aside do not come back": fault(
+    "gradients that were set aside are lost": fault(
         "shardformer.compiled_layers:_gradients_aside",
         left_aside,
         check=departs,

@@ -1,4 +1,4 @@
-"""Faults that gloo may hide where it is done early: no wait for what is in flight, or a write to it."""
+"""Faults that gloo may hide when it completes early: a missing wait, or a write to a tensor in flight."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,13 +20,13 @@ LLAMA = ModelChoice(model_type="llama", num_layers=2)
 
 
 def departs(layout: Layout) -> str | None:
-    """What departs under a layout where everything completes late."""
+    """Return the difference under a layout when all communication completes late."""
     with late_completion():
         return parity(LLAMA, layout, num_steps=1).departure
 
 
 def without_waiting(finish: Callable[[Any], None]) -> Callable[[Any], None]:
-    """An average is taken as it is."""
+    """Use an average without waiting for it."""
 
     def finished(self: Any) -> None:
         if self._average is not None:
@@ -37,7 +37,7 @@ def without_waiting(finish: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def zeroed_behind(send: Callable[..., None]) -> Callable[..., None]:
-    """The memory of gradients is used again as soon as they are sent."""
+    """Reuse the memory of gradients as soon as their send has begun."""
 
     def sent(self: Any, action: Action, tensors: Iterable[Tensor]) -> None:
         send(self, action, tensors)
@@ -49,7 +49,7 @@ def zeroed_behind(send: Callable[..., None]) -> Callable[..., None]:
 
 
 def zeroed_on_the_way_home(make: Callable[..., None]) -> Callable[..., None]:
-    """What goes round a ring is overwritten while the next rank receives it."""
+    """Overwrite a gradient of a ring while the next rank receives it."""
 
     def made(self: Any, x: Tensor, *args: Any, tag: int) -> None:
         make(self, x, *args, tag=tag)
@@ -60,7 +60,7 @@ def zeroed_on_the_way_home(make: Callable[..., None]) -> Callable[..., None]:
 
 
 FAULTS = {
-    "nobody waits for the sums of a layer": fault(
+    "the sums of a layer are not waited for": fault(
         "cluster.collectives:_sum_in_place",
         lambda x, group: begin_all_reduce(x, group).tensor,
         check=departs,
@@ -68,14 +68,14 @@ FAULTS = {
         notice="^step 1: loss ",
         quick=True,
     ),
-    "nobody waits for the average of a bucket": fault(
+    "the average of a bucket is not waited for": fault(
         "zero.bucket:Bucket.finish_reduction",
         around(without_waiting),
         check=departs,
         args=(Layout(dp=2, zero=1),),
         notice="^step 1: ",
     ),
-    "the sum between parts of the data axis does not wait for the one within a part": fault(
+    "the second sum of the data axis does not wait for the first": fault(
         "zero.partition:Chain._follow",
         lambda chain: chain._begin(),
         check=departs,
@@ -83,7 +83,7 @@ FAULTS = {
         num_ranks=4,
         notice="^step 1: |was written to before wait",
     ),
-    "gradients are overwritten while they are sent to the stage before": fault(
+    "gradients are overwritten while they are sent to the previous stage": fault(
         "pipeline.transport:Transport.send_gradients",
         around(zeroed_behind),
         check=departs,
@@ -91,7 +91,7 @@ FAULTS = {
         notice="^AssertionError: an input of send at pipeline/transport.py",
         quick=True,
     ),
-    "gradients are overwritten while they travel round a ring": fault(
+    "gradients in flight in a ring are overwritten": fault(
         "cluster.ring:Shift.__init__",
         around(zeroed_on_the_way_home),
         check=departs,

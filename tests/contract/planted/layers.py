@@ -1,4 +1,4 @@
-"""Faults in the tensor-parallel layers: sums over the tensor ranks, heads, and what a rank holds of them."""
+"""Faults in the tensor-parallel layers: sums over the tensor ranks, heads, and their local shards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,12 +40,12 @@ SIX_HEADS = ModelChoice(
 
 
 def same(x: Any, *_: object, **__: object) -> Any:
-    """What is given: a sum that is not made, a layer that is not replaced."""
+    """Return the input: replaces a sum or a layer replacement."""
     return x
 
 
 def without_second_row(sums_2N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A sum that forgets the row of the label's logit."""
+    """Sum only the first row, and forget that of the label's logit."""
     return torch.stack([all_reduce(sums_2N[0], group), sums_2N[1]])
 
 
@@ -54,7 +54,7 @@ def first_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Te
 
 
 def outermost_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tensor:
-    """The first dimension is taken for heads alone, and not for heads within samples."""
+    """Treat the first dimension as heads instead of heads within samples."""
     return x.chunk(num_heads // len(local), dim)[local[0] // len(local)]
 
 
@@ -112,7 +112,7 @@ def without_entry_in_vision(region: Callable[..., nn.Module]) -> Callable[..., n
 
 
 def compare_layers() -> None:
-    """Compare a Llama split over the world with the whole one, layer classes alone: no plugin, no optimizer."""
+    """Compare a Llama sharded over the world with the unsharded one, by layer classes only: no plugin, no optimizer."""
     model = build("LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=False)
     require_same_training(model, batch_for(model))
 
@@ -138,7 +138,7 @@ FAULTS = {
     "gradients of the head's inputs are not summed": fault(
         f"{LAYERS}.chunked_loss:copy_to", same, LLAMA, CHUNKED
     ),
-    "a chunk's sum of exponentials is of one rank": fault(
+    "a chunk's sum of exponentials is local": fault(
         f"{LAYERS}.chunked_loss:begin_gather",
         lambda own, group: InFlight(None, torch.stack([own] * group.size())),
         LLAMA,
@@ -157,7 +157,7 @@ FAULTS = {
     "position biases are those of the first rank's heads": fault(
         f"{LAYERS}.region:place", lambda parameter, placement, rank: place(parameter, placement, 0), T5, TP2
     ),
-    "position biases stay whole": fault(
+    "position biases are not sharded": fault(
         f"{LAYERS}.region:SplitParameter.from_native_module",
         same,
         T5,
@@ -166,7 +166,7 @@ FAULTS = {
     ),
     "slopes are those of other heads": fault(f"{LAYERS}.region:own_heads", first_heads, BLOOM, TP2),
     "slopes are those of other samples": fault(f"{LAYERS}.region:own_heads", outermost_heads, BLOOM, TP2),
-    "gradients of shared keys lack the other ranks'": fault(
+    "gradients of shared keys are partial": fault(
         f"{LAYERS}.linear:gather_to", gather_from, ModelChoice(model_type="falcon", num_layers=2), TP2
     ),
     "every rank attends with the first key-value head": fault(
@@ -175,7 +175,7 @@ FAULTS = {
         ModelChoice(model_type="phi3", num_layers=2, settings=(("num_key_value_heads", 2),)),
         TP4,
     ),
-    "groups of heads are cut over all ranks": fault(
+    "groups of heads are sharded over all ranks": fault(
         "shardformer.tables.heads:Heads.fused_cut",
         around(lambda cut: lambda *given: replace(cut(*given), stretches=1)),
         ModelChoice(
@@ -189,7 +189,7 @@ FAULTS = {
     "padded heads learn": fault(
         f"{LAYERS}.linear:Linear1D_Row.forward", around(keeping_padded_heads), SIX_HEADS, TP4
     ),
-    "heads are padded behind all instead of behind each group": fault(
+    "heads are padded after all instead of after each group": fault(
         "shardformer.tables.heads:Heads.query_cut", padded_at_the_end, SIX_HEADS, TP4
     ),
     "experts are not summed": fault(f"{LAYERS}.region:reduce_from", same, MIXTRAL, TP2),
@@ -199,9 +199,9 @@ FAULTS = {
     "partial gradients of latent attention are not summed": fault(PARTIAL, same, "deepseek_v3", TP2),
     "partial gradients of norms of heads are not summed": fault(PARTIAL, same, QWEN3, TP2),
     "partial gradients of relative positions are not summed": fault(PARTIAL, same, SAM, TP2),
-    "the mean of squares is a rank's own": fault(f"{LAYERS}.norm:reduce_from", same, "olmo2", TP2),
-    "the gradient of a mean of squares is a rank's own": fault(f"{LAYERS}.norm:copy_to", same, "olmo2", TP2),
-    "the gradient of a slice is a rank's own": fault(
+    "the mean of squares is local": fault(f"{LAYERS}.norm:reduce_from", same, "olmo2", TP2),
+    "the gradient of a mean of squares is partial": fault(f"{LAYERS}.norm:copy_to", same, "olmo2", TP2),
+    "the gradient of a slice is partial": fault(
         f"{LAYERS}.linear:scatter_to",
         lambda x, group, dim: x.chunk(group.size(), dim)[group.rank()].contiguous(),
         "olmo3",

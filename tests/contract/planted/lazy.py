@@ -1,4 +1,4 @@
-"""Faults in lazy initialization: values that are not those of an eager build."""
+"""Faults in lazy initialization: values that differ from those of an eager build."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from ..mutations import around, fault
 
 
 def built() -> str | None:
-    """Return in what a lazily built model differs from an eager one, or what is drawn after it."""
+    """Return the difference between a lazily and an eagerly built model, or in the numbers drawn afterwards."""
     found: list[Any] = []
     for context in (LazyInitContext(), nullcontext()):
         torch.manual_seed(0)
@@ -37,17 +37,17 @@ def built() -> str | None:
 
 
 def without_state(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Every call draws from the generator as it happens to be."""
+    """Draw from the generator in its current state instead of the recorded one."""
     return lambda *args, **kwargs: replace(call(*args, **kwargs), generator_state=None)
 
 
 def forgetting(value: type[Value]) -> Callable[..., Value]:
-    """A call that writes to a part forgets the rest."""
+    """Forget the rest of a tensor when a call writes to a part of it."""
     return lambda **given: value(**given | {"before": None})
 
 
 def overwriting(made: Callable[..., Any]) -> Callable[..., Any]:
-    """A value is made in the memory of another that is still needed."""
+    """Compute a value in the memory of another that is still needed."""
     return lambda value, needs, *, is_kept: made(value, needs, is_kept=False)
 
 
@@ -55,7 +55,7 @@ FAULTS = {
     "numbers are drawn anew": fault(
         "lazy.tensor:_call", around(without_state), check=built, num_ranks=1, quick=True
     ),
-    "what is not overwritten is forgotten": fault(
+    "values that are not overwritten are lost": fault(
         "lazy.tensor:Value", around(forgetting), check=built, num_ranks=1, notice="lm_head.weight"
     ),
     "a value is made in memory that another needs": fault(

@@ -14,7 +14,7 @@ LORA = "shardformer.layers.lora"
 
 
 def unsummed(split_inputs: Callable[..., None]) -> Callable[..., None]:
-    """The product of A and a part of its inputs stays that."""
+    """Leave the product of A and a local part of its inputs unsummed."""
 
     def split(module: Any, base: Any, group: Any) -> None:
         split_inputs(module, base, group)
@@ -25,7 +25,7 @@ def unsummed(split_inputs: Callable[..., None]) -> Callable[..., None]:
 
 
 FAULTS = {
-    "the gradient of A is a rank's own": fault(f"{LORA}:place", returning(None), LLAMA, TP2),
-    "products of A with a part are not summed": fault(f"{LORA}:_split_inputs", around(unsummed), LLAMA, TP2),
-    "rows of B are cut as one block": fault(f"{LORA}:_sizes", returning({}), GPT2, TP2),
+    "the gradient of A is partial": fault(f"{LORA}:place", returning(None), LLAMA, TP2),
+    "partial products of A are not summed": fault(f"{LORA}:_split_inputs", around(unsummed), LLAMA, TP2),
+    "rows of B are sharded as one block": fault(f"{LORA}:_sizes", returning({}), GPT2, TP2),
 }

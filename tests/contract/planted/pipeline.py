@@ -1,4 +1,4 @@
-"""Faults in the pipeline: what several stages hold, what runs around the layers, what collects their outputs."""
+"""Faults in the pipeline: weights shared between stages, modules around the layers, collected outputs of layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ PP2 = Layout(pp=2)
 
 
 def detached_inputs(self: Any, stage: int, microbatch: int) -> tuple[Tensor, ...]:
-    """The stages' inputs have no graph, as in evaluation."""
+    """Detach the stages' inputs, as in evaluation."""
     return self._handed_on.pop((stage - 1, microbatch)).wait()
 
 
@@ -36,18 +36,18 @@ def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
 
 
 def of_known_kind(args: Any, kwargs: Any) -> bool:
-    """Masks that were changed in place are answered as before."""
+    """Answer masks that were changed in place as before."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     return all(isinstance(each, KnownTensor) for each in tensors)
 
 
 def at_the_start(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A part of a mask is answered by the numbers of the first one."""
+    """Answer a slice of a mask by the numbers of the first one."""
     return lambda tensor, host: of(tensor, host.as_strided(host.shape, host.stride(), 0))
 
 
 def answered(target: str, change: Any, check: Callable[..., None], **further: Any) -> Mutation:
-    """A fault in what the host answers of masks, which a test of it notices."""
+    """Make a fault in the host's answers about masks, which a test of them notices."""
     further = {"num_ranks": 1, "notice": "^AssertionError", **further}
     return fault(f"pipeline.known_masks:{target}", change, check=check, **further)
 
@@ -60,23 +60,25 @@ FAULTS = {
     "a tie is forgotten": fault(
         TIES, returning(None), ModelChoice(model_type="gpt2", tied=True), PP2, quick=True
     ),
-    "what all stages of a vision model hold is not summed": fault(TIES, returning(None), "sam", PP2),
-    "shared layers count on one stage alone": fault(
+    "gradients of weights on all stages of a vision model are not summed": fault(
+        TIES, returning(None), "sam", PP2
+    ),
+    "shared layers count on one stage only": fault(
         LAYERS_OF, around(lambda layers_of: lambda *args: layers_of(*args)[:1]), "albert", PP2
     ),
-    "shared biases count on one stage alone": fault(
+    "shared biases count on one stage only": fault(
         LAYERS_OF,
         around(lambda layers_of: lambda *args: layers_of(*args)[:1]),
         ModelChoice(model_type="beit", head="masked_image"),
         PP2,
     ),
-    "collected layers return what arrived last": fault(
+    "collected layers return the last arrival": fault(
         "pipeline.stand_ins:Recalled.forward",
         lambda self, *_, **__: self.inbox.take()[-1],
         ModelChoice(model_type="beit", head="segmentation"),
         PP2,
     ),
-    "what runs before the layers is taken for one of their shape": fault(
+    "a module before the layers is expected to keep the shape": fault(
         "pipeline.plan:StagePlan.after",
         around(
             lambda after: lambda self, **before: replace(after(self, **before), are_entries_reckoned=False)
@@ -106,7 +108,7 @@ FAULTS = {
         returning([]),
         "t5",
         Layout(pp=2, schedule="interleaved", chunks=2),
-        notice="^step|RankHung",  # ranks that sum what others do not hold
+        notice="^step|RankHung",  # ranks that sum tensors that others do not have
     ),
     "stages of one rank do not exchange their stand-ins": fault(
         "pipeline.stage:_Casting.seats", returning([]), "llama", Layout(pp=2, schedule="zbv")
@@ -118,10 +120,8 @@ FAULTS = {
         quick=True,
         **ASK,
     ),
-    "the device is asked about masks": answered("_ANSWERED", frozenset(), **ASK),
-    "what leads to a question about a mask is computed on the device alone": answered(
-        "_LEADING", frozenset(), **ASK
-    ),
+    "masks are read from the device": answered("_ANSWERED", frozenset(), **ASK),
+    "operands of a read of a mask are only computed on the device": answered("_LEADING", frozenset(), **ASK),
     "a microbatch's mask is answered by the first one's": answered(
         "KnownTensor.of", around(at_the_start), test_microbatches_have_answers_of_their_own
     ),

@@ -1,4 +1,4 @@
-"""Faults in what plugins do around a step, noticed by scripts of the public calls."""
+"""Faults in plugins around a step, noticed by scripts of the public calls."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from ..test_features import SCRIPTS
 
 
 def always_first(self: Any) -> tuple[int, int]:
-    """Every replica trains on the first one's samples."""
+    """Let every replica train on the first one's samples."""
     return 0, 2
 
 
 def departing_statistics(name: str) -> str | None:
-    """Running statistics and weights of two replicas beside a plain loop."""
+    """Compare running statistics and weights of two replicas with a plain loop."""
     found, expected = trained(name), plain(2)
     far = [key for key in expected if not torch.allclose(found[key], expected[key], atol=1e-5)]
     return f"not those of a plain loop: {far}" if far else None
 
 
 def old_weights() -> str | None:
-    """The loss after a step with an evaluation before it."""
+    """Compare the loss of a step with and without an evaluation before it."""
     with_evaluation, without = evaluate_before_a_step()
     return None if with_evaluation == without else f"{with_evaluation} instead of {without}"
 

@@ -1,6 +1,6 @@
-"""Faults in recomputation: modules that are left out, and inputs on the host that come back late or as another's.
+"""Faults in recomputation: skipped modules, and inputs offloaded to the host that return late or to another layer.
 
-Copies end late under `LateStream`; on CPUs they would be made at once.
+Copies complete late under `LateStream`; on CPUs they would complete at once.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def with_streams_of_cuda() -> None:
 
 
 def of_another_layer(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """What comes back is the input of the layer before, where that waits."""
+    """Return the offloaded input of the previous layer, if there is one."""
 
     def begun(self: Any, waiting: Any) -> Any:
         return waiting, *begin(self, waiting.before() or waiting)[1:]
@@ -40,7 +40,7 @@ def of_another_layer(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def let_go_at_once(self: Any) -> None:
-    """What leaves is not held until its copy is made."""
+    """Free an offloaded input before its copy is complete."""
     self._leaving.popleft()
 
 
@@ -60,7 +60,7 @@ FAULTS = {
         notice="^step 1: gradient of ",
         quick=True,
     ),
-    "nobody waits for an input that comes back": fault(
+    "an offloaded input is not waited for": fault(
         f"{OFFLOAD}._begin",
         around(lambda begin: lambda self, waiting: (*begin(self, waiting)[:2], 0)),
         check=with_late_copies,
@@ -68,7 +68,7 @@ FAULTS = {
         num_ranks=1,
         notice="^AssertionError",
     ),
-    "an input is freed while it leaves": fault(
+    "an input is freed while it is offloaded": fault(
         f"{OFFLOAD}._let_go",
         let_go_at_once,
         check=with_late_copies,
@@ -83,7 +83,7 @@ FAULTS = {
         num_ranks=1,
         notice="^AssertionError: Expected 'wait_event' to be called once",
     ),
-    "a module that is named is not recomputed": fault(
+    "a named module is not recomputed": fault(
         "shardformer.recompute:_recomputed_class",
         around(without_feed_forward),
         check=test_named_modules_run_twice_and_no_others,

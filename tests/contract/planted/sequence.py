@@ -1,4 +1,4 @@
-"""Faults in sequence parallelism: parts of a sequence, their positions, and their shares of the gradient."""
+"""Faults in sequence parallelism: shards of a sequence, their positions, and their weights in the gradient."""
 
 from collections.abc import Callable
 from copy import copy
@@ -51,18 +51,18 @@ def labels_cut_before_they_are_shifted(own: Callable[..., Tensor]) -> Callable[.
 
 
 def own_rows_alone(rows: Tensor, group: Any) -> InFlight[Tensor]:
-    """What a region ends with is scattered without its sum."""
+    """Scatter a region's output without the sum."""
     return InFlight(None, rows[group.rank()].contiguous())
 
 
 def from_the_end(self: Any, kept: Tensor) -> Tensor:
-    """A region's input is gathered again in another order."""
+    """Gather a region's input again in another order."""
     whole: Tensor = self._begin(kept).wait()
     return whole.flip(1).flatten(0, 1)
 
 
 def with_keys_of_the_own_rank(mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Keys that came round the ring are taken to stand where the rank's own do: the causal mask is another one."""
+    """Mask keys that came round the ring as if they were at the local positions: another causal mask."""
     return lambda self, source, device: mask(self, self.axis.rank, device)
 
 
@@ -76,7 +76,7 @@ def seeing_padding(placed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_gradients_of_the_lse(look: Callable[..., Any]) -> Callable[..., Any]:
-    """A part of the keys has its gradients as if it were all of them."""
+    """Compute the gradients of a part of the keys as if it were all of them."""
 
     def looked(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         out, lse = look(*args, **kwargs)
@@ -113,15 +113,15 @@ FAULTS = {
     "gradients of norms are not summed under ring, another name of split_gather": fault(
         PARTS, returning([]), BERT, Layout(tp=2, sequence="ring")
     ),
-    "a part counts once": fault(
+    "gradients of a shard of the sequence are not scaled": fault(
         "shardformer.layers.sequence_axis:of_all_ranks", lambda gradient, axis: gradient, GPT2, ULYSSES
     ),
-    "a share of the loss counts once": fault(
+    "gradients of a rank's part of the loss are not scaled": fault(
         f"{SEQUENCE}.loss:of_all_ranks", lambda gradient, axis: gradient, LLAMA, RING_ATTENTION
     ),
     "positions are those of the first rank": fault(OWN, around(positions_of_the_first), LLAMA, ULYSSES),
     "tokens are those of the first rank": fault(OWN, around(tokens_of_the_first), LLAMA, RING_ATTENTION),
-    "labels are cut before they are shifted": fault(
+    "labels are sharded before they are shifted": fault(
         "shardformer.layers.sequence_axis:SequenceAxis.own",
         around(labels_cut_before_they_are_shifted),
         LLAMA,
@@ -139,7 +139,7 @@ FAULTS = {
         LLAMA,
         RING_ATTENTION,
     ),
-    "FlexAttention takes the keys of other ranks for the own ones": fault(
+    "FlexAttention takes the keys of other ranks for local ones": fault(
         f"{SEQUENCE}.ring_attention:_Call._flex_mask",
         around(with_keys_of_the_own_rank),
         check=attend_round_rings,
@@ -151,7 +151,7 @@ FAULTS = {
         check=attend_round_rings,
         notice="^AssertionError: results: ",
     ),
-    "FlexAttention takes blocks of which some is seen for whole ones": fault(
+    "FlexAttention takes partial blocks for full ones": fault(
         f"{SEQUENCE}.flex:_count_blocks",
         around(lambda count: lambda seen: (count(seen) > 0) * 128**2),
         check=test_a_block_mask_is_the_dense_one,

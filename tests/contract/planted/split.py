@@ -1,4 +1,4 @@
-"""Faults in the dry run: constraints that nobody enforces, and a plan that changes the model."""
+"""Faults in the dry run: constraints that are not enforced, and a dry run that changes the model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def sharing_configs(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refused(name: str) -> str | None:
-    """Return the departure from a row of refusals; None where the model is refused as the row says."""
+    """Return the difference from a row of refusals; None if the model is refused with its message."""
     return departure(ROWS[name])
 
 
@@ -47,12 +47,12 @@ def unchanged() -> str | None:
 
 
 def in_parts() -> str | None:
-    """Return what departs where two ranks hold different shards."""
+    """Return the difference for two ranks with different shards."""
     return train("Qwen3ForCausalLM", 2, 1, QWEN3, "sizes")
 
 
 def in_replicas() -> str | None:
-    """Return what departs where two ranks hold equal shards."""
+    """Return the difference for two ranks with equal shards."""
     return train("LlamaForCausalLM", 1, 2, {}, "sizes")
 
 
@@ -63,25 +63,23 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 def unenforced(target: str, name: str, change: Any = NO_ERRORS, *, quick: bool = False) -> Mutation:
-    """A constraint that nobody enforces, and the row of refusals that must see it."""
+    """Make a fault that disables a constraint, noticed by a row of refusals."""
     return fault(target, change, check=refused, args=(name,), num_ranks=1, quick=quick)
 
 
 FAULTS = {
-    "ties are not looked for": unenforced(
+    "ties are not checked": unenforced(
         "shardformer.sharder:_report_ties", "a second head", NOTHING, quick=True
     ),
-    "whole parameters among split ones are let be": unenforced(
+    "unsharded parameters among sharded ones are accepted": unenforced(
         f"{SPLIT}:LayerSplit._unnamed", "whole among split"
     ),
-    "names that match nothing are passed over": unenforced(
-        f"{SPLIT}:LayerSplit._missing", "a module is missing"
-    ),
-    "inputs are not looked at": unenforced(
+    "names that match nothing are skipped": unenforced(f"{SPLIT}:LayerSplit._missing", "a module is missing"),
+    "inputs are not checked": unenforced(
         f"{SPLIT}:LayerSplit._require_input", "another second input", NOTHING
     ),
     "counts need not be divisible": unenforced(f"{SPLIT}:require_divisible", "heads of a part", NOTHING),
-    "kinds of tensors are not told apart": unenforced(
+    "kinds of tensors are not distinguished": unenforced(
         "shardformer.sharder:_meta_tensor", "a special tensor", nn.Parameter
     ),
     "the copy has the model's parameters": fault(
@@ -97,7 +95,7 @@ FAULTS = {
         num_ranks=1,
         notice="attention",
     ),
-    "parts of gradients are not summed without a booster": fault(
+    "partial gradients are not summed without a booster": fault(
         "shardformer.gradients:num_parts", returning(1), check=in_parts, notice="^step 1: gradient of "
     ),
     "replicas do not average without a booster": fault(

@@ -22,7 +22,7 @@ def gate_and_up_in_one_block(table: Table) -> Table:
 
 
 def without_second_inputs(table: Table) -> Table:
-    """A second input's part of a gradient is left as each rank has it."""
+    """Leave a second input's gradient partial on each rank."""
     parts = {path: part and without_second_inputs(part) for path, part in table.parts.items()}
     return replace(table, second_input={}, parts=parts)
 
@@ -40,12 +40,12 @@ FAULTS = {
     "the router's weights are no input": fault(
         TABLES, in_table("mixtral", without_second_inputs), "mixtral", TP2
     ),
-    "gate and up of experts are cut as one": fault(
+    "gate and up of experts are sharded as one": fault(
         TABLES, in_table("mixtral", without(fused={})), "mixtral", TP2
     ),
-    "gate and up are cut as one": fault(TABLES, in_table("phi3", gate_and_up_in_one_block), PHI3, TP2),
-    "heads are cut in another order": fault(TABLES, in_table("phi3", heads_in_another_order), PHI3, TP2),
-    "partial gradients are taken for whole ones": fault(
+    "gate and up are sharded as one": fault(TABLES, in_table("phi3", gate_and_up_in_one_block), PHI3, TP2),
+    "heads are sharded in another order": fault(TABLES, in_table("phi3", heads_in_another_order), PHI3, TP2),
+    "partial gradients are taken for complete ones": fault(
         TABLES,
         in_table("swinv2", lambda table: replace(table, partial=(), whole=table.partial)),
         "swinv2",

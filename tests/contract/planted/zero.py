@@ -21,13 +21,13 @@ OVERFLOW = Training(overflow_step=1)
 def last_gradient_scaled(reduce: Callable[[Any], None]) -> Callable[[Any], None]:
     def scaled(self: Any) -> None:
         reduce(self)
-        self.buckets[-1].own_gradients.data[-1] *= 1.001  # so that it is not noticed as a write
+        self.buckets[-1].own_gradients.data[-1] *= 1.001  # by `data`, so it does not count as a write
 
     return scaled
 
 
 def every_gradient_present(update: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Parameters without a gradient are stepped with zeros, so weight decay moves them."""
+    """Step parameters without a gradient with zeros, so weight decay changes them."""
 
     def updated(self: Any) -> None:
         self._gradients.has_gradients = [True] * len(self._gradients.has_gradients)
@@ -37,7 +37,7 @@ def every_gradient_present(update: Callable[[Any], None]) -> Callable[[Any], Non
 
 
 def one_rank_departing(step: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The last rank's bits of a norm are others, too few for the loss to show."""
+    """Change bits of the last rank's norm, too few to show in the loss."""
 
     def stepped(self: Any) -> None:
         step(self)
@@ -49,7 +49,7 @@ def one_rank_departing(step: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def launched_at_the_first(note: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """A bucket is averaged once one of its parameters has its gradient."""
+    """Average a bucket as soon as one of its parameters has its gradient."""
 
     def noted(self: Any, slot: Any, bucket: Any) -> None:
         if bucket in self._awaited:
@@ -60,7 +60,7 @@ def launched_at_the_first(note: Callable[[Any, Any, Any], None]) -> Callable[[An
 
 
 def summed_over_the_weight_axis(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient of a sharded weight is the sum over the weight axis, and not the mean."""
+    """Sum the gradient of a sharded weight over the weight axis instead of averaging it."""
 
     def begun(self: Any, gradient: Any) -> Any:
         return InFlight(None, begin(self, gradient).wait() * self.group.size())
@@ -69,7 +69,7 @@ def summed_over_the_weight_axis(begin: Callable[..., Any]) -> Callable[..., Any]
 
 
 def kept_after_the_step(drop: Callable[..., None]) -> Callable[..., None]:
-    """Slices keep their gradients, to which the next backward adds."""
+    """Keep the gradients of slices, so the next backward adds to them."""
 
     def dropped(self: Any, *, to_zeros: bool) -> None:
         before = self.own_gradients.clone()
@@ -80,7 +80,7 @@ def kept_after_the_step(drop: Callable[..., None]) -> Callable[..., None]:
 
 
 def only_the_slice(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Parameters are not gathered: whoever waits for them has what was there before."""
+    """Skip the gather of updated parameters: their users get the old values."""
 
     class Nothing:
         def wait(self) -> None:
@@ -135,7 +135,7 @@ FAULTS = {
         num_steps=3,
         notice=rf"^step 2: weight of {UNUSED} ",
     ),
-    "a replicated weight departs on one rank": fault(
+    "a replicated weight differs on one rank": fault(
         f"{OPTIMIZER}.step",
         around(one_rank_departing),
         replace(OCCASIONAL),
@@ -161,27 +161,27 @@ FAULTS = {
         LLAMA,
         Layout(tp=2, max_norm=0.1),
     ),
-    "masters do not reach the parameters": fault(
+    "masters are not copied to the parameters": fault(
         "zero.parameter_gather:round_masters",
         returning(None),
         LLAMA,
         Layout(dp=2, zero=1, precision="bf16"),
         num_steps=2,
     ),
-    "offloaded masters do not come back": fault(
+    "offloaded masters are not copied back": fault(
         "zero.parameter_gather:round_masters",
         returning(None),
         LLAMA,
         Layout(dp=2, zero=1, options=("cpu_offload",)),
         num_steps=2,
     ),
-    "offloaded gradients are those of the step before": fault(
+    "offloaded gradients are those of the previous step": fault(
         f"{BUCKET}.send_gradients", returning(None), LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))
     ),
     "updated parameters are not gathered": fault(
         "zero.partition:Partition.gather_", around(only_the_slice), LLAMA, ZERO1, num_steps=2
     ),
-    "nobody waits for parameters in flight": fault(
+    "parameters in flight are not waited for": fault(
         "zero.parameter_gather:Arrival.wait",
         returning(None),
         LLAMA,
@@ -189,7 +189,7 @@ FAULTS = {
         num_steps=2,
         notice="^step|'weight' must be 2-D",
     ),
-    "gradients stay after zero_grad": fault(
+    "gradients are kept after zero_grad": fault(
         f"{BUCKET}.drop",
         around(kept_after_the_step),
         LLAMA,
@@ -197,7 +197,7 @@ FAULTS = {
         num_steps=2,
         notice=r"^step 2: gradient of ",
     ),
-    "gradients of a skipped step stay": fault(
+    "gradients of a skipped step are kept": fault(
         f"{BUCKET}.drop", around(kept_after_the_step), OCCASIONAL, ZERO2, training=OVERFLOW, num_steps=3
     ),
     "parameters over the weight axis are averaged over all ranks": fault(
