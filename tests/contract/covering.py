@@ -1,4 +1,4 @@
-"""Covering arrays: few rows of settings in which every two settings of different factors meet."""
+"""Covering arrays: few rows of settings in which every two settings of different factors occur together."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ Row = dict[str, Any]
 def covering(
     factors: Mapping[str, Sequence[Any]], is_valid: Callable[[Row], bool], *, strength: int = 2
 ) -> list[Row]:
-    """Return rows in which all values of any `strength` factors occur together, where a valid row has them.
+    """Return rows in which all values of any `strength` factors occur together, if a valid row has them.
 
-    Greedy: each row is the one with most combinations that no row before it had; of several the one whose values
-    were met least, then the first.
+    Greedy: each row is the one with most combinations that no previous row has; of several, the one whose values
+    occurred least, then the first.
 
     Args:
         factors: the values of each factor, by name.
-        is_valid: says whether a row may be. What no valid row has is left out.
+        returns True for a valid row. Combinations of no valid row are left out.
         strength: 2 covers pairs, 1 single values.
     """
     candidates = [row for row in _all_rows(factors) if is_valid(row)]
@@ -47,7 +47,7 @@ def _combinations(row: Row, strength: int) -> Iterable[object]:
 
 
 def _mask(found: Iterable[object], bits: dict[object, int]) -> int:
-    """A bit for each combination, numbered as they come."""
+    """Return the bits of combinations, numbered in order of appearance."""
     mask = 0
     for each in found:
         mask |= 1 << bits.setdefault(each, len(bits))

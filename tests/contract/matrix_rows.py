@@ -1,6 +1,6 @@
-"""Rows of the kept matrix, docs/models.md: every model type with all its heads, and the layouts it was proven under.
+"""Rows of the stored matrix, docs/models.md: every model type with all its heads, and the layouts that are tested.
 
-They all are `slow`; what is quick is the covering array of parity_rows.py.
+All of them are `slow`; the quick rows are the covering array of parity_rows.py.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,18 @@ from .models import NARROW_EXPERTS, REFUSED_MODES
 
 LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1))
 FOUR = (Layout(tp=4), Layout(pp=4))
-# Heads whose weight may be the embedding's.
+# Heads that may be tied to the embedding.
 TIED_HEADS = ("causal", "double", "seq2seq", "masked", "speech", "image_text")
 # Model types of six kinds that also run on four ranks of one axis.
 WIDE = ("llama", "gpt2", "bert", "t5", "swin", "vit")
-# Model types without a table, by transformers' own plans.
+# Model types without a table, sharded by transformers' own plans.
 DERIVED = (
     *("exaone_moe", "minicpm3", "qwen3_5_text", "apertus", "arcee", "cwm", "deepseek_v2", "ernie4_5"),
     *("ernie4_5_moe", "exaone4", "gemma", "glm", "glm4", "glm4_moe", "granite_swa", "helium", "hy_v3"),
     *("hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "ministral", "ministral3"),
     "olmo",
 )
-# Older releases have other plans for experts, which contradict each other from model to model and are refused, and
-# layers that return tuples.
+# Older releases have layers that return tuples, and inconsistent plans for experts, which are refused.
 ARE_PLANS_OLDER = "moe_tp_experts" not in MixtralConfig.base_model_tp_plan.values()
 
 SEQUENCE_TYPES = ("llama", "gpt2", "bert")
@@ -39,7 +38,7 @@ SEQUENCE_LAYOUTS = (
     Layout(sp=2, dp=2, zero=1),
 )
 REGATHER, OVERLAP = "enable_sequence_regather", "enable_sequence_overlap"
-# Layouts that try one thing more each.
+# Layouts that each test one more option.
 FURTHER_SEQUENCE_LAYOUTS = (
     Layout(tp=2, sequence="split_gather", options=(REGATHER,)),
     Layout(tp=2, sequence="split_gather", options=(OVERLAP,)),
@@ -58,7 +57,7 @@ FURTHER_SEQUENCE_LAYOUTS = (
     Layout(sp=2, sequence="ring_attn", precision="bf16"),
     Layout(sp=4, sequence="ring_attn", inner_ring=2),
     Layout(sp=3, sequence="ring_attn"),
-    # Weights of linear layers sharded, beside whole sequences and sharded ones.
+    # Sharded weights of linear layers, with replicated and with sharded sequences.
     Layout(dp=2, wp=2),
     Layout(dp=4, wp=2, zero=1),
     Layout(dp=4, wp=2, zero=2, precision="bf16"),
@@ -68,13 +67,13 @@ FURTHER_SEQUENCE_LAYOUTS = (
     Layout(sp=4, wp=2, sequence="ring_attn", zero=1),
     Layout(sp=2, pp=2, wp=2, sequence="all_to_all", precision="fp16"),
 )
-# Where small models have fewer heads than four.
+# Small models with fewer than four heads.
 FEWEST_HEADS = {"whisper": 2}
 
 INTERLEAVED = Layout(pp=2, schedule="interleaved", chunks=2)
 ZERO_BUBBLE = Layout(pp=2, schedule="zbv")
 GROUPS = ModelChoice(model_type="albert", num_layers=6, settings=(("num_hidden_groups", 2),))
-# Several stages a rank, of models whose layers are shared, change the shape or are all read at the end.
+# Several stages per rank, for models whose layers are shared, change the shape, or are all read at the end.
 SEVERAL_STAGES = (
     (GROUPS, INTERLEAVED),
     (GROUPS, ZERO_BUBBLE),
@@ -91,7 +90,7 @@ SEVERAL_STAGES = (
 
 
 def choices(model_type: str) -> list[ModelChoice]:
-    """The small models of a type, the one of its usual head first; of two heads that are one class the first."""
+    """Return the small models of a type, first that of its usual head; of two heads with one class only the first."""
     by_class = {kind: head for head, kind in reversed(class_names(model_type).items())}
     heads = sorted(by_class.values(), key=lambda head: head != ModelChoice(model_type=model_type).head_name)
     return [
@@ -102,7 +101,7 @@ def choices(model_type: str) -> list[ModelChoice]:
 
 
 def class_names(model_type: str) -> dict[str, str]:
-    """The names of the classes of `heads_of`, whose models are not imported when tests are collected."""
+    """Return the names of the classes of `heads_of`, without importing the models at collection."""
     found = {}
     for head, auto in HEADS.items():
         names = {} if auto is None else getattr(transformers, auto)._model_mapping._model_mapping
@@ -112,12 +111,12 @@ def class_names(model_type: str) -> dict[str, str]:
 
 
 def types_with_tables() -> list[str]:
-    """The model types with a table that the installed transformers knows; chatglm is no part of it."""
+    """Return the model types with a table that the installed transformers has; chatglm is not part of it."""
     return [each for each in model_types() if each in CONFIG_MAPPING]
 
 
 def missing(model_type: str) -> str:
-    """Why the installed transformers has no plan for a model type; empty where it has."""
+    """Return the reason why the installed transformers has no plan for a model type, or an empty string."""
     release = f"transformers {transformers.__version__}"
     if model_type not in CONFIG_MAPPING:
         return f"{release} knows no {model_type}"
@@ -128,7 +127,7 @@ def missing(model_type: str) -> str:
 
 
 def matrix_rows() -> Iterator[tuple[ModelChoice, Layout]]:
-    """Model and layout of every row, some of them twice."""
+    """Yield model and layout of every row, some of them twice."""
     for model_type in types_with_tables():
         for choice in choices(model_type):
             for layout in (*LAYOUTS, *(FOUR if model_type in WIDE else ())):
@@ -136,7 +135,7 @@ def matrix_rows() -> Iterator[tuple[ModelChoice, Layout]]:
     for model_type in DERIVED:
         if table_for(model_type) is None:
             yield from ((ModelChoice(model_type=model_type), layout) for layout in LAYOUTS)
-    for head in ("causal", "classification"):  # two key-value groups: on four ranks two share one
+    for head in ("causal", "classification"):  # two key-value heads: of four ranks two share one
         yield from (
             (ModelChoice(model_type="chatglm", head=head), layout) for layout in (*LAYOUTS, Layout(tp=4))
         )
@@ -147,7 +146,7 @@ def matrix_rows() -> Iterator[tuple[ModelChoice, Layout]]:
 
 
 def _sequence_rows() -> Iterator[tuple[ModelChoice, Layout]]:
-    """Three types in every layout, all others in those of the modes that they do not refuse."""
+    """Yield three types in every layout, and all others in the modes that they do not refuse."""
     layouts = [
         *(replace(layout, sequence=mode) for mode in ("split_gather", "ring") for layout in TENSOR_LAYOUTS),
         *(

@@ -1,4 +1,4 @@
-"""Models of the contract's rows that are no plain `ModelChoice`, and what types of models refuse."""
+"""Models of the contract's rows that are more than a `ModelChoice`, and the modes that model types refuse."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,17 +9,17 @@ from transformers.models.beit import modeling_beit
 
 from echelon.verify.models import ModelChoice
 
-# Experts so narrow that a fourth of one is no row of 16 bytes in 16 bits.
+# Experts so narrow that in 16 bits a quarter of one is not a multiple of 16 bytes.
 NARROW_EXPERTS = (("intermediate_size", 48),)
-# Model types whose own code computes attention, and no other.
+# Model types that only support attention by their own code.
 OWN_ATTENTION = {"bloom", "gemma2", "gpt_neo", "gptj", "swinv2"}
-# Those that choose between their own and sdpa when they are built.
+# Model types that choose between their own attention and sdpa at construction.
 BUILT_ATTENTION = {"falcon", "sam", "sam_vision_model"}
-# Layers that work on windows of images, or run several times, or know of all positions besides.
+# Layers that work on windows of images, run several times, or depend on all positions.
 _NEVER = {"albert", "sam", "sam_vision_model", "swin", "swinv2"}
-# So does BEiT's since transformers 5.9; before that it is told the image's size.
+# Since transformers 5.9 this includes BEiT; before, it gets the image's size as an argument.
 _KNOWS_POSITIONS = {"beit"} if hasattr(modeling_beit, "BeitMLP") else set()
-# Attention to another sequence, and attention that computes by the model's own code alone.
+# Cross-attention, and attention that is only computed by the model's own code.
 _CROSS = {"bart", "blip-2", "marian", "mbart", "mt5", "pegasus", "t5", "umt5", "whisper"}
 _OWN_CODE = {"bloom", "falcon", "gpt_neo", "gptj"}
 # The model types with a table that refuse a mode of sequence parallelism.
@@ -29,13 +29,13 @@ REFUSED_MODES = {
     "all_to_all": _NEVER | _CROSS | _OWN_CODE | {"beit"},
     "ring_attn": _NEVER | _CROSS | _OWN_CODE | {"beit"},
 }
-# Layers that are no GradientCheckpointingLayer of transformers.
+# Model types whose layers are not GradientCheckpointingLayer of transformers.
 NOT_RECOMPUTED = {"albert"}
 UNUSED = "model.layers.0.post_attention_layernorm.unused"
 
 
 class OccasionalNorm(nn.Module):
-    """A norm with a bias that batches of two samples or fewer leave out, and a weight that nothing uses."""
+    """A norm whose bias is only used by batches of more than two samples, and whose weight is unused."""
 
     def __init__(self, norm: nn.Module, width: int) -> None:
         super().__init__()
@@ -50,10 +50,10 @@ class OccasionalNorm(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Occasional(ModelChoice):
-    """A Llama, some parameters of whose layers get no gradient in some microbatches, steps and replicas."""
+    """A Llama with layer parameters that get no gradient in some microbatches, steps and replicas."""
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The model; see `ModelChoice.build`."""
+        """Build the model; see `ModelChoice.build`."""
         model = super().build(seed)
         for layer in model.model.layers:
             layer.post_attention_layernorm = OccasionalNorm(
@@ -64,10 +64,10 @@ class Occasional(ModelChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class EagerChoice(ModelChoice):
-    """A small model that computes attention by the plain code of transformers, where it can be told to."""
+    """A small model with transformers' eager attention, if it supports the choice."""
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The model; see `ModelChoice.build`."""
+        """Build the model; see `ModelChoice.build`."""
         model: Any = super().build(seed)
         if self.model_type not in BUILT_ATTENTION:
             model.set_attn_implementation("eager")
@@ -76,10 +76,10 @@ class EagerChoice(ModelChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopChoice(ModelChoice):
-    """A small model that computes one expert after the other."""
+    """A small model that computes its experts one by one."""
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The model; see `ModelChoice.build`."""
+        """Build the model; see `ModelChoice.build`."""
         model: Any = super().build(seed)
         model.set_experts_implementation("eager")
         return model

@@ -1,6 +1,6 @@
-"""Rows of parity that are not kept in the matrix: the covering array, and what one setting more changes.
+"""Parity rows beside those of the matrix: the covering array, and rows that change one more setting.
 
-A row is quick where it belongs to a covering array, or is the one row of a feature that no array has.
+A row is quick if it belongs to a covering array, or is the only row of a feature.
 """
 
 from collections.abc import Iterator
@@ -43,8 +43,8 @@ FACTORS = {
     "recompute": (0.0, 0.5),
     "tied": (False, True),
 }
-# Values with the same mechanism, which stand for each other in turn: whole backwards of one stage, split backwards,
-# and two names of one mode.
+# Values with the same mechanism, used alternately: unsplit backwards with one stage per rank, split backwards, and two
+# names of one mode.
 SAME = {"1f1b": ("1f1b", "gpipe"), "zbv": ("zbv", "zbh1"), "split_gather": ("split_gather", "ring")}
 DATA = {
     None: {},
@@ -57,7 +57,7 @@ MOST_RANKS = 4
 
 
 def layout_of(row: Row) -> Layout:
-    """The layout of a row of FACTORS."""
+    """Return the layout of a row of FACTORS."""
     return Layout(
         tp=row["tp"],
         pp=1 if row["schedule"] is None else 2,
@@ -73,7 +73,7 @@ def layout_of(row: Row) -> Layout:
 
 
 def takes(model_type: str, row: Row) -> bool:
-    """Return True if a model type takes the row's sequences, recomputation and ties."""
+    """Return True if a model type supports the row's sequence mode, recomputation and ties."""
     return (
         model_type not in REFUSED_MODES.get(row["sequence"], ())
         and not (row["recompute"] and model_type in NOT_RECOMPUTED)
@@ -82,7 +82,7 @@ def takes(model_type: str, row: Row) -> bool:
 
 
 def is_valid(row: Row) -> bool:
-    """Return True if a row is a layout of few ranks that some model of its kind takes."""
+    """Return True if a row is a layout of few ranks that a model of its kind supports."""
     layout = layout_of(row)
     return (
         layout.world_size <= MOST_RANKS
@@ -93,7 +93,7 @@ def is_valid(row: Row) -> bool:
 
 
 def covering_rows() -> Iterator[ParityRow]:
-    """The quick rows: every pair of factors, and every table; of a kind the type that was met least."""
+    """Yield the quick rows: every pair of factors, and every table; of each kind the type that occurred least."""
     met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
     known = types_with_tables()
     turns = {value: cycle(same) for value, same in SAME.items()}
@@ -110,7 +110,7 @@ def covering_rows() -> Iterator[ParityRow]:
         )
 
 
-# Schedules, and what stages share.
+# Schedules, and weights shared between stages.
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -128,7 +128,7 @@ TIED_LLAMA, TIED_GPT2, TIED_T5, TIED_BERT = (replace(each, tied=True) for each i
 
 
 def schedule_rows() -> Iterator[ParityRow]:
-    """Every schedule alone, to the bit; where stages share weights; and beside tensor parallelism and ZeRO."""
+    """Yield every schedule alone, compared exactly; with shared weights; and with tensor parallelism and ZeRO."""
     for choice, (name, schedule), pp in product((LLAMA, GPT2, CLASSIFYING), SCHEDULES.items(), (2, 4)):
         yield ParityRow(
             name=f"equal bits {choice.model_type} {name}",
@@ -138,11 +138,11 @@ def schedule_rows() -> Iterator[ParityRow]:
             quick=(choice, pp) in ((LLAMA, 2), (GPT2, 4)) and name == "zbv",
         )
     for choice, schedule in product((T5, TIED_T5, TIED_GPT2, TIED_BERT), SCHEDULES.values()):
-        layers = 4 if choice.model_type == "t5" else 9  # encoder and decoder have four each
+        layers = 4 if choice.model_type == "t5" else 9  # encoder and decoder have four layers each
         yield ParityRow(
             choice=replace(choice, num_layers=layers),
             layout=Layout(pp=4, microbatches=5, **schedule),
-            exact=EQUAL_SUMS,  # what several stages have is added up in another order
+            exact=EQUAL_SUMS,  # gradients of several stages are summed in another order
         )
     for choice, sizes, schedule in product(
         (TIED_LLAMA, T5), (dict(tp=2), dict(dp=2, zero=1)), SCHEDULES.values()
@@ -161,9 +161,9 @@ ALL_AXES = Layout(tp=2, pp=2, dp=2, zero=1)
 ALL_OF_ZERO = Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16")
 TWO_LAYERS = replace(T5, num_layers=2)
 FUSED_LOSS, OFFLOAD, REGATHER = ("enable_fused_loss",), ("activation_offload",), ("enable_sequence_regather",)
-# A row is quick where no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, what
-# ZeRO may be given, models without a table, of experts and of latent attention, the loss by chunks, modules that are
-# recomputed by name, with inputs on the host.
+# A row is quick if no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, options
+# of ZeRO, models without a table, models with experts or latent attention, the loss in chunks, modules that are
+# recomputed by name, with inputs offloaded to the host.
 QUICK_ROWS = (
     (TIED_LLAMA, ALL_AXES),
     (ModelChoice(model_type="qwen2"), Layout(tp=4)),
@@ -180,7 +180,7 @@ LAYOUT_ROWS = (
     ),
     *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen3")),
     (TWO_LAYERS, Layout(tp=4)),
-    # Smooth: of a relu, one unit that switches by a rounding makes the gradients jump.
+    # Smooth activations: with ReLU, a unit that switches sign by a rounding makes the gradients jump.
     (
         replace(TWO_LAYERS, tied=True, settings=(("feed_forward_proj", "gated-gelu"),)),
         Layout(tp=2, dp=2, zero=1),
@@ -191,7 +191,7 @@ LAYOUT_ROWS = (
     (TIED_LLAMA, Layout(pp=4, microbatches=2)),
     (TIED_LLAMA, Layout(pp=2, microbatches=1)),
     (TIED_LLAMA, Layout(tp=2, dp=2, max_norm=0.1)),
-    # Gradients that no rank has whole, beside schedules whose stages share weights.
+    # ZeRO-2, where no rank has unsharded gradients, with schedules whose stages share weights.
     (TIED_LLAMA, Layout(dp=4, zero=2, max_norm=0.1)),
     (
         replace(TIED_LLAMA, num_layers=5),
@@ -204,7 +204,7 @@ LAYOUT_ROWS = (
     (LLAMA, Layout(tp=2, pp=2, recompute=1.0, schedule="zbh1", precision="bf16")),
     (LLAMA, Layout(dp=2, zero=2, precision="fp16", max_norm=0.1, options=FUSED_LOSS)),
     (LLAMA, Layout(tp=2, dp=2, zero=1, precision="bf16", schedule="zbh1", options=FUSED_LOSS)),
-    (ModelChoice(model_type="gptj"), Layout(tp=2, options=FUSED_LOSS)),  # whose head has a bias
+    (ModelChoice(model_type="gptj"), Layout(tp=2, options=FUSED_LOSS)),  # its head has a bias
     (ModelChoice(model_type="mixtral"), Layout(tp=2, pp=2, sequence="split_gather", options=FUSED_LOSS)),
     (ModelChoice(model_type="arcee"), Layout(pp=2, schedule="zbv", options=FUSED_LOSS)),  # without a table
     *(
@@ -226,7 +226,7 @@ LAYOUT_ROWS = (
 
 
 def layout_rows() -> Iterator[ParityRow]:
-    """Further layouts of a few models."""
+    """Yield further layouts of a few models."""
     for choice, layout in QUICK_ROWS:
         yield ParityRow(
             choice=choice, layout=layout, num_steps=2, quick=True, missing=missing(choice.model_type)
@@ -235,8 +235,8 @@ def layout_rows() -> Iterator[ParityRow]:
         yield ParityRow(choice=choice, layout=layout)
 
 
-# Compiled layers: a graph for the first shapes, one for all others and one without a mask; the models have four layers.
-# There are more where a layer has to leave its graph, or is computed in two ways.
+# Compiled layers have one graph for the first shapes, one for all others and one without a mask; the models have four
+# layers. More graphs are allowed for a layer with a graph break, or that is computed in two ways.
 COMPILED = ("compile_layers",)
 COMPILED_ROWS: tuple[tuple[ModelChoice, Layout, dict[str, Any]], ...] = (
     (TIED_LLAMA, Layout(tp=2, recompute=1.0, options=COMPILED), {"most_graphs": 3}),
@@ -255,21 +255,21 @@ COMPILED_ROWS: tuple[tuple[ModelChoice, Layout, dict[str, Any]], ...] = (
 
 
 def compiled_rows() -> Iterator[ParityRow]:
-    """Layers that are compiled one by one; the first row is quick."""
+    """Yield layers that are compiled one by one; the first row is quick."""
     for choice, layout, expected in COMPILED_ROWS:
         within = partial(traced_layers, **expected)
         is_first = layout is COMPILED_ROWS[0][1]
         yield ParityRow(choice=choice, layout=layout, num_steps=2, within=within, quick=is_first)
 
 
-# What training goes through: every cell is five steps, the second of which overflows on one rank alone.
+# Events of training: every cell has five steps, the second of which overflows on one rank only.
 
 SMALL = replace(LLAMA, num_layers=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings of training that a cell adds to a stage of ZeRO under a layout."""
+    """Training settings that a cell adds to a ZeRO stage under a layout."""
 
     choice: ModelChoice = SMALL
     training: Training = OVERFLOW
@@ -282,18 +282,18 @@ CASES = {
     "accumulation": Case(microbatches=3),
     "clipping": Case(max_norm=0.1),
     "groups": Case(training=replace(OVERFLOW, vector_rate=LEARNING_RATE / 3)),
-    # A first stage of a pipeline has nothing to train then.
+    # A first pipeline stage then has no trainable parameters.
     "lower half frozen": Case(training=replace(OVERFLOW, frozen="lower half")),
     "every second frozen": Case(
         choice=replace(SMALL, tied=True), training=replace(OVERFLOW, frozen="every second")
     ),
     "tied": Case(choice=replace(SMALL, tied=True)),
-    # Over two replicas the biases get gradients on the second alone, the first alone, nowhere, nowhere, the second.
+    # With two replicas the biases get gradients on the second only, the first only, none, none, the second only.
     "no gradient": Case(
         choice=Occasional(model_type="llama", num_layers=2),
         training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0)),
     ),
-    # The same over four.
+    # The same with four replicas.
     "no gradient of four": Case(
         choice=Occasional(model_type="llama", num_layers=2, tied=True),
         training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0, 0, 0)),
@@ -316,12 +316,12 @@ CELL_LAYOUTS = {
 
 
 def is_cell(cell: Row) -> bool:
-    """ZeRO over parts of the replicas has a stage."""
+    """Return False for ZeRO over groups of replicas without a ZeRO stage."""
     return bool(cell["stage"]) or cell["layout"] != "dp4 in twos"
 
 
 def zero_rows() -> Iterator[ParityRow]:
-    """Every stage, layout and case in float32; in 16 bits every pair; quick is every single value."""
+    """Yield every stage, layout and case in float32; in 16 bits every pair; quick is every single value."""
     quick = covering(CELLS, is_cell, strength=1)
     in_float32 = covering({**CELLS, "precision": ("fp32",)}, is_cell, strength=4)
     for cell in [*quick, *in_float32, *covering(CELLS, is_cell)]:
@@ -343,7 +343,7 @@ def zero_rows() -> Iterator[ParityRow]:
         )
 
 
-# Real widths, and long runs.
+# Realistic widths, and long runs.
 
 LARGE = ModelChoice(  # 110 million parameters
     model_type="llama",
@@ -356,7 +356,7 @@ LARGE = ModelChoice(  # 110 million parameters
 
 
 def parity_rows() -> Iterator[ParityRow]:
-    """Every row."""
+    """Yield every row."""
     yield from covering_rows()
     yield from layout_rows()
     yield from compiled_rows()

@@ -1,4 +1,4 @@
-"""A row of parity, as data."""
+"""A parity row as data."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,16 +18,16 @@ PLAIN = Training()
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRow:
-    """A model under a layout beside one process, and what else the comparison is given.
+    """A model under a layout, to compare with one process, and further arguments of the comparison.
 
     Args:
-        choice, layout, training, num_steps: of `parity`.
-        name: what the row is about, where model and layout do not say it.
+        choice, layout, training, num_steps: arguments of `parity`.
+        name: name of the row, unless model and layout describe it.
         batch: makes the batches, like `make_batch`.
         within: a context for the run, on every rank.
-        exact: how far loss and gradients of the first step may be off, in units of the largest; None is as usual.
-        quick: part of `make test`; all communication completes late there, see late_completion.py.
-        missing: why the installed packages cannot run it; empty where they can.
+        exact: tolerance of loss and gradients of the first step, in units of the largest; None for the default.
+        quick: part of `make test`; all communication then completes late, see late_completion.py.
+        missing: why the installed packages cannot run it; empty if they can.
     """
 
     choice: ModelChoice
@@ -50,21 +50,21 @@ class ParityRow:
         return "-".join([name, str(layout), *rest]).replace(" ", "_")
 
     def run(self) -> Report:
-        """Compare; of a quick row all communication completes late. Collective over the world."""
+        """Compare; for a quick row all communication completes late. Collective over the world."""
         with late_completion() if self.quick else nullcontext():
             return self.compare()
 
     def compare(self) -> Report:
-        """Compare over the processes as they are. Collective over the world."""
+        """Compare with communication as it is. Collective over the world."""
         with self.within(), patch("echelon.verify.parity.make_batch", self.batch):
             return parity(self.choice, self.layout, training=self.training, num_steps=self.num_steps)
 
 
 def distinct(rows: Iterable[ParityRow]) -> dict[str, ParityRow]:
-    """The rows by name; of equal ones the first, which is quick if any is.
+    """Return the rows by name; of equal rows the first, which is quick if any of them is.
 
     Raises:
-        ValueError: two rows that differ have one name.
+        ValueError: two different rows have the same name.
     """
     found: dict[str, ParityRow] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The covering array has every combination that a valid row has."""
+"""The covering array has every combination of factors that occurs in a valid row."""
 
 from itertools import combinations
 
@@ -10,12 +10,12 @@ FACTORS = {"a": (0, 1, 2), "b": ("x", "y"), "c": (False, True), "d": (1, 2, 4)}
 
 
 def without_two(row: Row) -> bool:
-    """A rule that leaves out a pair, and three values together."""
+    """Exclude a pair of values, and a combination of three."""
     return not (row["a"] == 2 and row["c"]) and not (row["b"] == "y" and row["c"] and row["d"] == 4)
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
-def test_every_valid_combination_is_met(strength: int) -> None:
+def test_every_valid_combination_is_covered(strength: int) -> None:
     rows = covering(FACTORS, without_two, strength=strength)
     every = covering(FACTORS, without_two, strength=len(FACTORS))
     assert all(map(without_two, rows))

@@ -1,4 +1,4 @@
-"""Rows of parity of single model types: settings that change their layers, and batches that change what they see."""
+"""Parity rows of single model types: settings that change their layers, and batches that change their masks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -71,8 +71,8 @@ VARIANTS: dict[str, Variant] = {
     },
 }
 
-# Heads that the ranks do not divide are padded. Here so many heads of width 8, of as many or fewer keys; by the names
-# that a config has for the hidden size and the heads.
+# Numbers of heads that the ranks do not divide, so heads are padded: these have heads of width 8 and at most as many
+# keys. The names are those of the config's hidden size and numbers of heads.
 HEAD_NAMES = {
     **dict.fromkeys(("gpt2", "gptj"), ("n_embd", "n_head")),
     "bloom": ("hidden_size", "n_head"),
@@ -93,7 +93,7 @@ HEADS: tuple[tuple[str, int, int | None, Layout, dict[str, object]], ...] = (
     ("phi3", 6, 3, TP2, {}),
     ("falcon", 3, None, TP2, {"bias": True}),
     ("falcon", 6, None, TP4, {**GROUPED, "alibi": True}),
-    ("arcee", 6, 2, TP4, {"head_dim": 8}),  # whose table is derived
+    ("arcee", 6, 2, TP4, {"head_dim": 8}),  # its table is derived
     ("bloom", 3, None, MIXED, {}),
     ("gpt2", 3, None, MIXED, {}),
     ("gptj", 3, None, TP2, {}),
@@ -109,7 +109,7 @@ HEADS: tuple[tuple[str, int, int | None, Layout, dict[str, object]], ...] = (
     ("olmo2", 6, 2, TP4, {}),
     ("vit", 3, None, TP2, {}),
 )
-# Those whose parts have heads of their own.
+# Models whose parts have their own heads.
 HEADS_OF_PARTS: tuple[Variant, ...] = (
     ("bart", {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 6}, TP4),
     (
@@ -130,7 +130,7 @@ HEADS_OF_PARTS: tuple[Variant, ...] = (
 
 
 def padded_heads() -> Iterator[tuple[str, Variant]]:
-    """Variants whose heads are padded, with their names."""
+    """Yield variants with padded heads, and their names."""
     for model_type, query, key_value, layout, further in HEADS:
         width, heads = HEAD_NAMES.get(model_type, ("hidden_size", "num_attention_heads"))
         keys = {} if key_value is None else {"num_key_value_heads": key_value}
@@ -148,12 +148,12 @@ QUICK_VARIANTS = (
 
 
 def matching(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Retrieval by its matching head, whose Q-Former sees image and text at once."""
+    """Make a batch for retrieval by the matching head, whose Q-Former attends to image and text at once."""
     return {**make_batch(*args, **kwargs), "use_image_text_matching_head": True}
 
 
 def variant_rows() -> Iterator[ParityRow]:
-    """What the settings of one model type change."""
+    """Yield variants in the settings of one model type."""
     for name, (model_type, settings, layout) in (*VARIANTS.items(), *padded_heads()):
         choice = ModelChoice(model_type=model_type, settings=tuple(settings.items()))
         yield ParityRow(name=name, choice=choice, layout=layout, quick=name in QUICK_VARIANTS)
@@ -168,7 +168,7 @@ def variant_rows() -> Iterator[ParityRow]:
         )
 
 
-# Batches: packed texts, and queries that see no key.
+# Batches: packed texts, and queries that attend to no key.
 
 PACKED_LAYOUTS = (
     *(Layout(tp=2), Layout(pp=2, recompute=1.0), Layout(sp=2, sequence="ring_attn"), Layout()),
@@ -183,16 +183,16 @@ UNSEEN_LAYOUTS = (
     Layout(sp=2, pp=2, sequence="ring_attn", recompute=1.0),
     *(replace(RING, precision="bf16"), replace(RING, precision="fp16"), ULYSSES),
 )
-# Some have windows of 5 tokens, some cap their scores, and the last two see both ways.
+# Some have windows of 5 tokens, some cap their scores, and the last two are bidirectional.
 EAGER_TYPES = ("llama", "gemma2", "gemma3_text", "mistral", "gpt2", "bert", "roberta")
 FLASH = (("attn_implementation", "flash_attention_2"),)
 
 
 def packed(choice: ModelChoice, **size: Any) -> dict[str, Any]:
-    """Two texts in each row, by restarting position_ids and without an attention_mask.
+    """Make a batch with two texts in each row, by restarting position_ids and without an attention_mask.
 
-    transformers keeps such texts apart in a call without a cache, and the call's use_cache, or else the config, says
-    whether there is one. So it is under a layout: what `model(**batch)` means does not depend on Echelon.
+    transformers separates such texts in a call without a cache, as set by use_cache of the call, or else of the config.
+    The same holds under a layout: the meaning of `model(**batch)` does not depend on Echelon.
     """
     batch = make_batch(choice, **size)
     rows, length = batch.pop("attention_mask").shape
@@ -202,19 +202,19 @@ def packed(choice: ModelChoice, **size: Any) -> dict[str, Any]:
 
 
 def packed_without_a_cache(choice: ModelChoice, **size: Any) -> dict[str, Any]:
-    """The same, called without a cache."""
+    """Make the same batch for a call without a cache."""
     return packed(choice, **size) | {"use_cache": False}
 
 
 def packed_in_one_row(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:
-    """Microbatches of one row: flash attention asks nothing of a cache, but whether a batch is one row."""
+    """Make microbatches of one row: flash attention separates texts if a batch is one row, with or without a cache."""
     return packed(choice, num_samples=3, seed=seed)
 
 
 def with_unseen_keys(choice: ModelChoice, **size: Any) -> dict[str, Tensor]:
-    """A batch with queries that see no key: padded on the left, or with a mask of zeros for the last sample.
+    """Make a batch with queries that attend to no key: padded on the left, or with a mask of zeros for the last sample.
 
-    Eager attention gives such a query the mean of all values, torch's own gives it 0; so must a ring.
+    Eager attention returns the mean of all values for such a query, and torch's own returns 0; so must a ring.
     """
     batch = make_batch(choice, **size)
     if choice.head_name == "causal":
@@ -225,7 +225,7 @@ def with_unseen_keys(choice: ModelChoice, **size: Any) -> dict[str, Tensor]:
 
 
 def batch_rows() -> Iterator[ParityRow]:
-    """Packed texts, and queries that see no key, by eager, torch's and flash attention."""
+    """Yield packed texts, and queries that attend to no key, by eager, torch's and flash attention."""
     for model_type in ("llama", "gemma2", "qwen2_moe"):
         choice = ModelChoice(model_type=model_type)
         for layout in PACKED_LAYOUTS if choice == LLAMA else PACKED_LAYOUTS[:3]:
@@ -245,7 +245,7 @@ def batch_rows() -> Iterator[ParityRow]:
                 layout=layout,
                 batch=packed,
             )
-    yield ParityRow(  # whose layers are given the cache by place, so that recomputation would fill it twice
+    yield ParityRow(  # its layers get the cache as a positional argument, so recomputation would fill it twice
         name="packed gpt2",
         choice=ModelChoice(model_type="gpt2"),
         layout=replace(RING, recompute=1.0),
@@ -272,7 +272,7 @@ def batch_rows() -> Iterator[ParityRow]:
 
 
 def flash_rows() -> Iterator[ParityRow]:
-    """The batches of `batch_rows` with a stand-in of the package flash-attn."""
+    """Yield the batches of `batch_rows` with a stand-in for the package flash-attn."""
     for layout in (RING, ULYSSES):
         for batch in (packed, packed_in_one_row):
             choice = replace(LLAMA, settings=FLASH)
