@@ -1,8 +1,8 @@
-"""Checkpoints that an earlier Echelon wrote, in `written/`, and how such a one is written and gone on from.
+"""Checkpoints written by an earlier Echelon, in `written/`, and the code that writes such checkpoints and resumes them.
 
     python -m tests.contract.old_checkpoints FOLDER
 
-writes those of the code at hand. The ones in `written/` are of commit dd525cd (November 2026), before the rebuilding.
+writes them with the current code. Those in `written/` are of commit dd525cd (November 2026).
 """
 
 import json
@@ -25,13 +25,13 @@ STEPS_BEFORE, STEPS_AFTER = 3, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How a checkpoint was written.
+    """Run that wrote a checkpoint.
 
     Args:
-        world_size: processes.
-        arguments: of the plugin.
+        world_size: number of processes.
+        arguments: arguments of the plugin.
         lora: the model has adapters.
-        use_async: it was written beside training.
+        use_async: the checkpoint was written during training.
     """
 
     world_size: int
@@ -55,7 +55,7 @@ RUNS = {
 
 
 def build(booster: Booster, *, lora: bool) -> nn.Module:
-    """A small Llama with tied weights, whose vocabulary and hidden sizes no power of two divides."""
+    """Build a small Llama with tied weights; no power of two divides its vocabulary and hidden sizes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50,
@@ -76,9 +76,9 @@ def build(booster: Booster, *, lora: bool) -> nn.Module:
 
 
 def losses_of(run: Run, folder: Path, *, goes_on: bool) -> list[float]:
-    """Train the steps before the checkpoint and save it, or go on from it. Return the losses of the steps after it.
+    """Train up to the checkpoint and save it, or resume from it, and return the losses of the steps after it.
 
-    Collective over the world, of any size that the arguments fit.
+    Collective over the world, which may have any size that the arguments allow.
     """
     launch_from_torch(seed=0)
     plugin = HybridParallelPlugin(**run.arguments)
@@ -115,7 +115,7 @@ def losses_of(run: Run, folder: Path, *, goes_on: bool) -> list[float]:
 
 
 def mean_over_ranks(losses: list[list[float]]) -> list[float]:
-    """The loss of each step: ranks of a replica have the same, and replicas are equally large."""
+    """Return the loss of each step: ranks of a replica have equal losses, and all replicas are equally large."""
     return [sum(of_step) / len(of_step) for of_step in zip(*losses, strict=True)]
 
 

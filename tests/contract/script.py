@@ -1,6 +1,6 @@
-"""A training script by the public calls, and the same in plain torch on one process: the oracle of a run.
+"""Training script of public calls, and its oracle: the same training in plain torch on one process.
 
-A global batch is cut into equal parts, so that means over replicas and microbatches are the batch's own mean.
+A global batch is cut into equal parts, so means over replicas and microbatches equal the mean of the batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +24,13 @@ LLAMA = ModelChoice(model_type="llama", num_layers=2)
 
 
 def batch_of(choice: ModelChoice, step: int) -> dict[str, Tensor]:
-    """The global batch of a step, of samples that count alike: nothing is padded."""
+    """Return the global batch of a step; nothing is padded, so all samples have equal weight."""
     batch = make_batch(choice, num_samples=NUM_SAMPLES, seed=step)
     return {"input_ids": (ids := batch["input_ids"].clamp_min(3)), "labels": ids}
 
 
 def plain_losses(choice: ModelChoice) -> list[float]:
-    """The losses of plain torch, and last the one of a batch that is not trained on."""
+    """Return the losses of plain torch; the last is that of a batch without a step."""
     records = reference.train(
         choice.build(),
         [[[batch_of(choice, step)]] for step in range(NUM_STEPS + 1)],
@@ -43,13 +43,13 @@ def plain_losses(choice: ModelChoice) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A run by the public calls, whose losses must be those of plain torch.
+    """A run by the public calls, whose losses must equal those of plain torch.
 
     Args:
         plugin: makes the plugin, or the ShardFormer of a loop without a booster.
-        num_ranks: processes.
+        num_ranks: number of processes.
         choice: the model.
-        criterion: of `execute_pipeline`; None for the model's own loss.
+        criterion: criterion of `execute_pipeline`; None for the model's own loss.
         by_calls: steps are `model(**batch)` and `booster.backward` instead of `execute_pipeline`.
         building: a context in which the model is built.
     """
@@ -62,24 +62,24 @@ class Script:
     building: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def build(self) -> nn.Module:
-        """The model, as a script builds it."""
+        """Build the model as a script does."""
         with self.building():
             return self.choice.build()
 
     def losses(self) -> list[float]:
-        """Train, then evaluate. The losses, on each rank of the pool."""
+        """Train, then evaluate; return the losses, on each rank of the pool."""
         plugin = self.plugin()
         return _with_a_booster(self, plugin) if isinstance(plugin, Plugin) else _without(self, plugin)
 
     def departure(self) -> str | None:
-        """What departs from plain torch, on each rank of the pool."""
+        """Return the difference from plain torch, on each rank of the pool."""
         found, expected = self.losses(), plain_losses(self.choice)
         is_near = all(abs(one - other) <= 1e-5 * other for one, other in zip(found, expected, strict=True))
         return None if is_near else f"losses {found} instead of {expected}"
 
 
 def shard_former(**sizes: int) -> ShardFormer:
-    """A ShardFormer with groups of its own."""
+    """Make a ShardFormer with groups of its own."""
     found = ShardFormer(ShardConfig(**sizes))
     found.init_distributed()
     return found

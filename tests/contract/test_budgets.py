@@ -1,4 +1,4 @@
-"""What a warm step communicates and reads on the host is what docs/cuda.md says, for a small Llama on every rank."""
+"""Communication and host reads of a warm step equal those in docs/cuda.md, for a small Llama on every rank."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from ..cuda_page import table, value
 from ..host_reads import Places, host_reads
 from ..pool import Pool
 
-COMPARED = 3  # the first calls, which compare by messages between CPUs
+COMPARED = 3  # the first calls, which compare batches by messages between CPUs
 MICROBATCHES, SAMPLES, LENGTH, HIDDEN = 3, 2, 32, 64
 LAYOUTS = (
     Layout(tp=2, pp=2),
@@ -29,7 +29,7 @@ LAYOUTS = (
 
 
 class Measured(NamedTuple):
-    """One rank's warm step: calls and bytes by axis and kind, host reads, and the terms of the formulas."""
+    """Measurements of one rank's warm step: calls and bytes by axis and kind, host reads, and terms of the formulas."""
 
     traffic: dict[tuple[str, str], tuple[int, int]]
     reads: Places
@@ -37,11 +37,11 @@ class Measured(NamedTuple):
 
 
 def measure_warm_step(layout: Layout, *, lengthens: bool = False, padding: int = 0) -> Measured:
-    """On one rank of the pool.
+    """Measure a warm step on one rank of the pool.
 
     Args:
-        lengthens: every batch is longer than the one before.
-        padding: tokens at the end of every row that a mask hides; 0 is a batch without a mask.
+        lengthens: every batch is longer than the previous one.
+        padding: masked tokens at the end of every row; 0 is a batch without a mask.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -70,7 +70,7 @@ def measure_warm_step(layout: Layout, *, lengthens: bool = False, padding: int =
 
 
 def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) -> dict[str, Any]:
-    """The terms of docs/cuda.md on a rank."""
+    """Return the terms of docs/cuda.md on a rank."""
     sharded = [each.numel() for name, each in parameters.items() if layout.wp > 1 and "_proj" in name]
     return {
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "dp", "sp", "wp", "zero")},
@@ -91,7 +91,7 @@ def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) ->
 
 
 def budget(terms: dict[str, Any]) -> tuple[dict[tuple[str, str], tuple[int, int]], Places]:
-    """What the page says of a rank: calls and bytes, and host reads."""
+    """Return the page's budget of a rank: calls and bytes, and host reads."""
     wide = [axis for axis in ("tp", "pp", "dp", "sp") if terms[axis] > 1]
     names = {"data": "dp" if terms["dp"] > 1 else "sp", "world": wide[0] if len(wide) == 1 else "world"}
     traffic: dict[tuple[str, str], tuple[int, int]] = {}
@@ -113,7 +113,7 @@ def _add(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_warm_step_costs_what_the_page_says(pool: Pool, layout: Layout) -> None:
+def test_a_warm_step_costs_as_much_as_the_page_says(pool: Pool, layout: Layout) -> None:
     layout = Layout(**{**vars(layout), "precision": "bf16", "microbatches": MICROBATCHES})
     for rank, measured in enumerate(pool.run(layout.world_size, measure_warm_step, layout)):
         traffic, reads = budget(measured.terms)
@@ -121,8 +121,8 @@ def test_a_warm_step_costs_what_the_page_says(pool: Pool, layout: Layout) -> Non
         assert measured.reads == reads, f"rank {rank}"
 
 
-def test_padding_costs_ring_attention_what_the_page_says(pool: Pool) -> None:
-    """Nothing is sent for it. On CPUs its blocks are tiles, and FlexAttention is not there."""
+def test_padding_costs_ring_attention_as_much_as_the_page_says(pool: Pool) -> None:
+    """Padding adds no messages. On CPUs the blocks of ring attention are tiles, and FlexAttention is not available."""
     layout = Layout(sp=2, sequence="ring_attn", precision="bf16", microbatches=MICROBATCHES)
     for rank, measured in enumerate(pool.run(2, measure_warm_step, layout, padding=5)):
         traffic, reads = budget(measured.terms)
@@ -131,7 +131,7 @@ def test_padding_costs_ring_attention_what_the_page_says(pool: Pool) -> None:
 
 
 def test_batches_of_new_lengths_wait_for_no_device(pool: Pool) -> None:
-    """Stages describe what they send by two messages between CPUs, once for each length."""
+    """Stages describe their messages by two messages between CPUs, once for each length."""
     layout = Layout(pp=2, precision="bf16", microbatches=MICROBATCHES)
     for rank, measured in enumerate(pool.run(2, measure_warm_step, layout, lengthens=True, padding=2)):
         traffic, reads = budget(measured.terms)

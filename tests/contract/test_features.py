@@ -1,4 +1,4 @@
-"""Every row of docs/features.md has quick tests here: by the public calls, beside plain torch."""
+"""Every row of docs/features.md has quick tests here: public calls, compared with plain torch."""
 
 import re
 from collections.abc import Callable
@@ -30,13 +30,13 @@ hybrid = partial(HybridParallelPlugin, precision="fp32", num_microbatches=2)
 
 
 def global_loss(outputs: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum over tokens and their number: exact over a global batch, however it is cut."""
+    """Return the sum over tokens and their number: exact for a global batch under any layout."""
     logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels))
 
 
 def own_schedule() -> HybridParallelPlugin:
-    """Both microbatches go forward, and back in the other order."""
+    """Make a custom schedule: both microbatches forward, and backward in reverse order."""
     schedule = [
         [
             *(Action(Op.FORWARD, stage, microbatch) for microbatch in (0, 1)),
@@ -48,7 +48,7 @@ def own_schedule() -> HybridParallelPlugin:
 
 
 def from_internevo() -> HybridParallelPlugin:
-    """InternEvo's words for weight parallelism beside sequences that are sharded."""
+    """Make a plugin by InternEvo's names for weight parallelism with sharded sequences."""
     return HybridParallelPlugin.from_config(
         dict(
             data=dict(micro_num=2),
@@ -88,7 +88,7 @@ def test_a_script_has_the_losses_of_plain_torch(pool: Pool, name: str) -> None:
 
 
 def adapted(folder: Path) -> list[str]:
-    """Train adapters under tensor parallelism and save them as peft does."""
+    """Train adapters under tensor parallelism and save them in peft's format."""
     from peft import LoraConfig
 
     booster = Booster(plugin=hybrid(tp_size=2))
@@ -98,7 +98,7 @@ def adapted(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# transformers' own, of a word that peft still uses.
+# A warning of transformers about an attribute that peft still uses.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_saved_as_peft_reads_them(pool: Pool, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -109,7 +109,7 @@ def test_adapters_are_saved_as_peft_reads_them(pool: Pool, tmp_path: Path) -> No
     assert shapes == {(2, 32), (32, 2)}
 
 
-# By the first column of the page's table: the quick tests here of that row.
+# Quick tests in this file by the first column of the page's table.
 PROOFS: dict[str, list[Callable[..., None]]] = {
     "tensor parallelism": [test_parity.test_a_model_trains_as_one_process_does],
     "without a booster": [test_a_script_has_the_losses_of_plain_torch],
@@ -133,11 +133,11 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     "compiled layers": [test_parity.test_a_model_trains_as_one_process_does],
     "lazy initialization": [test_a_script_has_the_losses_of_plain_torch],
     "checkpoints": [
-        test_old_checkpoints.test_goes_on_under_its_own_layout,
-        test_old_checkpoints.test_goes_on_in_one_process,
+        test_old_checkpoints.test_resumes_under_its_own_layout,
+        test_old_checkpoints.test_resumes_in_one_process,
     ],
     "LoRA": [test_adapters_are_saved_as_peft_reads_them],
-    "errors": [test_refusals.test_what_cannot_be_done_is_refused],
+    "errors": [test_refusals.test_unsupported_calls_are_refused],
 }
 
 

@@ -1,7 +1,7 @@
 """Every model type that has a table with every fused kernel and every mode of sequence parallelism, on two ranks.
 
-Beside one process that has none of them; what is refused passes, with its reason for the kept matrix. Lazy
-initialization is tests/lazy.
+Each run is compared with one process without the feature. A refused feature passes, with its reason in the stored
+matrix. Lazy initialization is tested in tests/lazy.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,21 +35,21 @@ REFUSED = {
     "xFormers": OWN_ATTENTION | BUILT_ATTENTION,
     **REFUSED_MODES,
 }
-# Those without activations of several kernels, and without dropout.
+# Model types without elementwise activations to fuse, or without dropout.
 NOTHING_TO_COMPILE = {
     *("cohere", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama"),
     *("mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("beit", "gemma3", "sam", "sam_vision_model", "starcoder2", "swin", "swinv2"),
 }
 NOTHING = "no activation by a formula and no sum behind a dropout, so nothing is compiled, which is logged"
-# Modes of sequence parallelism are in the covering array too.
+# Modes of sequence parallelism are also in the covering array.
 QUICK = {
     *(("llama", "flash attention"), ("llama", "xFormers")),
     *(("qwen3", "fused norm"), ("t5", "ring_attn")),
 }
 
 
-# torch's own: when it first compiles, and where it hides a warning that is an error here, or causes one.
+# Warnings of torch at its first compilation, and where it hides or causes a warning that is an error here.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
@@ -84,7 +84,7 @@ def test_a_model_trains_as_without_the_feature(pool: Pool, case: FeatureCase, re
 
 
 def train_with(case: FeatureCase) -> tuple[str | None, str | None, bool]:
-    """Why it is refused, what departs, and whether the feature did anything."""
+    """Return the reason of a refusal, the difference from the reference, and True if the feature had an effect."""
     if case.feature in OPTIONS:
         choice: ModelChoice = EagerChoice(model_type=case.model_type)
         layout = Layout(tp=2, options=(OPTIONS[case.feature],))
@@ -102,7 +102,7 @@ def train_with(case: FeatureCase) -> tuple[str | None, str | None, bool]:
 
 @contextmanager
 def watched(feature: str) -> Iterator[Callable[[], bool]]:
-    """Give what tells, in the end, whether a feature was used."""
+    """Yield a function that reports if a feature was used."""
     if feature == "xFormers":
         with installed_xformers() as attention:
             yield lambda: attention.call_count > 0
@@ -115,7 +115,7 @@ def watched(feature: str) -> Iterator[Callable[[], bool]]:
         with recorded("fuse_norms") as found:
             yield lambda: bool(found[0][0])
     elif feature == "fused operators":
-        torch._dynamo.reset()  # of rows before
+        torch._dynamo.reset()  # graphs of previous rows
         with recorded("compile_elementwise") as found:
             yield lambda: bool(found[0])
     else:
@@ -124,7 +124,7 @@ def watched(feature: str) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def recorded(name: str) -> Iterator[list[Any]]:
-    """What a function of `fused` returns."""
+    """Record the results of a function of `fused`."""
     found: list[Any] = []
     original = getattr(fused, name)
 

@@ -1,4 +1,4 @@
-"""A checkpoint of an earlier release goes on with the losses that its run had, under its layout and another."""
+"""A checkpoint of an earlier release resumes with the losses of its run, under its own layout and another."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import pytest
 from ..pool import Pool
 from .old_checkpoints import RUNS, WRITTEN, Run, losses_of, mean_over_ranks
 
-# float32 sums in another order, and in 16 bits roundings of weights by another machine's kernels.
+# float32 sums in another order; in 16 bits, weights rounded by another machine's kernels.
 ALLOWED = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 
 
@@ -22,12 +22,12 @@ def goes_on(pool: Pool, name: str, run: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_goes_on_under_its_own_layout(pool: Pool, name: str, tmp_path: Path) -> None:
+def test_resumes_under_its_own_layout(pool: Pool, name: str, tmp_path: Path) -> None:
     goes_on(pool, name, RUNS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_goes_on_in_one_process(pool: Pool, name: str, tmp_path: Path) -> None:
+def test_resumes_in_one_process(pool: Pool, name: str, tmp_path: Path) -> None:
     given = RUNS[name].arguments
     kept = {key: value for key, value in given.items() if key not in ("tp_size", "pp_size", "pp_style")}
     goes_on(pool, name, replace(RUNS[name], world_size=1, arguments=kept), tmp_path)

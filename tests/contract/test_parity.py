@@ -16,13 +16,13 @@ from .row import ParityRow, distinct
 
 def run(choice: ModelChoice, layout: Layout) -> Report:
     """Compare on one rank of the pool."""
-    if choice.model_type == "chatglm":  # whose code comes with its checkpoints
+    if choice.model_type == "chatglm":  # its code comes with its checkpoints
         register_chatglm()
     return parity(choice, layout)
 
 
 def _skip(reason: str) -> pytest.MarkDecorator:
-    """Skip a test if there is a reason."""
+    """Return a mark that skips a test if there is a reason."""
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 

@@ -1,4 +1,4 @@
-"""The peak of a rank of 4,096 is what the ledger holds and what docs/cuda.md says of activations, on fake tensors."""
+"""The peak of a rank of 4,096 equals the ledger plus the activations by docs/cuda.md, measured on fake tensors."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ CASES = ("8B first", "8B middle", "8B middle recomputed", "70B middle", "70B mid
 
 
 @pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.slow) for each in CASES])
-def test_a_rank_of_many_allocates_what_the_page_says(case: str) -> None:
+def test_a_rank_of_many_allocates_as_much_as_the_page_says(case: str) -> None:
     size, place, *recomputed = case.split()
     name = f"{size} tp8·pp8·dp64"
     done = subprocess.run(

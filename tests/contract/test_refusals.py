@@ -1,6 +1,6 @@
-"""Refusals of the public calls, on every rank alike and with all reasons: a table of call and needle.
+"""Refusals of the public calls, on every rank and with all reasons: a table of calls and needles of their messages.
 
-The rows of one number of ranks share a run of the pool: a refusal leaves everything as it was.
+Rows with the same number of ranks share a run of the pool: a refusal changes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,14 +25,14 @@ NOTHING = "nothing was refused"
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A call of boost, and what its error must say.
+    """A call of boost and parts of its error.
 
     Args:
         needles: parts of the message, each of another reason.
         model: the model type, or a function that builds the model.
-        head, settings: of a small model of that type.
-        num_ranks: processes.
-        arguments: of the plugin.
+        head, settings: head and settings of a small model of that type.
+        num_ranks: number of processes.
+        arguments: arguments of the plugin.
     """
 
     needles: tuple[str, ...]
@@ -43,14 +43,14 @@ class Refusal:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
-        """The model."""
+        """Build the model."""
         if callable(self.model):
             return self.model(**self.settings)
         choice = ModelChoice(model_type=self.model, head=self.head, settings=tuple(self.settings.items()))
         return choice.build()
 
     def message(self) -> str:
-        """What boost says, on one rank of the pool."""
+        """Return the error of boost, on one rank of the pool."""
         try:
             plugin = HybridParallelPlugin(**{"precision": "fp32", "num_microbatches": 2, **self.arguments})
             model = self.build()
@@ -61,20 +61,20 @@ class Refusal:
 
 
 def chatglm(**settings: Any) -> nn.Module:
-    """A model whose code comes with its checkpoints."""
+    """Build a model whose code comes with its checkpoints."""
     register_chatglm()
     return ChatGLMForConditionalGeneration(ChatGLMConfig(**settings))
 
 
 def at(tp: int = 1, pp: int = 1, sp: int = 1, sequence: str | None = None, **further: Any) -> dict[str, Any]:
-    """Fields of a refusal under these sizes."""
+    """Return fields of a refusal under these sizes."""
     asked = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": sequence} if sequence else {}
     arguments = {"tp_size": tp, "pp_size": pp, "sp_size": sp, **asked, **further}
     return {"num_ranks": tp * pp * sp, "arguments": arguments}
 
 
 REFUSALS = {
-    # Sizes and options that do not fit each other.
+    # Sizes and options that contradict each other.
     "sizes and the world": Refusal(
         needles=("tp_size=3 * pp_size=1 * sp_size=1 = 3 does not divide the world size 4",),
         num_ranks=4,
@@ -254,7 +254,7 @@ REFUSALS = {
         model="phi4_multimodal", needles=("does not say when embed_tokens_extend runs",), **at(pp=2)
     ),
 }
-# What older releases say of these models is something else.
+# Cases whose message differs in older releases.
 NEWER = (
     *("experts too narrow for torch's product", "a plan that leaves a module whole"),
     *("a plan with an unknown word", "no plan of a pipeline", "no plan of tensor parallelism"),
@@ -264,7 +264,7 @@ NEWER = (
 
 @pytest.fixture(scope="module")
 def messages(pool: Pool) -> dict[str, list[str]]:
-    """By row, the message on each rank."""
+    """Return the message on each rank, by row."""
     found = {}
     for num_ranks in sorted({row.num_ranks for row in REFUSALS.values()}):
         rows = {name: row for name, row in REFUSALS.items() if row.num_ranks == num_ranks and _is_known(row)}
@@ -274,7 +274,7 @@ def messages(pool: Pool) -> dict[str, list[str]]:
 
 
 def said(rows: Mapping[str, Refusal]) -> dict[str, str]:
-    """What boost says of each row, on one rank."""
+    """Return the error of boost for each row, on one rank."""
     return {name: row.message() for name, row in rows.items()}
 
 
@@ -283,7 +283,7 @@ def _is_known(row: Refusal) -> bool:
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_done_is_refused(messages: dict[str, list[str]], name: str) -> None:
+def test_unsupported_calls_are_refused(messages: dict[str, list[str]], name: str) -> None:
     if not _is_known(REFUSALS[name]) or (ARE_PLANS_OLDER and name in NEWER):
         pytest.skip("the installed transformers has no such model or plan")
     told, *others = messages[name]
