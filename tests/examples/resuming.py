@@ -1,4 +1,4 @@
-"""Runs of the examples that end before their time and go on, on the ranks of a pool."""
+"""Helpers to interrupt and resume runs of the examples on the ranks of a pool."""
 
 import importlib
 import os
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from ..pool import Pool
 from .scripts import EXAMPLES, records_of, run, run_here
 
-# Of a record, what a clock and the machine say.
+# Suffixes of record entries that depend on time and machine.
 _MEASURED = ("_per_second", "peak_memory_bytes", "peak_memory_of")
 
 
 def signalled_here(script: Path, step: int, *arguments: str) -> tuple[int, str]:
-    """`run_here`, where SIGTERM comes to the last rank alone, as this step of the shared loop begins."""
+    """Call `run_here` and send SIGTERM to the last rank only, as this step of the shared loop begins."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
     training = importlib.import_module("training")
@@ -35,7 +35,7 @@ def signalled_here(script: Path, step: int, *arguments: str) -> tuple[int, str]:
 
 
 def reported_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records without the figures that depend on the machine."""
+    """Return the records without figures that depend on the machine."""
     return [
         {name: value for name, value in record.items() if not name.endswith(_MEASURED)} for record in records
     ]
@@ -45,8 +45,8 @@ class Trial:
     """Runs of one script in one folder.
 
     Args:
-        folder: for the checkpoints and the metrics.
-        words: of every run.
+        folder: folder for the checkpoints and the metrics.
+        words: arguments of every run.
     """
 
     def __init__(self, pool: Pool, script: Path, folder: Path, *words: str) -> None:
@@ -56,15 +56,15 @@ class Trial:
         self.words = (*words, *saved)
 
     def run(self, num_processes: int, *words: str, status: int = 0) -> str:
-        """The first rank's output; the others print nothing. The run ends as it should, or is refused with status 2."""
+        """Run with further arguments, check the status and return the first rank's output; others print nothing."""
         return run(self.pool, self.script, *self.words, *words, processes=num_processes, status=status)
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of the metrics file, see `reported_of`."""
+        """Return the records of the metrics file, see `reported_of`."""
         return reported_of(records_of(self.metrics))
 
     def steps(self) -> list[int]:
-        """Steps that are saved."""
+        """Return the saved steps."""
         return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.iterdir())
 
     def forget_after(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Running the examples as a user does, and loading one of their modules."""
+"""Helpers to run the examples as a user does, and to load their modules."""
 
 import contextlib
 import importlib.util
@@ -15,7 +15,7 @@ from ..pool import Pool
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 280
 FP32 = "--precision fp32"
-# Processes and options, under which a fine-tuning is compared with one process.
+# Numbers of processes and options of layouts whose fine-tuning is compared with one process.
 LAYOUTS = {
     "tp2": (2, f"{FP32} --tp_size 2 --pp_size 1"),
     "pp2": (2, f"{FP32} --tp_size 1 --pp_size 2"),
@@ -26,7 +26,7 @@ LAYOUTS = {
 
 
 def load(path: Path) -> ModuleType:
-    """A module of an example, under a name of its own: examples share names. What all of them share it imports."""
+    """Load a module of an example under a unique name, since examples have modules of equal names."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
     spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}_{path.stem}", path)
@@ -38,13 +38,13 @@ def load(path: Path) -> ModuleType:
 
 
 def run(pool: Pool, script: Path, *arguments: str, processes: int = 1, status: int = 0) -> str:
-    """The first rank's output, errors too, where all end with this status and the others say nothing."""
+    """Run a script on all ranks and return the first rank's output with errors; see `reported_alone`."""
     outcomes = pool.run(processes, run_here, script, *arguments, timeout=TIMEOUT_SECONDS)
     return reported_alone(outcomes, status=status)
 
 
 def reported_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
-    """The first rank's output, where all have this status and the others say nothing."""
+    """Return the first rank's output; check that all ranks have this status and the others print nothing."""
     (found, reported), *others = outcomes
     assert found == status, reported[-4000:]
     assert others == [(status, "")] * len(others)
@@ -52,7 +52,7 @@ def reported_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
 
 
 def run_here(script: Path, *arguments: str) -> tuple[int, str]:
-    """The exit status of a script run in this process, a worker of the pool, and what it prints, errors too."""
+    """Run a script in this process, a worker of the pool; return its exit status and output with errors."""
     printed = io.StringIO()
     status: int | str | None = 0
     with (
@@ -74,24 +74,24 @@ def run_here(script: Path, *arguments: str) -> tuple[int, str]:
 
 
 def figures_of(printed: str) -> dict[str, float]:
-    """Figures of a script's last line: name=value, several times."""
+    """Parse the name=value figures of a script's last line."""
     words = printed.strip().splitlines()[-1].split()
     return {name: float(value) for name, value in (word.split("=") for word in words)}
 
 
 def records_of(path: Path) -> list[dict]:
-    """The objects of a file of JSON lines."""
+    """Read the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def losses(records: list[dict]) -> list[float]:
-    """Losses of all steps, and of the evaluations among them."""
+    """Return the losses of all steps and of their evaluations."""
     return [record[name] for record in records for name in ("loss", "eval_loss") if name in record]
 
 
 def trained(
     pool: Pool, script: Path, log: Path, num_processes: int, *arguments: str
 ) -> tuple[list[dict], dict[str, float]]:
-    """The records of a fine-tuning, and the figures of its last line; the first rank alone speaks."""
+    """Fine-tune; return the records and the figures of the last line. Only the first rank prints."""
     printed = run(pool, script, *arguments, "--metrics", str(log), processes=num_processes)
     return records_of(log), figures_of(printed)

@@ -1,4 +1,4 @@
-"""The BERT example: its data, its refusals, and that a layout's losses are those of one process."""
+"""The BERT example: data, refusals, and losses of a layout equal to those of one process."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, text: str, reported: str) -> 
         data.read_mrpc(path)
 
 
-def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
+def test_a_missing_folder_and_an_unreachable_hub_report_what_to_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(FileNotFoundError, match=r"--data_dir takes a folder with MRPC's train\.tsv"):
@@ -78,13 +78,13 @@ def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
 @pytest.mark.slow
 def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
     common = ("--precision", "fp32", "--dropout", "0", "--epochs", "1", "--max_steps", "20")
-    whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
-    run(pool, SCRIPT, *common, "--log_losses", str(whole))
+    alone, sharded = tmp_path / "alone.jsonl", tmp_path / "sharded.jsonl"
+    run(pool, SCRIPT, *common, "--log_losses", str(alone))
     output = run(
-        pool, SCRIPT, *common, "--log_losses", str(split), "--plugin", "hybrid_parallel", processes=4
+        pool, SCRIPT, *common, "--log_losses", str(sharded), "--plugin", "hybrid_parallel", processes=4
     )
     assert "f1=" in output.strip().splitlines()[-1]
-    expected, found = ([record["loss"] for record in records_of(path)] for path in (whole, split))
+    expected, found = ([record["loss"] for record in records_of(path)] for path in (alone, sharded))
     assert len(found) == 20
     assert found == pytest.approx(expected, abs=1e-4)
 

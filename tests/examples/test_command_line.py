@@ -21,9 +21,7 @@ def parsed(*words: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("world_size", "sizes"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 1)), (4, (2, 2)), (6, (1, 2)), (8, (2, 2))]
 )
-def test_sizes_default_to_what_the_number_of_processes_allows(
-    world_size: int, sizes: tuple[int, int]
-) -> None:
+def test_default_sizes_divide_the_number_of_processes(world_size: int, sizes: tuple[int, int]) -> None:
     assert command_line.default_sizes(world_size, None, None) == sizes
     assert command_line.default_sizes(4, 4, None) == (4, 1)
     assert command_line.default_sizes(4, None, 1) == (2, 1)
@@ -36,7 +34,7 @@ def test_every_option_of_the_plugin_is_a_flag_but_objects() -> None:
     assert options - command_line.plugin_parameters().keys() == {
         "custom_policy",
         "gradient_checkpoint_config",
-        "others",  # arguments of ColossalAI that ask for nothing
+        "others",  # arguments of ColossalAI without an effect
     }
 
 
@@ -53,7 +51,7 @@ def test_flags_read_what_the_plugin_takes() -> None:
     assert named == {"enable_flash_attention": "sdpa_cudnn"}
 
 
-def test_the_help_says_what_the_plugin_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_quotes_the_plugin_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--help")
     reported = " ".join(capsys.readouterr().out.split())
@@ -75,12 +73,12 @@ def test_options_that_a_plugin_does_not_take_are_named(words: str, refused: str)
     assert f" does not take {refused}: leave out" in error
 
 
-def test_only_the_first_process_speaks(
+def test_only_the_first_process_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for rank, is_heard in (("0", True), ("1", False)):
+    for rank, prints in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end:
             parsed("--tp_size", "two")
         assert end.value.code == 2
-        assert ("invalid int value: 'two'" in capsys.readouterr().err) == is_heard
+        assert ("invalid int value: 'two'" in capsys.readouterr().err) == prints

@@ -1,4 +1,4 @@
-"""Evaluation as the examples share it: every sample is counted once under any layout."""
+"""Evaluation of the examples: every sample is counted once under any layout."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SAMPLES = 11
 
 
 def counts(plugin: str, batch_size: int) -> list[float]:
-    """Counts of each of SAMPLES, by every rank that has the outputs."""
+    """Count each of SAMPLES in an evaluation, on every rank."""
     booster = Booster(
         plugin=TorchDDPPlugin() if plugin == "ddp" else HybridParallelPlugin(tp_size=2, precision="fp32")
     )
@@ -31,6 +31,6 @@ def counts(plugin: str, batch_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "hybrid"])
-@pytest.mark.parametrize("batch_size", [4, 24])  # leaves a batch of 3, and is more than there are
+@pytest.mark.parametrize("batch_size", [4, 24])  # leaves a batch of 3, and exceeds the samples
 def test_every_sample_is_counted_once(pool: Pool, plugin: str, batch_size: int) -> None:
     assert pool.run(4, counts, plugin, batch_size) == [[1.0] * SAMPLES] * 4

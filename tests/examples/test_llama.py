@@ -1,4 +1,4 @@
-"""The Llama example: its texts, its refusals, its records, and that a layout's losses are those of one process."""
+"""The Llama example: texts, refusals, records, and losses of a layout equal to those of one process."""
 
 import json
 import math
@@ -23,7 +23,7 @@ models = load(EXAMPLE / "models.py")
 # A small run: a small vocabulary, short sequences, little text.
 SIZES = (
     *("--vocab_size", "300", "--sequence_length", "16", "--batch_size", "8"),
-    *("--eval_sequences", "21"),  # which 16, the default batch for evaluation, does not divide
+    *("--eval_sequences", "21"),  # no multiple of 16, the default batch size of evaluations
 )
 SMALL = (*SIZES, "--max_bytes", "60000")
 QUICK = ("llama", "gpt2")
@@ -36,7 +36,7 @@ def packed(files: list[Path], place: Path, *, vocabulary: int = 300, length: int
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Documents with a mark of byte order, carriage returns, many bytes per character and more than one piece."""
+    """Documents with a byte-order mark, carriage returns, multi-byte characters and more than one piece."""
     contents = [
         "\ufeffone\r\ntwo\r\n",
         "Ünïcödé 文字 😀\n" * 30,
@@ -68,7 +68,7 @@ def test_packing_loses_and_repeats_no_token(files: list[Path], tmp_path: Path) -
     assert (facts.tokens, facts.left_over) == (len(expected), len(expected) % 16)
 
 
-def test_the_packer_carries_what_is_left_into_the_next_batch() -> None:
+def test_the_packer_carries_remaining_tokens_into_the_next_batch() -> None:
     packer = data.Packer(4)
     batches = [[[1, 2], [3]], [[4, 5, 6, 7, 8, 9]], [[]], [[10], [11, 12, 13]]]
     found = [packer({"ids": batch})["input_ids"] for batch in batches]
@@ -105,9 +105,9 @@ def test_the_default_texts_are_bounded_and_always_the_same() -> None:
     assert "fits --max_bytes 1" in data.library_files(1)[1][0]
 
 
-def test_what_is_wrong_with_files_is_reported_of_all_of_them(tmp_path: Path) -> None:
+def test_errors_of_all_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf")  # the mark of UTF-8, and nothing marked
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf")  # a byte-order mark only
     (tmp_path / "bytes.txt").write_bytes(b"fine\nnot \xff fine\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "good.txt").write_text("good")
@@ -134,7 +134,7 @@ def test_blank_sequences_fill_up_and_have_no_labels(files: list[Path], tmp_path:
     "model_type",
     [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in models.causal_types()],
 )
-def test_every_type_is_built_in_the_size_that_is_asked_for(model_type: str) -> None:
+def test_every_type_is_built_in_the_requested_size(model_type: str) -> None:
     config = models.sized_config(model_type, "tiny", vocabulary=300, sequence_length=16)
     model = models.make_model(config, end_of_text=0, seed=0)
     ids = torch.arange(32).view(2, 16)
@@ -145,7 +145,7 @@ def test_every_type_is_built_in_the_size_that_is_asked_for(model_type: str) -> N
     assert models.layout_errors(config, tp_size=2, num_stages=2) == []
 
 
-def test_a_model_that_cannot_be_split_is_refused_without_its_weights() -> None:
+def test_a_model_that_cannot_be_sharded_is_refused_without_its_weights() -> None:
     config = models.sized_config("llama", "7b", vocabulary=300, sequence_length=16)
     layers, *widths = models.layout_errors(config, tp_size=3, num_stages=33)
     assert "32 layers and the pipeline 33 stages" in layers
@@ -166,7 +166,7 @@ def test_the_learning_rate_rises_then_falls_to_its_fraction() -> None:
     assert rates[20] == pytest.approx(0.2)
 
 
-def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_represent_become_null(tmp_path: Path) -> None:
     with metrics.JsonLines(tmp_path / "log.jsonl") as log:
         log.write({"loss": float("nan"), "grad_norm": float("inf"), "step": 1})
     assert records_of(tmp_path / "log.jsonl") == [{"loss": None, "grad_norm": None, "step": 1}]
@@ -194,12 +194,12 @@ def test_all_bad_arguments_are_reported_at_once(pool: Pool, tmp_path: Path) -> N
         "there is no schedule 'sideways'",
         "--warmup_fraction 2.0 must be from 0 to 1",
         "file is no folder that can be written to",
-        "1.5 must be",  # not by the plugin's name too
+        "1.5 must be",  # and not also by the plugin's name
     ):
         assert reported.count(error) == 1, error
 
 
-def test_one_rank_reports_what_is_wrong_with_a_layout(pool: Pool) -> None:
+def test_one_rank_reports_the_errors_of_a_layout(pool: Pool) -> None:
     words = ("--tp_size", "4", "--size", "tiny", "--model_type", "llama", "--batch_size", "2")
     layout = ("--pp_size", "1", "--num_layers_per_stage", "1", "2")
     printed = run(pool, SCRIPT, *words, *layout, processes=2, status=2)
@@ -283,7 +283,7 @@ def test_records_and_picture_are_written_and_the_loss_falls_below_the_unigram_en
 
 
 def losses(pool: Pool, log: Path, *words: str, processes: int = 1) -> tuple[list[float], list[float]]:
-    """The losses of six steps of a small run, and those of two evaluations between them."""
+    """Return the losses of six steps of a small run, and of its two evaluations."""
     steps = ("--steps", "6", "--eval_every", "3", "--metrics", str(log))
     run(pool, SCRIPT, *SMALL, *steps, *words, processes=processes)
     records = records_of(log)
@@ -332,6 +332,6 @@ def test_the_first_losses_of_a_layout_are_those_of_one_process(
     pool: Pool, tmp_path: Path, alone: tuple[list[float], list[float]], processes: int, words: str
 ) -> None:
     training, evaluation = losses(pool, tmp_path / "log.jsonl", *words.split(), processes=processes)
-    # Six steps of float32 sums in another order.
+    # The tolerance is for six steps of float32 sums in another order.
     assert training == pytest.approx(alone[0], abs=1e-4)
     assert evaluation == pytest.approx(alone[1], abs=1e-4)

@@ -1,4 +1,4 @@
-"""The examples save, and go on: a run that was interrupted ends with the figures of one that was not, bit for bit."""
+"""Saving and resuming of the examples: an interrupted run has the figures of an uninterrupted one, bit for bit."""
 
 import argparse
 import errno
@@ -41,7 +41,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(pool: Pool, texts: Path) -> Make:
-    """Makes trials of a short pretraining, of six steps and four an epoch."""
+    """Make trials of a short pretraining: six steps, four in an epoch."""
 
     def of(folder: Path) -> Trial:
         words = (
@@ -54,16 +54,15 @@ def make(pool: Pool, texts: Path) -> Make:
     return of
 
 
-def test_a_run_that_was_stopped_twice_goes_on_bit_for_bit(make: Make, pool: Pool, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_twice_resumes_bit_for_bit(make: Make, pool: Pool, tmp_path: Path) -> None:
     trial, layout = make(tmp_path), (*TP2, *FP32)
-    assert "82 sequences" in trial.run(
-        2, *layout, "--save_every", "3"
-    )  # without the 9 to judge by, 4 batches
+    # 82 sequences without the 9 for evaluation make 4 batches.
+    assert "82 sequences" in trial.run(2, *layout, "--save_every", "3")
     expected = trial.records()
     assert ([record["step"] for record in expected], trial.steps()) == (list(range(1, 7)), [3, 6])
-    # As if it had been killed after a sixth step that is in the metrics and was not saved.
+    # As if the run had been killed after its sixth step, which is in the metrics but not saved.
     trial.forget_after(3)
-    # Then one rank gets a signal: the step into which it falls is saved.
+    # Then one rank receives a signal: the current step is saved.
     words = (*trial.words, *layout, "--keep_last", "1", "--save_async")
     (status, reported), (second, _) = pool.run(2, signalled_here, PRETRAIN, 5, *words)
     assert (status, second) == (143, 143), reported
@@ -74,7 +73,7 @@ def test_a_run_that_was_stopped_twice_goes_on_bit_for_bit(make: Make, pool: Pool
     assert (trial.steps(), trial.records()) == ([6], expected)
 
 
-def test_a_run_that_had_ended_says_so_and_another_one_is_refused(make: Make, tmp_path: Path) -> None:
+def test_a_run_that_had_ended_reports_it_and_another_run_is_refused(make: Make, tmp_path: Path) -> None:
     trial = make(tmp_path)
     model = tmp_path / "model"
     first = trial.run(1, "--steps", "1", "--save_model", str(model))
@@ -94,7 +93,7 @@ def test_a_run_that_had_ended_says_so_and_another_one_is_refused(make: Make, tmp
 
 
 def fail_to_write(script: Path, *arguments: str) -> tuple[int, str]:
-    """`run_here` on a disk that takes no manifest."""
+    """Call `run_here` with a disk that is full when the manifest is written."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "manifest.json")
@@ -104,7 +103,7 @@ def fail_to_write(script: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("words", (("--save_async",), ()), ids=("beside training", "at once"))
-def test_a_run_whose_end_was_not_saved_says_so_and_fails(
+def test_a_run_whose_end_was_not_saved_reports_it_and_fails(
     make: Make, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     trial = make(tmp_path)
@@ -114,7 +113,7 @@ def test_a_run_whose_end_was_not_saved_says_so_and_fails(
     assert f"the end of the run could not be saved in {trial.checkpoints}: " in reported
     assert "No space left on device" in reported
     assert trial.steps() == []
-    AutoModelForCausalLM.from_pretrained(model)  # which was exported all the same
+    AutoModelForCausalLM.from_pretrained(model)  # exported nevertheless
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -151,7 +150,7 @@ def test_a_word_that_resume_does_not_know_is_refused(capsys: pytest.CaptureFixtu
     assert "'newest' must be auto, must, the number of a step, or none" in capsys.readouterr().err
 
 
-# By example: its words, those of a run that learns little, and the processes and words under which it runs.
+# Arguments of a short run by example.
 SMALL = {
     "language/bert": "--epochs 2 --max_steps 4 --dropout 0.1",
     "language/t5": "--longest 3 --num_train 400 --num_test 30 --epochs 2 --max_steps 4 --batch_size 16 --dropout 0.1",
@@ -170,7 +169,7 @@ SMALL = {
     ],
 )
 @pytest.mark.parametrize("stop", (3, 4), ids=("within an epoch", "at its end"))
-def test_a_fine_tuning_goes_on_bit_for_bit(
+def test_a_fine_tuning_resumes_bit_for_bit(
     pool: Pool, tmp_path: Path, example: str, num_processes: int, layout: str, stop: int
 ) -> None:
     words = (*SMALL[example].split(), *layout.split(), "--save_every", str(stop), "--eval_every", "1")
@@ -186,7 +185,7 @@ def test_a_fine_tuning_goes_on_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ("--tp_size 2", "--tp_size 1"))
-def test_a_model_that_shardformer_alone_split_goes_on(pool: Pool, tmp_path: Path, layout: str) -> None:
+def test_a_run_of_shardformer_alone_resumes(pool: Pool, tmp_path: Path, layout: str) -> None:
     script = EXAMPLES / "shardformer" / "finetune.py"
     trial = Trial(pool, script, tmp_path, "--steps", "6", "--save_every", "4", "--key_value_heads", "1")
     model = tmp_path / "model"
@@ -195,7 +194,7 @@ def test_a_model_that_shardformer_alone_split_goes_on(pool: Pool, tmp_path: Path
     trial.forget_after(4)
     assert "going on after step 4/6" in trial.run(2, *layout.split())
     found = trial.records()
-    assert found == expected or layout == "--tp_size 1"  # which adds in another order
+    assert found == expected or layout == "--tp_size 1"  # sums in another order
     for key in ("loss", "norm"):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-4)
     read, reported = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
@@ -204,9 +203,9 @@ def test_a_model_that_shardformer_alone_split_goes_on(pool: Pool, tmp_path: Path
 
 
 def children_of(process: int) -> list[int]:
-    """The numbers of the processes that one started."""
+    """Return the ids of a process's children."""
     stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat")]
-    # "number (name) state parent …", and a name may have spaces.
+    # The format is "number (name) state parent …"; names may have spaces.
     parents = {int(stat.split(" ", 1)[0]): int(stat.rpartition(")")[2].split()[1]) for stat in stats}
     return [number for number, parent in parents.items() if parent == process]
 
@@ -216,7 +215,7 @@ def children_of(process: int) -> list[int]:
 def test_torchrun_is_stopped_and_started_again(
     pool: Pool, texts: Path, tmp_path: Path, stopped: signal.Signals
 ) -> None:
-    """A scheduler's signal, Ctrl-C, or a lost machine, on real processes."""
+    """Send a scheduler's signal, or simulate a lost machine, with real processes."""
     checkpoints, log = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
     words = (
         *("--data", str(texts / "text.txt"), "--cache_dir", str(texts / "cache"), "--vocab_size", "300"),
@@ -235,7 +234,7 @@ def test_torchrun_is_stopped_and_started_again(
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 50/"):
-                # What ends a machine ends all of them; a signal comes to torchrun, which sends it on.
+                # A lost machine ends all processes; a signal goes to torchrun, which forwards it.
                 others = children_of(process.pid) if stopped == signal.SIGKILL else []
                 for number in (process.pid, *others):
                     os.kill(number, stopped)

@@ -1,4 +1,4 @@
-"""The Shardformer example: its words, its refusals, and that a layout's losses and norms are those of one process."""
+"""The Shardformer example: words, refusals, and losses and norms of a layout equal to those of one process."""
 
 import re
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_losses_and_norms_are_those_of_one_process(
     expected, found = records_of(alone), records_of(together)
     assert len(found) == 12
     for key in ("loss", "norm"):
-        # Replicas see other words of the same epoch: the global batches are the same.
+        # Replicas get different words of the same epoch: the global batches are equal.
         assert [one[key] for one in found] == pytest.approx([one[key] for one in expected], rel=1e-3)
 
 

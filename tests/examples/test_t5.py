@@ -1,4 +1,4 @@
-"""The T5 example: its task, its answers under any layout, and that a layout trains and judges as one process does."""
+"""The T5 example: task, answers under any layout, and training and evaluation of a layout equal to one process."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,12 +20,12 @@ SCRIPT = EXAMPLES / "language" / "t5" / "finetune.py"
 tasks = load(SCRIPT.parent / "tasks.py")
 decoding = load(SCRIPT.parent / "decoding.py")
 
-# Three digits are learned fast; batches of 50 leave 3 of the 103 texts to test with for the last one.
+# Three digits are learned fast; with batches of 50 the last one has 3 of the 103 test texts.
 SMALL = (
     *("--longest", "3", "--num_train", "1500", "--num_test", "103", "--batch_size", "50", "--lr", "4e-3"),
     *("--epochs", "2", "--num_microbatches", "2"),
 )
-# Of a booster for `answers_and_expected`.
+# Numbers of processes and plugins for `answers_and_expected`.
 PLUGINS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "tp2pp2": (4, partial(HybridParallelPlugin, 2, 2, precision="fp32", num_microbatches=2)),
     "ddp2": (2, TorchDDPPlugin),
@@ -40,7 +40,7 @@ PLUGINS: dict[str, tuple[int, Callable[[], Plugin]]] = {
 QUICK = ("tp2pp2", "ddp2")
 
 
-def test_answers_are_what_is_asked_for() -> None:
+def test_answers_follow_the_task() -> None:
     pairs = [
         pair for split in tasks.make_pairs(num_train=500, num_test=50, longest=6, seed=0) for pair in split
     ]
@@ -57,7 +57,7 @@ def test_answers_are_what_is_asked_for() -> None:
     assert {pair.task for pair in pairs} == set(tasks.TASKS)
 
 
-def test_no_text_is_twice_and_no_digits_of_a_test_are_trained_on_in_whatever_order() -> None:
+def test_texts_are_distinct_and_no_training_text_has_the_digits_of_a_test_text() -> None:
     train, test = tasks.make_pairs(num_train=3000, num_test=400, longest=8, seed=1)
     assert (len({pair.text for pair in train}), len({pair.text for pair in test})) == (3000, 400)
     assert (train, test) == tasks.make_pairs(num_train=3000, num_test=400, longest=8, seed=1)
@@ -83,7 +83,7 @@ def test_texts_survive_their_tokens_and_padding_has_no_label() -> None:
 
 
 def answers_and_expected(plugin: str) -> tuple[Tensor, Tensor]:
-    """The answers of a small T5 under a plugin, and what it generates whole."""
+    """Return the answers of a small T5 under a plugin, and those that the unsharded model generates."""
     torch.manual_seed(5)
     config = T5Config(
         **dict(vocab_size=20, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.5),
@@ -104,7 +104,7 @@ def answers_and_expected(plugin: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "plugin", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLUGINS]
 )
-def test_answers_on_every_rank_are_those_that_the_whole_model_generates(pool: Pool, plugin: str) -> None:
+def test_answers_on_every_rank_equal_those_of_the_unsharded_model(pool: Pool, plugin: str) -> None:
     num_processes, _ = PLUGINS[plugin]
     for answers, expected in pool.run(num_processes, answers_and_expected, plugin):
         length = expected.shape[1]
@@ -114,7 +114,7 @@ def test_answers_on_every_rank_are_those_that_the_whole_model_generates(pool: Po
         assert 0 < (expected == 14).any(1).sum() < len(expected)  # some have ended, others not
 
 
-def test_what_cannot_be_made_is_reported_by_one_rank(pool: Pool) -> None:
+def test_texts_that_do_not_exist_are_refused_by_one_rank(pool: Pool) -> None:
     words = ("--longest", "2", "--num_test", "100", "--num_train", "262", "--lr", "-1", "--batch_size", "5")
     (status, reported), *others = pool.run(2, run_here, SCRIPT, *words, "--tp_size", "1", "--pp_size", "1")
     assert (status, others) == (2, [(2, "")])
@@ -134,16 +134,14 @@ def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_pat
     found, figures = trained(
         pool, SCRIPT, tmp_path / "log.jsonl", 4, *words, "--tp_size", "2", "--pp_size", "2"
     )
-    assert losses(found) == pytest.approx(losses(expected), abs=1e-4)  # three steps of sums in another order
+    assert losses(found) == pytest.approx(losses(expected), abs=1e-4)  # sums in another order
     del alone["seconds"], figures["seconds"]
     assert figures == pytest.approx(alone, abs=1e-4)
     assert figures.keys() == {"exact", "exact_sort", "exact_reverse", "exact_sum", "loss"}
 
 
 @pytest.mark.slow
-def test_a_missed_target_ends_with_status_1_and_the_picture_is_drawn_all_the_same(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_missed_target_ends_with_status_1_and_the_curve_is_drawn(pool: Pool, tmp_path: Path) -> None:
     words = (*SMALL, "--epochs", "1", "--max_steps", "2", "--curve", str(tmp_path / "curve.svg"))
     ((status, printed),) = pool.run(1, run_here, SCRIPT, *words, "--target_exact", "1.01")
     assert status == 1

@@ -1,4 +1,4 @@
-"""The ViT example: its digits, its refusals, and that a layout trains and judges as one process does."""
+"""The ViT example: digits, refusals, and training and evaluation of a layout equal to one process."""
 
 import importlib.util
 import math
@@ -25,7 +25,7 @@ needs_digits = pytest.mark.skipif(bool(digits.errors()), reason="scikit-learn is
 
 
 @needs_digits
-def test_no_digit_is_lost_and_all_runs_test_with_the_same() -> None:
+def test_no_digit_is_lost_and_all_runs_have_the_same_test_digits() -> None:
     train, test = digits.splits()
     assert (len(train), len(test)) == (1437, 360)
     torch.manual_seed(1)
@@ -33,7 +33,7 @@ def test_no_digit_is_lost_and_all_runs_test_with_the_same() -> None:
     pixels = torch.stack([sample["pixel_values"] for sample in train + test])
     assert pixels.shape == (1797, 1, 8, 8)
     assert (pixels.min(), pixels.max()) == (-1, 1)
-    # 1,797 are from scikit-learn's own description, and so are the numbers of each digit.
+    # 1,797 and the number of each digit are from scikit-learn's own description.
     counted = torch.stack([sample["labels"] for sample in train + test]).bincount().tolist()
     assert counted == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert torch.stack([sample["labels"] for sample in test]).bincount().min() > 20
@@ -60,7 +60,7 @@ def test_a_pretrained_model_gets_a_new_head(pool: Pool, tmp_path: Path) -> None:
     assert figures.keys() == {"accuracy", "loss", "seconds"}
 
 
-def test_all_that_is_wrong_is_reported_at_once_by_one_rank(pool: Pool) -> None:
+def test_all_errors_are_reported_at_once_by_one_rank(pool: Pool) -> None:
     words = ("--epochs", "0", "--dropout", "2", "--precision", "fp8", "--metrics", "/nowhere/log.jsonl")
     (status, reported), *others = pool.run(2, without_scikit_learn, *words)
     assert (status, others) == (2, [(2, "")])
@@ -94,7 +94,7 @@ def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_pat
     )
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in found if "eval_accuracy" in record] == [3, 6]
-    assert losses(found) == pytest.approx(losses(expected), abs=1e-5)  # six steps of sums in another order
+    assert losses(found) == pytest.approx(losses(expected), abs=1e-5)  # sums in another order, over six steps
     assert found[-1]["eval_accuracy"] == expected[-1]["eval_accuracy"]
     assert figures["accuracy"] == alone["accuracy"] == pytest.approx(found[-1]["eval_accuracy"], abs=5e-5)
     assert (360 * found[-1]["eval_accuracy"]).is_integer()
@@ -102,16 +102,14 @@ def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_pat
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """Two epochs of one process."""
+    """Records of two epochs of one process."""
     log = tmp_path_factory.mktemp("alone") / "log.jsonl"
     return trained(pool, SCRIPT, log, 1, *FP32.split(), "--epochs", "2")[0]
 
 
 @pytest.mark.slow
 @needs_digits
-@pytest.mark.parametrize(
-    "layout", LAYOUTS
-)  # 32, the default batch, leaves 8 of 360 test samples for the last one
+@pytest.mark.parametrize("layout", LAYOUTS)  # the last batch of 32, the default, has 8 of 360 test samples
 def test_a_layout_reads_as_many_digits_as_one_process(
     pool: Pool, tmp_path: Path, alone: list[dict], layout: str
 ) -> None:
