@@ -1,10 +1,10 @@
-"""`make gpu`: what only a GPU can prove, and what it measures. Everything that is not of CUDA alone also runs without.
+"""`make gpu`: tests and measurements that need a GPU. All parts that do not depend on CUDA also run without one.
 
-    python -m tests.gpu                     # all parts, as far as nine minutes go; again to go on where it stopped
+    python -m tests.gpu                     # all parts, for nine minutes; repeat to continue where it stopped
     python -m tests.gpu alone ranks4        # some parts
-    python -m tests.gpu --table             # only write the table of docs/cuda.md anew
+    python -m tests.gpu --table             # only rewrite the table of docs/cuda.md
 
-It needs torch, transformers and what they bring, and nothing else that Echelon may use. See docs/cuda.md.
+It needs torch, transformers and their dependencies, and no optional package of Echelon. See docs/cuda.md.
 """
 
 import argparse
@@ -28,24 +28,24 @@ from .speed import PATIENCE as PATIENCE_OF_ONE
 from .table import write_tables
 
 SECONDS = 505.0
-PATIENCE = 25.0  # for the row that a part is in when its time is over
-MOURNING = 5.0  # in which ranks may say what the end of another one means to them
-HANGS = 60.0  # a row that was begun so long before the time was over hangs
-STACKS = 2.0  # in which a process that hangs writes where it stands
+PATIENCE = 25.0  # for the current row when a part's time is over
+MOURNING = 5.0  # time for ranks to report errors that follow from the end of another rank
+HANGS = 60.0  # a row that began this long before the end of the time counts as hanging
+STACKS = 2.0  # time for a hanging process to write its stacks
 MOST_STARTS = 8
-START = "its start"  # what fails where no row had begun
-ALL_DONE, TIME_IS_OVER = 0, 3  # statuses of a part's process
+START = "its start"  # name for a failure before the first row
+ALL_DONE, TIME_IS_OVER = 0, 3  # exit statuses of a part's process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part, in processes of its own.
+    """A part of `make gpu`, which runs in its own processes.
 
     Args:
-        seconds: how long it may begin rows.
-        num_ranks: processes, 0 is one without a group.
-        hangs: a row that takes longer hangs, though there is time.
-        about: what it does.
+        seconds: time in which it may begin rows.
+        num_ranks: number of processes; 0 is one process without a group.
+        hangs: seconds after which a row counts as hanging, even if there is time.
+        about: description of the part.
     """
 
     seconds: float
@@ -54,8 +54,8 @@ class Part:
     about: str
 
 
-# Estimates for one H200, of which none is measured. Together they are SECONDS; `speed` needs about twice its share to
-# end, and gets what the others leave.
+# Estimates for one H200; none of them is measured. Their sum is SECONDS. `speed` needs about twice its share to finish,
+# and gets the time that other parts leave.
 PARTS = {
     "alone": Part(seconds=130, about="a world of one beside plain torch: precisions, features, kernels"),
     "ranks2": Part(seconds=60, num_ranks=2, about="rows of parity on two ranks"),
@@ -71,16 +71,16 @@ PARTS = {
 
 
 def main() -> int:
-    """Run the parts, and write the table. Return 1 if a row failed."""
+    """Run the parts, write the table, and return 1 if a row failed."""
     start = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Prove and measure on a GPU.")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; by default all")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu", help="folder of the results")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
     parser.add_argument("--table", action="store_true", help="only write the tables")
-    parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)  # a part's own process
+    parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)  # the process of a part
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its processes are ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its child processes are ended on exit
     if unknown := [name for name in given.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}: use some of {', '.join(PARTS)}")
     if given.within:
@@ -103,10 +103,10 @@ def main() -> int:
 
 
 def run_parts(names: list[str], folder: Path, *, seconds: float) -> list[str]:
-    """Run parts one after the other; what one leaves of its time the next ones may have.
+    """Run parts one after the other; time that one leaves is available to the next.
 
     Returns:
-        Those of which rows are left.
+        Names of parts with rows left.
     """
     end = time.monotonic() + seconds
     unfinished = []
@@ -164,15 +164,15 @@ def run_processes(
     seconds: float,
     is_stuck: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """Run a command, on several ranks that find each other; where one fails, the others are ended.
+    """Run a command on several ranks of one group; if one of them fails, end the others.
 
     Args:
-        num_ranks: 0 is one process without a group.
-        log: for what they write to standard error.
-        is_stuck: asked now and then; where it is true they are ended too.
+        num_ranks: number of ranks; 0 is one process without a group.
+        log: file for their standard error.
+        is_stuck: polled; if it returns True, the processes are ended, too.
 
     Returns:
-        The first status that is not 0, or 0; None where they had to be ended, after so many seconds or stuck.
+        The first status that is not 0, or 0; None if they were ended after `seconds` or as stuck.
     """
     end, port = time.monotonic() + seconds, free_port()
     with log.open("w") as errors:
@@ -206,14 +206,14 @@ def run_processes(
 
 
 def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """Send a signal to processes and to what they started."""
+    """Send a signal to processes and to their child processes."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 
 def run_here(name: str, folder: Path, *, seconds: float) -> int:
-    """Run a part's rows in this process, and return its status."""
+    """Run a part's rows in this process and return its status."""
     faulthandler.enable()
     results = Results(folder / f"{name}.json", name)
     if PARTS[name].num_ranks:
@@ -225,30 +225,30 @@ def run_here(name: str, folder: Path, *, seconds: float) -> int:
 
 
 def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Of a process of a part."""
+    """Return the environment of a part's process."""
     own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if num_ranks:
         size, number = str(num_ranks), str(rank)
         own |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        # Of ranks that share a GPU no kernel waits for another rank, and to load all of them takes long.
+        # With several ranks per GPU no kernel waits for another rank, and loading all kernels eagerly takes long.
         if torch.cuda.device_count() < num_ranks:
             own |= {"CUDA_MODULE_LOADING": "LAZY"}
     return {**os.environ, **own}
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """Return a port that is not in use."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
 def settle(results: Results, why: str, *, least_seconds: float = 0.0) -> int:
-    """Rows that began and did not end have failed; those that began less than some seconds ago are tried again.
+    """Mark rows that began and did not end as failed; rows that began less than `least_seconds` ago are tried again.
 
     Returns:
-        How many there were.
+        The number of such rows.
     """
     rows = results.running()
     for row in rows:
@@ -261,12 +261,12 @@ def settle(results: Results, why: str, *, least_seconds: float = 0.0) -> int:
 
 
 def shortened(text: str) -> str:
-    """The beginning and the end of a text."""
+    """Return the beginning and the end of a text."""
     return text if len(text) < 600 else f"{text[:200]} … {text[-400:]}"
 
 
 def last_lines(log: Path) -> str:
-    """The end of what a part wrote to standard error: errors of the ranks if it has any, or where they stood."""
+    """Return the end of a part's standard error: the errors of ranks if it has any, else their stacks."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("rank ")]
     for at, line in enumerate(lines):

@@ -1,7 +1,7 @@
-"""Results of `make gpu`: a JSON file for each part, with which a run that was broken off goes on. table.py shows them.
+"""Results of `make gpu`: a JSON file for each part, with which an interrupted run continues.
 
-A file holds on what it was measured and a row for each piece of work. A row is written when it begins and again when it
-ends, so one that ended its process or hung is known by its state, and is not tried again.
+A file has the measured machine and sources, and a row for each piece of work. A row is written when it begins and again
+when it ends, so a row that ended its process or hung is known by its state, and is not tried again.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parents[2]  # as the links to the packages lead
+ROOT = Path(__file__).resolve().parents[2]  # resolves the links to the packages
 RUNNING, PASSED, FAILED, UNAVAILABLE = "running", "passed", "failed", "unavailable"
 Row = dict[str, Any]
 
 
 def measured_on() -> dict[str, Any]:
-    """The sources, and the machine and its releases: a result counts for equal ones."""
+    """Return the hash of the sources, the machine and its releases: results are valid for equal ones."""
     has_gpu = torch.cuda.is_available()
     return {
         "sources": sources(),
@@ -39,7 +39,7 @@ def measured_on() -> dict[str, Any]:
 
 
 def sources() -> str:
-    """A hash of the sources that a result is of. A copy of the tree need not have git."""
+    """Return a hash of the sources under test, which also works in a copy without git."""
     folders = [
         path.resolve() for path in (ROOT / "echelon").iterdir() if path.is_dir()
     ]  # links to the packages
@@ -50,7 +50,7 @@ def sources() -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out; empty where git does not say."""
+    """Return the current commit; an empty string without git."""
     try:
         command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -60,11 +60,11 @@ def commit() -> str:
 
 @dataclass
 class Results:
-    """The rows of a part, and the file that they are in.
+    """Rows of a part, and their file.
 
     Args:
-        path: the file; one of other sources, or of another machine, is begun anew.
-        part: its name.
+        path: the file; it is started anew for other sources or another machine.
+        part: name of the part.
     """
 
     path: Path
@@ -79,29 +79,29 @@ class Results:
 
     @property
     def rows(self) -> dict[str, Row]:
-        """By name, in the order in which they began."""
+        """Return the rows by name, in the order in which they began."""
         rows: dict[str, Row] = self._known["rows"]
         return rows
 
     def left(self, names: list[str]) -> list[str]:
-        """Those of the names that have no result."""
+        """Return the names that have no result."""
         return [name for name in names if name not in self.rows]
 
     def running(self) -> list[str]:
-        """The rows that have begun and not ended."""
+        """Return the rows that have begun and not ended."""
         return [name for name, row in self.rows.items() if row["state"] == RUNNING]
 
     def begin(self, name: str) -> None:
-        """Write that a row begins."""
+        """Record that a row begins."""
         self.put(name, RUNNING, begun=time.time())
 
     def forget(self, name: str) -> None:
-        """Let a row be tried again, if there is one."""
+        """Remove a row, if present, so that it is tried again."""
         if self.rows.pop(name, None) is not None:
             self._write()
 
     def put(self, name: str, state: str, **figures: Any) -> None:
-        """Write a row."""
+        """Record the state of a row."""
         self.rows[name] = {"state": state, **figures}
         self._write()
 
@@ -113,25 +113,25 @@ class Results:
 
 
 def running_since(path: Path) -> float:
-    """When the row began that a part's file says is running, in seconds of the clock; infinite where none is."""
+    """Return the time at which the running row of a part's file began, in seconds; infinity if none is running."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
     return min((row["begun"] for row in rows.values() if row["state"] == RUNNING), default=inf)
 
 
 class Unavailable(Exception):
-    """A row that this machine cannot run, with the reason."""
+    """The machine cannot run a row; the message is the reason."""
 
 
 def run_rows(results: Results, rows: dict[str, Callable[[], Row]], *, seconds: float) -> bool:
-    """Run the rows that have no result, until the time is over; what fails says so, and the rest go on.
+    """Run the rows that have no result until the time is over; failures are recorded and the rest continues.
 
     Args:
-        results: where they are written.
-        rows: by name, what returns the figures; "departure" among them, if it is not empty, is a failure.
-        seconds: after them no further row begins.
+        results: results of the part.
+        rows: functions that return figures, by name; a figure "departure" that is not empty is a failure.
+        seconds: time after which no further row begins.
 
     Returns:
-        True if all have a result.
+        True if all rows have a result.
     """
     end = time.monotonic() + seconds
     for name in results.left(list(rows)):
@@ -153,18 +153,18 @@ def run_rows(results: Results, rows: dict[str, Callable[[], Row]], *, seconds: f
 
 
 def described(error: BaseException) -> str:
-    """An error with where it was raised, innermost last."""
+    """Return the text of an error and its stack, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     places = " > ".join(f"{'/'.join(each.filename.split('/')[-2:])}:{each.lineno}" for each in frames)
     return f"{type(error).__name__}: {str(error)[:1500]} [{places}]"
 
 
 def short(figures: Row) -> str:
-    """Figures in one line."""
+    """Return figures in one line."""
     return ", ".join(f"{name} {value}" for name, value in figures.items() if value != "")[:300]
 
 
 def every(folder: Path) -> Iterator[dict[str, Any]]:
-    """The contents of all parts' files in a folder."""
+    """Yield the contents of all parts' files in a folder."""
     for path in sorted(folder.glob("*.json")):
         yield json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The tables of docs/cuda.md, made of the results of `make gpu`."""
+"""The tables of docs/cuda.md, generated from the results of `make gpu`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ BEGIN, END = "<!-- results of make gpu -->", "<!-- end of results -->"
 
 
 def write_tables(folder: Path) -> int:
-    """Write the tables into the folder of the results, and those of a GPU into docs/cuda.md.
+    """Write the tables into the folder of the results, and those of a GPU also into docs/cuda.md.
 
     Returns:
         1 if a row failed, else 0.
@@ -32,7 +32,7 @@ def write_tables(folder: Path) -> int:
 
 
 def tables(parts: Iterable[Mapping[str, Any]]) -> str:
-    """All tables as Markdown."""
+    """Return all tables as Markdown."""
     parts = list(parts)
     lines = [
         "",
@@ -58,7 +58,7 @@ def tables(parts: Iterable[Mapping[str, Any]]) -> str:
 
 
 def machine(parts: list[Mapping[str, Any]]) -> list[str]:
-    """On what the parts ran, in a line for each machine."""
+    """Return a line for each machine that ran parts."""
     found = {}
     for part in parts:
         on = part["on"]
@@ -71,7 +71,7 @@ def machine(parts: list[Mapping[str, Any]]) -> list[str]:
 
 
 def unavailable(part: Mapping[str, Any]) -> list[str]:
-    """A line for each reason why rows of a part could not run, with their names."""
+    """Return a line for each reason why rows of a part could not run, with their names."""
     found: dict[str, list[str]] = {}
     for name, row in part["rows"].items():
         if row["state"] == UNAVAILABLE:
@@ -84,7 +84,7 @@ def unavailable(part: Mapping[str, Any]) -> list[str]:
 
 
 def measured(part: Mapping[str, Any]) -> list[str]:
-    """Tables of a part: rows whose figures have a name in common are in one, those without figures in none."""
+    """Return tables of a part: rows that share names of figures form one table; rows without figures are left out."""
     tables: list[tuple[dict[str, None], dict[str, Any]]] = []  # names of the figures, and rows
     for name, row in part["rows"].items():
         figures = row.get("figures", {})

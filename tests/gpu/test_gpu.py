@@ -1,4 +1,4 @@
-"""`make gpu`, as far as no GPU goes: results that a later run goes on with, rows that end their process, staging."""
+"""`make gpu` without a GPU: results with which a later run continues, rows that end their process, staging."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ ROWS = {
 MACHINE = ("sources", "num_devices", "torch", "transformers")
 
 
-def test_rows_that_fail_say_so_and_the_rest_go_on(tmp_path: Path) -> None:
+def test_failed_rows_are_reported_and_the_rest_run(tmp_path: Path) -> None:
     results = Results(tmp_path / "alone.json", "alone")
     assert run_rows(results, ROWS, seconds=60)
     states = {name: row["state"] for name, row in results.rows.items()}
@@ -62,7 +62,7 @@ def test_rows_that_fail_say_so_and_the_rest_go_on(tmp_path: Path) -> None:
     assert "| measures something else | 4 |" in text
 
 
-def test_a_later_run_goes_on_and_other_sources_begin_anew(
+def test_a_later_run_continues_and_other_sources_start_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "alone.json"
@@ -73,7 +73,7 @@ def test_a_later_run_goes_on_and_other_sources_begin_anew(
     assert Results(path, "alone").left(["agrees", "departs"]) == ["agrees", "departs"]
 
 
-def test_a_row_that_was_broken_off_has_failed_unless_it_had_just_begun(tmp_path: Path) -> None:
+def test_an_interrupted_row_has_failed_unless_it_had_just_begun(tmp_path: Path) -> None:
     results = Results(tmp_path / "alone.json", "alone")
     results.begin("hangs")
     runner.settle(results, "it hung", least_seconds=60.0)
@@ -91,7 +91,7 @@ def test_a_row_that_was_broken_off_has_failed_unless_it_had_just_begun(tmp_path:
         ("import time; time.sleep(60)", None),
     ],
 )
-def test_processes_of_which_one_fails_or_hangs_are_ended(
+def test_processes_are_ended_if_one_fails_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, status: int | None
 ) -> None:
     monkeypatch.setattr(runner, "MOURNING", 0.0)
@@ -113,7 +113,7 @@ def test_processes_of_which_one_fails_or_hangs_are_ended(
         ),
     ],
 )
-def test_a_part_that_cannot_start_or_whose_row_hangs_says_why(
+def test_a_part_that_cannot_start_or_whose_row_hangs_reports_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, name: str, why: str
 ) -> None:
     path = tmp_path / "many.json"
@@ -125,11 +125,11 @@ def test_a_part_that_cannot_start_or_whose_row_hangs_says_why(
     monkeypatch.setattr(runner, "MOST_STARTS", 1)
     begun = time.monotonic()
     assert not runner.run_part("many", tmp_path, seconds=30)
-    assert time.monotonic() - begun < 25  # no later than what it may take
+    assert time.monotonic() - begun < 25  # no longer than allowed
     assert why in Results(path, "many").rows[name]["error"]
 
 
-def test_rows_that_had_just_begun_are_tried_again_once_the_command_was_broken_off(
+def test_rows_that_had_just_begun_are_tried_again_once_the_command_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken_off(*_: object, **__: object) -> int:
@@ -142,7 +142,7 @@ def test_rows_that_had_just_begun_are_tried_again_once_the_command_was_broken_of
     assert Results(tmp_path / "many.json", "many").rows == {}
 
 
-def test_a_page_that_cannot_be_written_does_not_keep_the_tables_back(
+def test_tables_are_written_even_if_the_page_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -157,7 +157,7 @@ def test_a_page_that_cannot_be_written_does_not_keep_the_tables_back(
 
 
 def staged() -> list[bool]:
-    """What `staging` promises, on one rank of two."""
+    """Return the properties of `staging` that hold, on one rank of two."""
     rank, found = dist.get_rank(), []
     with staging("cpu"):
         total = torch.full((3,), float(rank + 1))
@@ -184,7 +184,7 @@ def staged() -> list[bool]:
     return found
 
 
-def test_staged_outputs_are_not_there_before_they_are_waited_for(pool: Pool) -> None:
+def test_staged_outputs_are_nan_until_wait(pool: Pool) -> None:
     assert pool.run(2, staged) == [[True] * 7] * 2
 
 
@@ -197,7 +197,7 @@ def test_a_row_of_parity_agrees_under_staging(pool: Pool) -> None:
     assert [report.departure for report in pool.run(2, compared)] == [None, None]
 
 
-def test_kernels_that_are_not_here_are_unavailable_and_never_pass() -> None:
+def test_missing_kernels_are_unavailable_and_never_pass() -> None:
     found = {row.layout.arguments["enable_flash_attention"]: row for row in attention_rows().values()}
     assert found.keys() == KERNELS.keys()
     for name, row in found.items():
@@ -205,7 +205,7 @@ def test_kernels_that_are_not_here_are_unavailable_and_never_pass() -> None:
             require_available(row.layout.arguments)
 
 
-def test_a_ring_that_other_kernels_compute_is_no_proof_of_flex_attention() -> None:
+def test_a_ring_without_flex_attention_fails() -> None:
     assert {row.missing for row in ring_rows()} == {"FlexAttention trains on CUDA alone, with triton"}
     with pytest.raises(AssertionError, match="other kernels computed"), flex_attention():
         pass
@@ -227,13 +227,13 @@ def test_the_last_line_of_a_benchmark_is_figures(monkeypatch: pytest.MonkeyPatch
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, by their dotted names in the repository, or the bare ones of benchmarks."""
+    """Yield the imported modules of a file, by their dotted names in the repository, or the bare ones of benchmarks."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for _, relative, name in imports(path.read_text(), module):
         yield name if relative else name.split(".")[0]
 
 
-def test_nothing_is_imported_that_a_machine_may_lack() -> None:
+def test_no_optional_package_is_imported() -> None:
     seen: set[Path] = set()
     todo = [path for path in (ROOT / "tests" / "gpu").glob("*.py") if path != Path(__file__)]
     todo.append(ROOT / speed.HOST_TIME[0])
@@ -249,8 +249,8 @@ def test_nothing_is_imported_that_a_machine_may_lack() -> None:
             todo += [each for each in near if each.exists() and {"tests", "benchmarks"} & {*each.parts}]
             if not any(each.exists() for each in near) and not name.startswith("tests"):
                 foreign.add(name.split(".")[0])
-    # peft, liger_kernel: rows without them are unavailable. matplotlib: of benchmarks that draw. safetensors comes with
-    # transformers, numpy with both.
+    # peft, liger_kernel: rows without them are unavailable. matplotlib: for benchmarks that draw. safetensors comes
+    # with transformers, numpy with both.
     allowed = {
         "torch",
         "transformers",
@@ -265,7 +265,7 @@ def test_nothing_is_imported_that_a_machine_may_lack() -> None:
     assert len(seen) > 30
 
 
-def test_what_is_counted_is_what_the_pages_say() -> None:
+def test_host_reads_and_operations_equal_those_of_the_pages() -> None:
     for ring, reads in ((False, 0), (True, 2)):
         found = documented_reads({"m": 2, "padded": True, "ring_attn": ring, "offload": False})
         assert found["zero/clipping.py measure"] == 1 and found["sequence/block_mask.py __init__"] == reads
