@@ -1,8 +1,8 @@
-"""A world of one beside plain torch: every precision with every feature, over NCCL on a GPU and gloo on a CPU.
+"""Parity of one process with plain torch: every precision with every feature, over NCCL on a GPU and gloo on a CPU.
 
 Most rows are the parity check of `echelon verify`: loss, every gradient, the norm and every updated weight of three
-steps, within the tolerances of verify/compare.py; in 16 bits by what the plain loop in the same format is off from
-float32. The plain loop is verify/reference.py, on the same device.
+steps, within the tolerances of verify/compare.py. In 16 bits the tolerance is the difference between the plain loop in
+the same format and in float32. The plain loop is verify/reference.py, on the same device.
 
     python -m tests.gpu alone
 """
@@ -66,22 +66,22 @@ FEATURES: dict[str, Layout] = {
     "ZeRO-2": Layout(zero=2, max_norm=0.1),
     "offload": Layout(zero=1, options=("cpu_offload",), max_norm=0.1),
 }
-# In bf16 alone, as they take long: the layers, alone and computed again, are compiled for one shape.
+# Only in bf16, since it takes long: the layers, with and without recomputation, are compiled for one shape.
 COMPILED = {
     "compiled layers": Layout(options=("compile_layers",), microbatches=1),
     "compiled layers, recomputation": Layout(options=("compile_layers",), microbatches=1, recompute=1.0),
 }
-# The second step's gradients are not finite.
+# The gradients of the second step are not finite.
 OVERFLOW = Training(overflow_step=1)
 STEPS, RATE = 4, 1e-3
-# Of plugins of torch beside a plain loop: each loss, relative to the plain one's in float32.
+# Tolerances for torch's plugins compared with a plain loop: each loss, relative to the plain loop's in float32.
 LOSS_OFF = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
-# Of the weights after the steps, in float32, as a share of what the optimizer may have moved them by.
+# Tolerance for the weights after the steps, in float32, as a fraction of their largest possible update.
 WEIGHT_OFF = 1e-2
 
 
 def rows() -> dict[str, Callable[[], Row]]:
-    """Every row by its name, the most telling first: time may be over before the last. They share a world of one."""
+    """Return all rows by name, the most informative first, since time may run out. They share a group of one rank."""
     launch_from_torch()
     found = rows_in("bf16")
     for feature, layout in FEATURES.items():
@@ -105,7 +105,7 @@ def rows() -> dict[str, Callable[[], Row]]:
 
 
 def rows_in(precision: str) -> dict[str, Callable[[], Row]]:
-    """Features, other models, adapters, checkpoints, dropout and plugins beside a plain loop."""
+    """Return rows of features, other models, adapters, checkpoints, dropout and plugins, compared with a plain loop."""
     found: dict[str, Callable[[], Row]] = {}
     for feature, layout in FEATURES.items():
         own = replace(layout, precision=precision)
@@ -122,12 +122,12 @@ def rows_in(precision: str) -> dict[str, Callable[[], Row]]:
 
 
 def clipped(precision: str) -> Layout:
-    """One process that clips."""
+    """Return the layout of one process with gradient clipping."""
     return Layout(precision=precision, max_norm=0.1)
 
 
 def compare(row: ParityRow) -> Row:
-    """The parity check in this world of one."""
+    """Run the parity check on one rank."""
     if row.missing:
         raise Unavailable(row.missing)
     require_available(row.layout.arguments)
@@ -138,7 +138,7 @@ def compare(row: ParityRow) -> Row:
 
 
 def compare_compiled(row: ParityRow) -> Row:
-    """The same, of layers that are compiled."""
+    """Run the parity check with compiled layers."""
     if default_device().type != "cuda":
         raise Unavailable(
             "for a CPU inductor compiles minutes; tests/plugins/test_compiled_layers.py has its code"
@@ -147,7 +147,7 @@ def compare_compiled(row: ParityRow) -> Row:
 
 
 def lora(precision: str) -> Row:
-    """The parity check of a Llama with adapters."""
+    """Run the parity check of a Llama with adapters."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -159,7 +159,7 @@ def lora(precision: str) -> Row:
 
 
 def checkpoint(precision: str) -> Row:
-    """A run that is saved after two steps and goes on, beside a plain one that never stops."""
+    """Save a run after two steps and resume it; compare with an uninterrupted plain loop."""
     if find_spec("xxhash") is None:
         raise Unavailable(NO_HASHES)
     part = Part(layout=Layout(precision=precision, zero=1), num_steps=2)
@@ -172,7 +172,7 @@ def checkpoint(precision: str) -> Row:
 
 
 def dropout(precision: str) -> Row:
-    """Layers with dropout that are computed again draw what they drew; another seed draws something else."""
+    """Check that recomputed layers repeat their dropout, and that another seed changes it."""
     settings = (("resid_pdrop", 0.2), ("attn_pdrop", 0.2), ("embd_pdrop", 0.2))
     choice = ModelChoice(model_type="gpt2", num_layers=2, settings=settings)
 
@@ -193,14 +193,14 @@ def dropout(precision: str) -> Row:
 
 
 def batches(choice: ModelChoice) -> list[dict[str, Tensor]]:
-    """One for each step, on the host."""
+    """Return a batch for each step, on the host."""
     return [make_batch(choice, num_samples=4, seed=step) for step in range(STEPS)]
 
 
 def train_boosted(
     booster: Booster, model: nn.Module, data: Sequence[dict[str, Tensor]]
 ) -> tuple[list[float], nn.Module, Any]:
-    """Losses of the steps, the model and the optimizer."""
+    """Train a boosted model; return the losses, the model and the optimizer."""
     given = torch.optim.AdamW(model.parameters(), lr=RATE)
     boosted, optimizer, *_ = booster.boost(model, given)
     found = []
@@ -217,7 +217,7 @@ def train_boosted(
 def train_plainly(
     model: nn.Module, data: Sequence[dict[str, Tensor]], max_norm: float
 ) -> tuple[list[float], nn.Module]:
-    """The same by transformers and torch alone, in float32."""
+    """Train by transformers and torch only, in float32; return the losses and the model."""
     model = model.to(default_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     found = []
@@ -232,7 +232,7 @@ def train_plainly(
     return found, model
 
 
-# With a loss scale of fp16 at which no step overflows.
+# A loss scale of fp16 with which no step overflows.
 SCALE = {"initial_scale": 2.0**8}
 PLUGINS: dict[str, Callable[[str], Booster]] = {
     "TorchDDPPlugin": lambda own: Booster(plugin=TorchDDPPlugin(), mixed_precision=own),
@@ -247,7 +247,7 @@ PLUGINS: dict[str, Callable[[str], Booster]] = {
 
 
 def torch_plugin(name: str, precision: str) -> Row:
-    """The other plugins beside a plain loop: losses, and in float32 the saved weights."""
+    """Compare the other plugins with a plain loop: losses, and in float32 the saved weights."""
     booster, data = PLUGINS[name](precision), batches(LLAMA)
     expected, plain = train_plainly(LLAMA.build(), data, 0.0)
     found, boosted, _ = train_boosted(booster, LLAMA.build(), data)
@@ -272,13 +272,13 @@ def torch_plugin(name: str, precision: str) -> Row:
     return {"departure": departure, **figures}
 
 
-# Which reads of the device hold up the host in a warm step.
+# Host reads of the device in a warm step.
 
 WARM = 4  # the first three calls compare by messages, see docs/cuda.md
 
 
 def host_reads(layout: Layout) -> Row:
-    """A warm step waits for the device where docs/cuda.md says so, and nowhere else, by CUDA's own account."""
+    """Check that a warm step waits for the device only where docs/cuda.md lists it, as detected by CUDA."""
     is_cuda = default_device().type == "cuda"
     arguments = layout.arguments | {"max_norm": layout.max_norm or 1.0}
     require_available(arguments)
@@ -287,12 +287,12 @@ def host_reads(layout: Layout) -> Row:
     booster, model = Booster(plugin=HybridParallelPlugin(**arguments)), LLAMA.build()
     given = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     boosted, optimizer, *_ = booster.boost(model, given)
-    # Packages for flash attention ask what a mask hides.
+    # Flash attention packages read the mask on the host.
     takes_mask = not arguments.get("enable_flash_attention") and not arguments.get("enable_all_optimization")
     batch = (make_batch if takes_mask else whole)(LLAMA, num_samples=6, seed=0)
     found: Counter[str] = Counter()
     for step in range(WARM + 1):
-        # As of a dataloader.
+        # As from a dataloader.
         pinned = {name: value.pin_memory() if is_cuda else value for name, value in batch.items()}
         if is_cuda:
             torch.cuda.synchronize()
@@ -318,7 +318,7 @@ def host_reads(layout: Layout) -> Row:
 
 @contextmanager
 def _waits(found: Counter[str]) -> Iterator[None]:
-    """Count by file and function where the host waits for the device."""
+    """Count waits for the device by file and function."""
 
     def note(message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" not in str(message):
@@ -327,7 +327,7 @@ def _waits(found: Counter[str]) -> Iterator[None]:
         while frame.f_back is not None and (
             "/torch/" in (file := frame.f_code.co_filename)
             or file == __file__
-            or file.endswith("warnings.py")  # as of 3.14 in two files
+            or file.endswith("warnings.py")  # since 3.14 there are two such files
         ):
             frame = frame.f_back
         found["/".join(frame.f_code.co_filename.split("/")[-2:]) + " " + frame.f_code.co_name] += 1
@@ -342,7 +342,7 @@ def _waits(found: Counter[str]) -> Iterator[None]:
 
 
 def documented_reads(terms: dict[str, int]) -> dict[str, int]:
-    """The table of docs/cuda.md: how many reads there are at "file function"."""
+    """Return the table of docs/cuda.md: number of reads at "file function"."""
     page = (ROOT / "docs" / "cuda.md").read_text()
     (section,) = re.findall(r"^## What a step reads on the host$(.*?)(?=^## |\Z)", page, re.M | re.S)
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]

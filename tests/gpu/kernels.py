@@ -1,4 +1,4 @@
-"""Kernels that only some machines have, by name: attention beside a plain loop, and FlexAttention round a ring."""
+"""Optional kernels by name: attention compared with a plain loop, and FlexAttention in ring attention."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -24,20 +24,20 @@ from ..contract.row import ParityRow
 from ..contract.variant_rows import packed_without_a_cache, with_unseen_keys
 from .results import Unavailable
 
-# Heads as wide as flash kernels take them, and texts of several of FlexAttention's blocks of 128.
+# Heads of a width that flash kernels support, and texts of several of FlexAttention's blocks of 128.
 WIDE = (("hidden_size", 256), ("intermediate_size", 512), ("head_dim", 64))
 LLAMA = ModelChoice(model_type="llama", num_layers=2, settings=WIDE)
 LENGTH = 300
 LONG = ModelChoice(model_type="llama", num_layers=2, settings=(*WIDE, ("max_position_embeddings", LENGTH)))
 PRECISIONS = ("fp32", "bf16", "fp16")
-# Of the kernels of KERNELS, those that take no mask; and that which gives a query without keys the mean of all values,
-# where the plain loop's gives 0.
+# Kernels of KERNELS that take no mask, and the one that returns the mean of all values for a query without keys; the
+# plain loop returns 0 for it.
 TAKE_NO_MASK = (SDPA_FA,)
 MEAN_OF_NOTHING = "eager"
 
 
 def require_available(arguments: Mapping[str, Any]) -> None:
-    """Check that this machine has what a plugin's arguments ask for. No communication.
+    """Check that this machine has the packages and kernels of a plugin's arguments. No communication.
 
     Raises:
         Unavailable: a package, a kernel or a compiler is missing; all reasons at once.
@@ -54,7 +54,7 @@ def require_available(arguments: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLayout(Layout):
-    """A layout whose attention a kernel computes.
+    """A layout whose attention is computed by a named kernel.
 
     Args:
         attention: a key of KERNELS.
@@ -65,19 +65,19 @@ class KernelLayout(Layout):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of HybridParallelPlugin that mean the same."""
+        """Return the equivalent arguments of HybridParallelPlugin."""
         return {**super().arguments, "enable_flash_attention": self.attention}
 
 
 def whole(choice: ModelChoice, **size: Any) -> dict[str, Any]:
-    """Texts of one length, without a mask."""
+    """Make texts of equal length, without a mask."""
     batch: dict[str, Any] = make_batch(choice, **size)
     del batch["attention_mask"]
     return batch
 
 
 def packed(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:
-    """Two texts in a row, and microbatches of one row: packages for flash attention keep apart no others."""
+    """Make rows of two texts, in microbatches of one row: flash attention packages separate texts only then."""
     return packed_without_a_cache(choice, num_samples=3, seed=seed)
 
 
@@ -91,7 +91,7 @@ BATCHES: dict[str, Callable[..., dict[str, Any]]] = {
 
 @contextmanager
 def new_graphs() -> Iterator[None]:
-    """Forget what was compiled before: of one function torch compiles 8 graphs, and then goes on without."""
+    """Clear compiled graphs: torch compiles at most 8 graphs of a function, and then runs it uncompiled."""
     import torch._dynamo
 
     torch._dynamo.reset()
@@ -99,7 +99,7 @@ def new_graphs() -> Iterator[None]:
 
 
 def attention_rows() -> dict[str, ParityRow]:
-    """Every kernel by name: in each precision that it has, and in bf16 on each kind of batch that it takes."""
+    """Return every kernel by name: in each supported precision, and in bf16 on each supported kind of batch."""
     found = {}
     for name, kernel in KERNELS.items():
         kinds = ["whole"] if name in TAKE_NO_MASK else list(BATCHES)
@@ -116,7 +116,7 @@ def attention_rows() -> dict[str, ParityRow]:
     return found
 
 
-# FlexAttention round a ring: padded and packed texts, which no other kernel takes there.
+# FlexAttention in ring attention: padded and packed texts, which no other kernel supports there.
 
 TRAINS_FLEX = torch.cuda.is_available() and find_spec("triton") is not None
 RINGS = (
@@ -127,7 +127,7 @@ RINGS = (
 
 
 def long(batch: Callable[..., dict[str, Any]], choice: ModelChoice, **size: Any) -> dict[str, Any]:
-    """A batch of texts of LENGTH tokens."""
+    """Make a batch of texts of LENGTH tokens."""
     with patch("echelon.verify.batch.LENGTH", LENGTH):
         return batch(choice, **size)
 
@@ -137,10 +137,10 @@ KINDS = {"padded": with_unseen_keys, "packed": packed_without_a_cache}
 
 @contextmanager
 def flex_attention() -> Iterator[None]:
-    """See that FlexAttention computes blocks within, forward and backward.
+    """Check that FlexAttention computes blocks within the block, forward and backward.
 
     Raises:
-        AssertionError: at the end, it was not asked.
+        AssertionError: on exit, if it was not called.
     """
     with (
         patch.object(flex, "look", wraps=flex.look) as forward,
@@ -154,7 +154,7 @@ def flex_attention() -> Iterator[None]:
 
 
 def ring_rows() -> Iterator[ParityRow]:
-    """Padded and packed texts round a ring, beside one process."""
+    """Yield padded and packed texts in ring attention, compared with one process."""
     for layout, kind in product(RINGS, KINDS):
         yield ParityRow(
             name=f"FlexAttention {kind}",

@@ -1,8 +1,8 @@
-"""One rank of many on one GPU: what it allocates and launches, under torch's fake process group.
+"""One rank of a large world on one GPU: its memory and kernel launches, under torch's fake process group.
 
-The group answers at once with what it was given, so all but the numbers is that of a rank of 4,096: its stages and
-shards of the model, its schedule, its buckets. What other stages would send is drawn at random. Without a GPU the same
-runs for a tiny model, and only what the ledger knows is reported.
+Collectives of the fake group return at once, with this rank's inputs. All but the numbers equals a rank of 4,096: its
+stages and shards of the model, its schedule, its buckets. Inputs from other stages are random. Without a GPU a tiny
+model runs in the same way, and only the figures of the ledger are reported.
 """
 
 import gc
@@ -28,17 +28,17 @@ from ..fakes import one_rank
 from .results import Row
 
 GIB = 2**30
-STEPS = 3  # that are timed, behind as many that compare by messages
+STEPS = 3  # timed steps, after as many that compare ranks by messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A Llama on many ranks.
+    """A Llama on a large world.
 
     Args:
-        sizes: of the config.
+        sizes: sizes of the config.
         axes: ranks along tp, pp and dp.
-        length: tokens of a sample; microbatches have one.
+        length: tokens of a sample; microbatches have one sample.
         options: further arguments of the plugin.
     """
 
@@ -50,7 +50,7 @@ class Cluster:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The first one, one of a stage in the middle, and the last."""
+        """Return the ranks to measure: the first, one of a middle stage, and the last."""
         tp, pp, dp = self.axes
         return {"first": 0, "middle": pp // 2 * dp * tp, "last": tp * pp * dp - 1}
 
@@ -58,7 +58,7 @@ class Cluster:
 def llama(
     hidden: int, intermediate: int, layers: int, heads: int, keys: int, vocabulary: int
 ) -> dict[str, int]:
-    """The sizes of a config."""
+    """Return the sizes of a config."""
     return dict(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -85,7 +85,7 @@ TINY = {
 
 
 def rows() -> dict[str, Callable[[], Row]]:
-    """Every rank of every cluster by its name."""
+    """Return the measured ranks of all clusters by name."""
     known = CLUSTERS if torch.cuda.is_available() else TINY
     return {
         f"{name}, {place} rank": partial(measure, cluster, rank)
@@ -96,7 +96,7 @@ def rows() -> dict[str, Callable[[], Row]]:
 
 @contextmanager
 def one_of_many(cluster: Cluster, rank: int) -> Iterator[None]:
-    """Be a rank of a cluster, to which other stages send hidden states in bf16."""
+    """Simulate a rank of a cluster, which receives hidden states in bf16 from other stages."""
     tp, pp, dp = cluster.axes
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     scattered = dict(cluster.options).get("enable_sequence_parallelism", False)
@@ -107,7 +107,7 @@ def one_of_many(cluster: Cluster, rank: int) -> Iterator[None]:
 
 
 def lazy_model(cluster: Cluster) -> LlamaForCausalLM:
-    """A lazy Llama with constants for weights: to draw 70 billion numbers on the host takes minutes."""
+    """Make a lazy Llama with constant weights: drawing 70 billion random numbers on the host would take minutes."""
 
     def fill(module: Any) -> None:
         nn.init.constant_(module.weight, 0.01)
@@ -121,7 +121,7 @@ def lazy_model(cluster: Cluster) -> LlamaForCausalLM:
 
 
 def measure(cluster: Cluster, rank: int) -> Row:
-    """Peak memory, kernels and times of a warm step."""
+    """Measure peak memory, kernels and times of a warm step."""
     with one_of_many(cluster, rank):
         try:
             figures = _figures(cluster)
@@ -133,7 +133,7 @@ def measure(cluster: Cluster, rank: int) -> Row:
 
 
 def plugin_of(cluster: Cluster) -> HybridParallelPlugin:
-    """The plugin of each of its ranks."""
+    """Make the plugin for a rank of the cluster."""
     tp, pp, _ = cluster.axes
     return HybridParallelPlugin(
         tp_size=tp,
@@ -149,7 +149,7 @@ def plugin_of(cluster: Cluster) -> HybridParallelPlugin:
 def _figures(cluster: Cluster) -> dict[str, Any]:
     plugin = plugin_of(cluster)
     booster, device = Booster(plugin=plugin), default_device()
-    torch.set_num_threads(min(8, os.cpu_count() or 1))  # to fill what is made on the host
+    torch.set_num_threads(min(8, os.cpu_count() or 1))  # for initialization on the host
     model = lazy_model(cluster)
     given = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     boosted, optimizer, *_ = booster.boost(model, given)

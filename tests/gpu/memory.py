@@ -1,4 +1,4 @@
-"""Peak memory and time of the loss by chunks and of Liger's kernel, and pinned memory of offload, on one GPU."""
+"""Peak memory and time of the chunked loss and of Liger's kernel, and pinned memory of offload, on one GPU."""
 
 import re
 from importlib.util import find_spec
@@ -22,16 +22,16 @@ from .results import Row, Unavailable
 from .speed import WORKS, Work, model_of, tokens_of
 
 RATE = 1e-3
-LOSS_OFF = 2e-2  # in bf16, relative
+LOSS_OFF = 2e-2  # tolerance in bf16, relative
 
-# What the loss by chunks saves.
+# Memory of the chunked loss.
 
-# The head of a Llama 3 behind one narrow layer.
+# The head of a Llama 3 after one narrow layer.
 LOSS_WORK = Work(sizes=llama(4096, 4096, 1, 32, 8, 128256), length=8192)
 
 
 def loss_peaks() -> Row:
-    """What forward and backward of 8,192 tokens allocate at most, with the plain loss and with the loss by chunks."""
+    """Compare the peak memory of 8,192 tokens, forward and backward, with the plain loss and with the chunked loss."""
     is_cuda = default_device().type == "cuda"
     work = LOSS_WORK if is_cuda else WORKS["tiny"]
     (expected, plain), (loss, fused) = (loss_and_peak(work, is_fused=each) for each in (False, True))
@@ -46,10 +46,10 @@ def loss_peaks() -> Row:
 
 
 def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
-    """The loss of a second step, and the bytes that its forward and backward allocate at most; 0 on a CPU."""
+    """Return the loss of a second step, and the peak bytes of its forward and backward; 0 on a CPU."""
     torch.manual_seed(0)
     model, tokens = model_of(work, torch.bfloat16), tokens_of(work, 1)
-    model.model.embed_tokens.requires_grad_(False)  # its gradient is as large as the head's
+    model.model.embed_tokens.requires_grad_(False)  # its gradient is as large as that of the head
     booster = Booster(plugin=HybridParallelPlugin(precision="bf16", enable_fused_loss=is_fused))
     given = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=RATE)
     boosted, optimizer, *_ = booster.boost(model, given)
@@ -70,15 +70,15 @@ def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
     return loss.item(), torch.cuda.max_memory_allocated() - before
 
 
-# What pinned memory takes of the host.
+# Pinned memory of the host.
 
-# 71 M parameters in two buckets: twice 148 and 124 MiB, or 256 and 128 by powers of two.
+# 71 M parameters in two buckets: twice 148 and 124 MiB, or 256 and 128 if rounded to powers of two.
 PINNED_WORK = Work(sizes=llama(1024, 4096, 4, 16, 8, 4096), length=32)
-PINNED_OFF = 2**23  # of what else the process may share meanwhile
+PINNED_OFF = 2**23  # for other shared memory of the process
 
 
 def pinned_memory() -> Row:
-    """Offload pins its masters and gradients, and takes their bytes of the host, none of them by torch's allocator."""
+    """Check that offload pins exactly the bytes of masters and gradients, and none by torch's allocator."""
     if default_device().type != "cuda":
         raise Unavailable("memory is pinned for CUDA alone; tests/zero/test_offload.py plays CUDA's side")
     model = model_of(PINNED_WORK, torch.bfloat16)
@@ -102,21 +102,21 @@ def pinned_memory() -> Row:
 
 
 def _shared_bytes() -> int:
-    """Resident memory of mappings that forks share, as those of pinned buffers are."""
+    """Return the resident memory of shared mappings, such as pinned buffers."""
     (kilobytes,) = re.findall(r"^RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     return 1024 * int(kilobytes)
 
 
 def _bytes_of_torch() -> int:
-    """Pinned memory that torch's own allocator has ever asked CUDA for."""
+    """Return the pinned memory that torch's own allocator has ever requested from CUDA."""
     return int(torch.cuda.host_memory_stats()["allocated_bytes.allocated"])
 
 
-# Which of the two computes the loss of a chunk.
+# The loss of a chunk by Liger's kernel and by torch.
 
 
 def liger_chunk() -> Row:
-    """A chunk of the head of `LOSS_WORK` by Liger's kernel beside torch's passes: loss, gradient, time and peak."""
+    """Compare a chunk of `LOSS_WORK`'s head by Liger's kernel and by torch: loss, gradient, time and peak memory."""
     device = default_device()
     if device.type != "cuda" or find_spec("liger_kernel") is None:
         raise Unavailable("Liger's kernel takes CUDA and the package liger_kernel")
@@ -134,14 +134,14 @@ def liger_chunk() -> Row:
     )
 
     def compute(chunk_loss: ChunkLoss) -> tuple[Tensor, Tensor, float, float]:
-        """Loss, gradient, milliseconds of a chunk and MiB that it allocates at most."""
+        """Return loss, gradient, milliseconds per chunk and peak MiB."""
         loss, gradient = chunk_loss(given, labels, head=Tensor.clone, **settings)
         logits = given.clone()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(CHUNKS):  # in place, and as fast whatever the logits are
+        for _ in range(CHUNKS):  # in place; the time does not depend on the logits
             chunk_loss(given, labels, head=lambda _: logits, **settings)
         end.record()
         torch.cuda.synchronize()
@@ -165,5 +165,5 @@ def liger_chunk() -> Row:
 
 
 CHUNKS = 10
-# In shares of the largest: float32 sums in another order, and a rounding to bf16 that falls to the other side.
+# Tolerances relative to the largest value: float32 sums in another order, and bf16 rounding.
 CHUNK_OFF = {"loss": 1e-5, "gradient": 2**-7}

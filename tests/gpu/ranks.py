@@ -1,7 +1,7 @@
-"""Several ranks beside one process: the quick rows of tests/contract/parity_rows.py and some more, on GPUs if any.
+"""Parity of several ranks with one process: quick rows of tests/contract/parity_rows.py and others, on GPUs if any.
 
-Where there is a GPU for each rank NCCL carries the tensors; on fewer, gloo does within `staging`. Every rank runs this;
-an error on one would leave the others waiting, so it ends the process, and the runner goes on with the next row.
+With a GPU for each rank communication uses NCCL, with fewer GPUs gloo within `staging`. Every rank runs this module. An
+error on one rank would leave the others waiting, so it ends the process, and the runner continues with the next row.
 """
 
 import os
@@ -25,7 +25,7 @@ from .results import FAILED, PASSED, UNAVAILABLE, Results, described, short
 from .staging import staging
 from .streams import stream_rows
 
-# Eight ranks: what tests on CPUs have on four.
+# Layouts on eight ranks that CPU tests have on four.
 EIGHT = (
     replace(ALL_AXES, precision="bf16", max_norm=0.1, overlap_allgather=True, schedule="zbv"),
     replace(ALL_AXES, sequence="split_gather", max_norm=0.1),
@@ -35,14 +35,14 @@ EIGHT = (
 
 
 def rows(num_ranks: int) -> dict[str, ParityRow]:
-    """The quick rows of so many ranks, by name."""
+    """Return the quick rows for this number of ranks, by name."""
     own = (ParityRow(choice=TIED_LLAMA, layout=layout, num_steps=2, quick=True) for layout in EIGHT)
     every = distinct(chain(own, ring_rows(), stream_rows(2).values(), parity_rows()))
     return {name: row for name, row in every.items() if row.quick and row.layout.world_size == num_ranks}
 
 
 def run(results: Results, *, seconds: float) -> bool:
-    """Run the rows of this many ranks that have no result. Return True if none is left. Collective over the world."""
+    """Run the rows of this number of ranks that have no result; return True if none is left. Collective."""
     num_ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     is_shared = torch.cuda.device_count() < num_ranks
     launch_from_torch(backend="gloo" if is_shared else None)

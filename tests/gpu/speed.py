@@ -1,8 +1,8 @@
-"""Tokens per second, utilisation and peak memory of a Llama on one device, beside others; and the host's time.
+"""Tokens per second, utilisation and peak memory of a Llama on one device, compared with others; and host time.
 
-Each contender has a process of its own, random weights that are made on the device, and one batch over and over.
-Utilisation counts 6 operations per token and parameter (but for the input embedding) and 6 · layers · hidden · length
-for causal attention; what is computed again is not counted. See docs/cuda.md.
+Each contender runs in its own process, with random weights made on the device, and repeats one batch. Utilisation
+counts 6 operations per token and parameter (without the input embedding) and 6 · layers · hidden · length for causal
+attention; recomputation is not counted. See docs/cuda.md.
 
     python -m tests.gpu.speed "1B" "Echelon"
 """
@@ -30,7 +30,7 @@ from .kernels import require_available
 from .many import GIB, llama
 from .results import ROOT, Row, Unavailable
 
-# TFLOP/s of dense products in bf16, by what the device's name contains; PEAK_TFLOPS in the environment goes before.
+# Dense bf16 TFLOP/s by a part of the device's name; PEAK_TFLOPS in the environment takes precedence.
 PEAK = {
     "H200": 989,
     "H100": 989,
@@ -41,7 +41,7 @@ PEAK = {
     "L40S": 362,
     "4090": 165,
 }
-WARM, TIMED = 4, 5  # steps; Echelon's first three compare ranks
+WARM, TIMED = 4, 5  # numbers of steps; Echelon's first three compare ranks
 PATIENCE = 150.0
 Step = Callable[[], Any]
 
@@ -58,12 +58,12 @@ class Work:
 
     @property
     def config(self) -> LlamaConfig:
-        """The config, for training without a cache."""
+        """Return the config, for training without a cache."""
         given = dict(max_position_embeddings=self.length, tie_word_embeddings=self.tied, use_cache=False)
         return LlamaConfig(**self.sizes, **given, attn_implementation="sdpa")
 
     def operations(self, num_parameters: int) -> float:
-        """Of a step."""
+        """Return the floating-point operations of a step."""
         layers, hidden = self.sizes["num_hidden_layers"], self.sizes["hidden_size"]
         embedding = 0 if self.tied else self.sizes["vocab_size"] * hidden
         each = 6 * (num_parameters - embedding) + 6 * layers * hidden * self.length
@@ -71,7 +71,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Return the tokens of a step."""
         return self.samples * self.microbatches * self.length
 
 
@@ -83,7 +83,7 @@ WORKS = {
 
 
 def model_of(work: Work, dtype: torch.dtype) -> Any:
-    """Random weights, made on the device."""
+    """Make a model with random weights on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -94,13 +94,13 @@ def model_of(work: Work, dtype: torch.dtype) -> Any:
 
 
 def tokens_of(work: Work, samples: int) -> dict[str, torch.Tensor]:
-    """A batch on the device."""
+    """Make a batch on the device."""
     tokens = torch.randint(work.sizes["vocab_size"], (samples, work.length), device=default_device())
     return {"input_ids": tokens, "labels": tokens}
 
 
 def echelon(work: Work, *, recompute: bool = False, **options: Any) -> tuple[Step, int]:
-    """Weights in bf16 beside float32 masters; gradients are added up in float32."""
+    """Make Echelon's step: bf16 weights with float32 masters, and gradients accumulated in float32."""
     again = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0) if recompute else None
     arguments = dict(
         precision="bf16",
@@ -133,7 +133,7 @@ def plain(
     liger: bool = False,
     sharded: bool = False,
 ) -> tuple[Step, int]:
-    """transformers and torch: float32 weights under autocast, or all in `weights`."""
+    """Make the step of transformers and torch: float32 weights under autocast, or all in `weights`."""
     if liger:
         try:
             from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -171,7 +171,7 @@ def plain(
 
 Contender = Callable[[Work], tuple[Step, int]]
 FUSED = dict(enable_all_optimization=True, enable_fused_loss=True)
-# Without a package: "sdpa_cudnn" is of CUDA alone.
+# Without optional packages: "sdpa_cudnn" needs CUDA.
 OF_TORCH = dict(enable_flash_attention="sdpa_cudnn", enable_fused_normalization=True, enable_fused_loss=True)
 CONTENDERS: dict[str, Contender] = {
     "Echelon": echelon,
@@ -190,7 +190,7 @@ CONTENDERS: dict[str, Contender] = {
     "torch, FSDP2, recomputation": partial(plain, recompute=True, sharded=True),
     "torch, all in bf16, recomputation": partial(plain, recompute=True, weights=torch.bfloat16),
 }
-# What is measured, the most telling first: time may be over before the last.
+# Measurements, the most informative first, since time may run out.
 ORDER: dict[str, Sequence[str]] = {
     "7B": (
         *("Echelon, recomputation, torch's fused kernels", "torch, autocast, recomputation"),
@@ -210,13 +210,13 @@ ORDER: dict[str, Sequence[str]] = {
     ),
     "tiny": [each for each in CONTENDERS if "compiled" not in each],
 }
-# The processor's time per layer, see benchmarks/host_time.py: by what the process sees, more of its environment.
+# Host time per layer, see benchmarks/host_time.py; the rows set further environment variables.
 HOST_TIME = ("benchmarks/host_time.py", "--rounds", "10", "--warmup", "3")
 HOSTS = {"host time, tensors on the CPU": {"CUDA_VISIBLE_DEVICES": ""}, "host time, tensors on the GPU": {}}
 
 
 def rows() -> dict[str, Callable[[], Row]]:
-    """Every contender on every model, in an order that has both models early."""
+    """Return every contender on every model, with both models early in the order."""
     names = ("1B", "7B") if torch.cuda.is_available() else ("tiny",)
     pairs = [(place, name, contender) for name in names for place, contender in enumerate(ORDER[name])]
     hosts = {name: partial(host_time, **more) for name, more in HOSTS.items()}
@@ -226,7 +226,7 @@ def rows() -> dict[str, Callable[[], Row]]:
 
 
 def contend(name: str, contender: str) -> Row:
-    """Measure a contender in a new process, whose memory is its own."""
+    """Measure a contender in a new process with its own memory."""
     found: Row = json.loads(last_line("-m", "tests.gpu.speed", name, contender))
     if "reason" in found:
         raise Unavailable(found["reason"])
@@ -234,10 +234,10 @@ def contend(name: str, contender: str) -> Row:
 
 
 def host_time(**more: str) -> Row:
-    """The last line of the benchmark, as figures.
+    """Return the last line of the benchmark as figures.
 
     Args:
-        **more: of the environment.
+        **more: further environment variables.
     """
     if not more and not torch.cuda.is_available():
         raise Unavailable("there is no GPU")
@@ -246,11 +246,11 @@ def host_time(**more: str) -> Row:
 
 
 def last_line(*command: str, **more: str) -> str:
-    """The last line that a new process of Python prints.
+    """Return the last line that a new Python process prints.
 
     Args:
-        *command: its arguments.
-        **more: of its environment.
+        *command: arguments of the process.
+        **more: further environment variables.
     """
     alone = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -274,7 +274,7 @@ def last_line(*command: str, **more: str) -> str:
 
 
 def measure(work: Work, contender: Contender) -> dict[str, Any]:
-    """The figures of a contender in this process."""
+    """Measure a contender in this process."""
     step, num_parameters = contender(work)
     is_cuda = default_device().type == "cuda"
 

@@ -1,12 +1,12 @@
-"""Several ranks on one GPU: within `staging`, gloo carries their tensors between pinned copies on the host.
+"""Several ranks on one GPU: within `staging`, gloo sends pinned copies of their tensors on the host.
 
-NCCL takes one rank for each GPU. Here the copies are made on a stream of their own while the host goes on, and what has
-arrived is copied back at `wait()`, for which the current stream waits. So an output holds NaN until `wait()` (all bits
-set), and what is written to an input before it is what the others get: a missing wait has wrong numbers, as over NCCL.
+NCCL supports one rank per GPU. Here the copies are made on a separate stream without blocking the host. Results are
+copied back at `wait()`, and the current stream waits for them. So an output is NaN until `wait()` (all bits set), and a
+write to an input before `wait()` changes the message: a missing wait gives wrong numbers, as over NCCL.
 
-It wraps the methods of torch's ProcessGroup, as late_completion.py does, for a group that has gloo on both devices:
-`launch_from_torch(backend="gloo")`. [Note: one order] gloo numbers its collectives as they begin, and those of copies
-begin when the copies are there. So all of them, of tensors on the host too, begin in one thread.
+It wraps the methods of torch's ProcessGroup, as late_completion.py does, for a group with gloo on both devices:
+`launch_from_torch(backend="gloo")`. [Note: one order] gloo numbers its collectives when they begin, and those of copies
+begin when the copies are complete. So all collectives, also of tensors on the host, begin in one thread.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from ..late_completion import METHODS, bytes_of, replaced, tensors_in
 
-# How long a copy to the host is held back, in the GPU's cycles: some 50 µs, in which the main stream comes to
-# what might overwrite an input.
+# Delay of a copy to the host in GPU cycles: about 50 µs, in which the main stream reaches kernels that might overwrite
+# an input.
 HELD_BACK = 100_000
 
 
 @contextmanager
 def staging(kind: str) -> Iterator[None]:
-    """Let tensors of a kind of device, "cuda" or for a trial "cpu", go by copies on the host."""
+    """Send tensors of one kind of device, "cuda" or for a trial "cpu", by copies on the host."""
     with ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="staging"))
         for name in (each for each in (*METHODS, "barrier") if hasattr(dist.ProcessGroup, each)):
@@ -57,7 +57,7 @@ class StagedWork:
         return getattr(self._begun.result(), name)
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait until the copies are filled, and let the current stream wait for the outputs. Once more does nothing."""
+        """Wait until the copies are filled; the current stream waits for the outputs. Repeated calls do nothing."""
         if self._is_done:
             return True
         self._begun.result().wait(*timeout)
@@ -71,14 +71,14 @@ class StagedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return True once everything has arrived, in the order of the current stream."""
+        """Return True once all data has arrived, in the order of the current stream."""
         if not self._is_done and self._begun.done() and self._begun.result().is_completed():
             self.wait()
         return self._is_done
 
 
 def _staged(name: str, kind: str, thread: ThreadPoolExecutor) -> Callable[..., Any]:
-    """A method of ProcessGroup, between copies of its tensors; see [Note: one order]."""
+    """Wrap a method of ProcessGroup so that it communicates copies of its tensors; see [Note: one order]."""
     method = getattr(dist.ProcessGroup, name)
     written_to, read = METHODS.get(name, ((), ()))
 
@@ -111,7 +111,7 @@ _SIDES: dict[torch.device, torch.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream of the copies of a GPU; a CPU has none."""
+    """Return the stream of the copies of a GPU, or None for a CPU."""
     if device.type != "cuda":
         return None
     if device not in _SIDES:
@@ -124,19 +124,19 @@ def _on(side: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def _host_copy(tensor: Tensor, side: torch.Stream | None) -> Tensor:
-    """A copy on the host; of a GPU's tensor in pinned memory, once the side stream comes to it."""
+    """Return a copy on the host; a GPU's tensor is copied to pinned memory by the side stream."""
     tensor = tensor.detach()
     if side is None or tensor.device.type == "cpu":
         return tensor.clone()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     torch.cuda._sleep(HELD_BACK)
     copy.copy_(tensor, non_blocking=True)
-    tensor.record_stream(side)  # its memory may be freed before
+    tensor.record_stream(side)  # else its memory might be freed earlier
     return copy
 
 
 def _spoil(outputs: Sequence[Tensor], inputs: Sequence[Tensor], copies: dict[int, Tensor]) -> None:
-    """Set all bits of the outputs; of a gather, whose input may lie in the output, that stays."""
+    """Set all bits of the outputs, except for the input of a gather that lies in its output."""
     for output in outputs:
         bytes_of(output).fill_(0xFF)
     for tensor in inputs:

@@ -1,9 +1,9 @@
-"""Training on another stream than the default one, beside a plain loop on the default one.
+"""Training on a stream other than the default one, compared with a plain loop on the default stream.
 
-A parameter's gradient is accumulated, and its hooks run, on the stream that was current when autograd made the node of
-it: in forward, or in an earlier one if something kept the node (torch 2.11, AccumulateGrad). That stream waits for the
-gradient that comes, and at the end of backward the caller's stream waits for it. So a bucket is filled and launched on
-one stream, and a step comes behind it. A missing wait would show as other numbers.
+A parameter's gradient is accumulated, and its hooks run, on the stream that was current when autograd created the
+accumulation node: in forward, or earlier if the node was kept (torch 2.11, AccumulateGrad). That stream waits for the
+incoming gradient, and at the end of backward the caller's stream waits for it. So a bucket is filled and launched on
+one stream, and the step follows it. A missing wait would give other numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ MISSING = "" if torch.cuda.is_available() else "only CUDA has streams"
 
 
 def on_another_stream(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on a stream of its own, behind the current one and before what follows there."""
+    """Wrap a function to run on a separate stream, after the current one and before later work there."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before, own = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -47,7 +47,7 @@ def _replaced(*names: str) -> Callable[[], Any]:
     return within
 
 
-# Where a model is boosted on the default stream, and where on one more.
+# Ways to boost a model: on the default stream or on another one.
 WAYS = {
     "trained on another stream": _replaced("take_steps"),
     "boosted and trained on other streams": _replaced("boosted_under", "take_steps"),
@@ -55,7 +55,7 @@ WAYS = {
 
 
 def stream_rows(num_ranks: int = 1) -> dict[str, ParityRow]:
-    """ZeRO-1 and ZeRO-2 on so many replicas, in each way, by name."""
+    """Return ZeRO-1 and ZeRO-2 on this number of replicas, in each way, by name."""
     return {
         f"{name}, ZeRO-{stage}": ParityRow(
             name=name,
