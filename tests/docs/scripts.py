@@ -1,4 +1,4 @@
-"""Scripts of the documents: found in their pages, and run by the worker pool or as commands of their own."""
+"""Helpers to find scripts in the pages of docs/, and to run them on the worker pool or as commands."""
 
 import contextlib
 import io
@@ -19,17 +19,17 @@ ENDING = "\nfrom echelon import DistCoordinator\n\nDistCoordinator().destroy()\n
 
 
 def code_blocks(path: Path, language: str) -> list[str]:
-    """The fenced blocks of one language, as they stand."""
+    """Return the fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), flags=re.M | re.S)
 
 
 def losses(printed: str) -> list[float]:
-    """The losses in what a script printed. Processes that print at once may run into one line."""
+    """Return the losses in a script's output. Lines of processes that print at the same time may be joined."""
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+|nan|inf)", printed)]
 
 
 def printed(script: str, folder: Path, *words: str) -> str:
-    """What a script prints that is run with these words in a folder, on a rank of the pool."""
+    """Run a script with these arguments in a folder, on a rank of the pool; return its output."""
     folder.mkdir(exist_ok=True)
     before = Path.cwd()
     with (
@@ -45,7 +45,7 @@ def printed(script: str, folder: Path, *words: str) -> str:
 
 
 def run_script(script: str, folder: Path, *, num_processes: int | None) -> str:
-    """What a script prints, run in a folder by python, or by torchrun where processes are given."""
+    """Run a script in a folder by python, or by torchrun if a number of processes is given; return its output."""
     (folder / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     process = subprocess.Popen(
@@ -59,7 +59,7 @@ def run_script(script: str, folder: Path, *, num_processes: int | None) -> str:
     try:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun passes it on to its workers
+        process.send_signal(signal.SIGTERM)  # torchrun forwards it to its workers
         out, err = process.communicate()
         pytest.fail(f"the script did not end in {TIMEOUT_SECONDS} s; it printed\n{out}\n{err}")
     assert process.returncode == 0, err

@@ -1,4 +1,4 @@
-"""A small decoder that is not of transformers: plain modules, no config. docs/policies.md splits it."""
+"""A small decoder outside of transformers: plain modules without a config. docs/policies.md shards it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal attention; queries and keys are normalized by head, by one weight for all heads."""
+    """Causal attention with per-head norms of queries and keys; one norm weight for all heads."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, and a third that gates where there is one."""
+    """An MLP of two linear layers, with an optional third as gate."""
 
     def __init__(self, width: int, *, is_gated: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, MLP, and a linear layer between."""
+    """One layer: attention, MLP, and a linear layer between them."""
 
     def __init__(self, width: int, num_heads: int, *, is_gated: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in, loss and logits out. The head shares its weight with the embedding, unless it is untied."""
+    """Decoder that maps tokens to loss and logits. The head is tied to the embedding, unless it is untied."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Pages of docs/: their scripts train, their pictures show what the code does, and what they point to exists."""
+"""Pages of docs/: scripts train, pictures agree with the code, and links are valid."""
 
 import importlib.util
 import re
@@ -27,7 +27,7 @@ COLOSSALAI, INTERNEVO = (DOCS / f"coming-from-{name}.md" for name in ("colossala
 @pytest.mark.parametrize(
     "path", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda path: path.stem
 )
-def test_what_a_page_points_to_exists(path: Path) -> None:
+def test_links_of_a_page_are_valid(path: Path) -> None:
     text = path.read_text()
     targets = [target for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in target]
     files = re.findall(r"`((?:tests|docs|examples)/[\w/.]*)`", text)
@@ -55,7 +55,7 @@ def test_the_design_shows_the_table_of_llama() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_of_the_checkpoints_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
+def test_the_script_of_the_checkpoints_resumes_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     script = code_blocks(CHECKPOINTS, "py")[0]
     commands = re.findall(r"--nproc_per_node (\d) train.py (.*)", CHECKPOINTS.read_text())
     found = [
@@ -109,13 +109,13 @@ def test_the_script_of_lora_trains_adapters_that_peft_finds(tmp_path: Path) -> N
 
 
 def alone_script(mark: str) -> str:
-    """The calls of Shardformer alone, as they are printed for those who come from ColossalAI."""
+    """Return the script of Shardformer alone from the page for users of ColossalAI."""
     (found,) = [block for block in code_blocks(COLOSSALAI, "py") if mark in block and "echelon" in block]
     return found
 
 
 def split_shapes() -> list[int]:
-    """How many of 128 padded entries, of 32 features and of 3072 this rank has."""
+    """Return how many of 128 padded entries, of 32 features and of 3072 are on this rank."""
     names: dict[str, Any] = {"__name__": "script"}
     exec(alone_script("shard_model(model, policy)"), names)
     layer = names["model"].bert.encoder.layer[0]
@@ -125,7 +125,7 @@ def split_shapes() -> list[int]:
     ]
 
 
-@pytest.mark.slow  # the next one is quick
+@pytest.mark.slow  # the next test is quick
 def test_shardformer_alone_splits_over_the_world(pool: Pool) -> None:
     assert pool.run(1, split_shapes) == [[90, 32, 3072]]
     assert pool.run(2, split_shapes) == [[64, 16, 1536]] * 2
@@ -156,7 +156,7 @@ def test_scripts_of_shardformer_alone_start_their_process_groups_themselves(tmp_
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a script of docs/ that draws."""
+    """Import a drawing script of docs/."""
     pytest.importorskip("matplotlib")
 
     def load(name: str) -> ModuleType:
@@ -171,7 +171,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 @pytest.mark.parametrize(("local", "is_zigzag"), [("part", False), ("zigzag", True)])
-def test_ranks_have_in_the_pictures_of_sequences_what_they_have(
+def test_the_pictures_of_sequences_show_the_shards_of_ranks(
     drawing: Callable, local: str, is_zigzag: bool
 ) -> None:
     pictures = drawing("draw_sequence")
@@ -186,7 +186,7 @@ def test_ranks_have_in_the_pictures_of_sequences_what_they_have(
         assert drawn == order.own(torch.arange(length), 0, rank).tolist()
 
 
-def test_the_drawn_ring_computes_every_pair_once_and_as_many_on_each_rank(drawing: Callable) -> None:
+def test_the_drawn_ring_computes_every_pair_once_and_equally_many_per_rank(drawing: Callable) -> None:
     pictures = drawing("draw_sequence")
     side = pictures.NUM_STRETCHES
     by_rank = [pictures.keys_by_step(rank) for rank in range(pictures.NUM_RANKS)]
@@ -196,7 +196,7 @@ def test_the_drawn_ring_computes_every_pair_once_and_as_many_on_each_rank(drawin
     assert len(set(map(len, pairs))) == 1
 
 
-def test_pictures_are_the_drawings_and_say_what_the_tables_say(drawing: Callable) -> None:
+def test_pictures_are_up_to_date_and_agree_with_the_tables(drawing: Callable) -> None:
     for name, panels in drawing("draw_sequence").PICTURES.items():
         texts = [each.title for each in panels] + [line for each in panels for line in each.sent.splitlines()]
         require_written(f"sequence_{name}.svg", texts)
@@ -212,7 +212,7 @@ def test_pictures_are_the_drawings_and_say_what_the_tables_say(drawing: Callable
     require_written("zero.svg", texts)
     rows = re.findall(r"^\| (stage \d) \| [^|]* \| ([^|]*?)( \+ buckets)? \|$", ZERO.read_text(), flags=re.M)
     formulas = [(stage.name, stage.formula) for stage in zero.STAGES if stage.name != "FSDP"]
-    assert [(name, formula) for name, formula, _ in rows[:3]] == formulas  # another table is of cpu_offload
+    assert [(name, formula) for name, formula, _ in rows[:3]] == formulas  # another table is for cpu_offload
 
 
 def require_written(picture: str, texts: list[str]) -> None:

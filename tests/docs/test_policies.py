@@ -1,4 +1,4 @@
-"""The guide to policies: its code runs as it stands, and splits a model that trains as the whole one does."""
+"""The guide to policies: its code runs as shown, and the model that it shards trains like the unsharded one."""
 
 import contextlib
 import io
@@ -24,13 +24,13 @@ from .scripts import code_blocks
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "policies.md"
-TABLE, BY_TABLE, POLICY, BY_POLICY, TRAINING = range(5)  # the guide's blocks
+TABLE, BY_TABLE, POLICY, BY_POLICY, TRAINING = range(5)  # numbers of the guide's blocks
 
 
 def executed(*blocks: int) -> dict[str, Any]:
-    """What the guide's blocks define, run one after the other."""
+    """Run blocks of the guide in order and return their definitions."""
     names: dict[str, Any] = {"__name__": "guide"}
-    sys.path.insert(0, str(Path(__file__).parent))  # where small_decoder.py is
+    sys.path.insert(0, str(Path(__file__).parent))  # the folder of small_decoder.py
     try:
         for index in blocks:
             exec(code_blocks(GUIDE, "python")[index], names)
@@ -44,7 +44,7 @@ def loss_of(outputs: Any, inputs: Any) -> Tensor:
 
 
 def changed_by_hand(model: Any) -> Any:
-    """What DecoderPolicy changes besides splitting."""
+    """Make the changes of DecoderPolicy that are not sharding."""
     for block in model.blocks:
         block.mlp.down.bias.data.zero_()
         block.mlp.activation = lambda x: x.relu().square()
@@ -71,7 +71,7 @@ def train(way: int) -> None:
 
 
 def require_split(model: Any) -> None:
-    """Every part that the guide speaks of is split as it says."""
+    """Check that every layer that the guide mentions is sharded as described."""
     block = model.blocks[1]
     assert block.attention.num_heads == 4 // dist.get_world_size()
     assert isinstance(block.mixer, Linear1D_Col)
@@ -113,12 +113,12 @@ def train_variants() -> None:
 
 
 @pytest.mark.slow
-def test_optional_layers_and_ties_may_be_there_or_not(pool: Pool) -> None:
+def test_layers_and_ties_are_optional(pool: Pool) -> None:
     pool.run(2, train_variants)
 
 
 def pipeline_losses(by_policy: bool, tp_size: int, pp_size: int) -> list[float]:
-    """The losses of three steps of the hybrid plugin; of a plain loop where both sizes are 0."""
+    """Return the losses of three steps of the hybrid plugin, or of a plain loop if both sizes are 0."""
     names = {**executed(TABLE), **executed(POLICY)}
     torch.manual_seed(0)
     model: nn.Module = names["Decoder"]()
@@ -134,7 +134,7 @@ def pipeline_losses(by_policy: bool, tp_size: int, pp_size: int) -> list[float]:
     booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5))
     losses = []
-    criterion = loss_of if by_policy else None  # which takes the loss of the outputs, a dictionary here
+    criterion = loss_of if by_policy else None  # by default the loss in the outputs
     for _ in range(3):
         batches = iter([causal_batch(4, seed=0)])
         losses.append(booster.execute_pipeline(batches, boosted, criterion, optimizer)["loss"].item())
@@ -198,11 +198,11 @@ def refuse_by_policy() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_guides_policy_tells_what_does_not_divide_before_it_changes_anything(pool: Pool) -> None:
+def test_the_guides_policy_reports_indivisible_sizes_before_it_changes_anything(pool: Pool) -> None:
     pool.run(2, refuse_by_policy)
 
 
-def test_the_guide_quotes_what_is_said_of_heads_that_do_not_divide(pool: Pool) -> None:
+def test_the_guide_quotes_the_error_of_indivisible_heads(pool: Pool) -> None:
     assert "`Decoder(num_heads=3, width=36)`" in GUIDE.read_text()
     _, quoted = code_blocks(GUIDE, "text")
     assert pool.run(2, refuse_three_heads) == [quoted.strip()] * 2
