@@ -1,4 +1,4 @@
-"""Small models with LoRA, and how the tests of it train them."""
+"""Small models with LoRA, and helpers to train them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class Adapted(ModelChoice):
     lora: tuple[tuple[str, Any], ...] = ()
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The transformers model, with adapters in it."""
+        """Build the transformers model with adapters."""
         return self.build_peft(seed).get_base_model()
 
     def build_peft(self, seed: int = 0) -> Any:
-        """The model in peft's wrapper; no adapter is zero, as B is at first, and A's gradient with it."""
+        """Build the model in peft's wrapper, with no adapter zero: initially B is zero, and so is A's gradient."""
         from peft import LoraConfig
 
         config = LoraConfig(r=3, target_modules=list(self.targets), **dict(self.lora))
@@ -48,7 +48,7 @@ class Adapted(ModelChoice):
         return model
 
     def build_plain(self, seed: int = 0) -> nn.Module:
-        """The model without adapters."""
+        """Build the model without adapters."""
         return super().build(seed)
 
 
@@ -61,21 +61,21 @@ GPT2 = Adapted(
 BERT = Adapted(
     model_type="bert",
     head="classification",
-    targets=("query", "value", "dense"),  # also the pooler's, which no rank splits
-    lora=(("task_type", "SEQ_CLS"),),  # trains the classifier too
+    targets=("query", "value", "dense"),  # also the pooler's, which is not sharded
+    lora=(("task_type", "SEQ_CLS"),),  # trains the classifier, too
 )
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """With a weight decay that would move what is frozen."""
+    """Make an optimizer whose weight decay would change frozen weights."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-5)
 
 
 def train_and_save(choice: Adapted, folder: Path, settings: dict[str, Any], *, given: str) -> dict[str, Any]:
-    """Three steps and a save; which frozen pieces moved, and what the model answers afterwards.
+    """Take three steps and save; return the frozen parameters that changed, and the model's outputs afterwards.
 
     Args:
-        given: "all" parameters to the optimizer, or the "trainable" ones.
+        given: "all" or "trainable", the parameters given to the optimizer.
     """
     booster = hybrid(**settings)
     model = choice.build_peft()
@@ -93,14 +93,14 @@ def train_and_save(choice: Adapted, folder: Path, settings: dict[str, Any], *, g
 
 
 def load(choice: Adapted, folder: Path, settings: dict[str, Any]) -> Tensor | None:
-    """The logits of a model with saved adapters, on the last stage."""
+    """Return the logits of a model with saved adapters, on the last stage."""
     booster = hybrid(**settings)
     model = booster.enable_lora(choice.build_plain(), pretrained_dir=folder)
     return answer(booster, booster.boost(model)[0], choice)
 
 
 def answer(booster: Any, boosted: Any, choice: Adapted) -> Tensor | None:
-    """The logits of this replica's share of a batch, on the last stage."""
+    """Return the logits of this replica's shard of a batch, on the last stage."""
     boosted.eval()
     with torch.no_grad():
         data = share(booster, choice, NUM_STEPS)
@@ -109,7 +109,7 @@ def answer(booster: Any, boosted: Any, choice: Adapted) -> Tensor | None:
 
 
 def moved(boosted: Any, whole: dict[str, Tensor]) -> list[str]:
-    """The frozen parameters of this rank that are not, to the bit, what they were."""
+    """Return the frozen parameters of this rank whose bits have changed."""
     found = []
     for name, parameter in boosted.local_parameters.items():
         placement = placement_of(parameter)

@@ -1,4 +1,4 @@
-"""LoRA by the booster: what is trained and what is not, files that peft reads, and what is refused."""
+"""LoRA by the booster: trained and frozen parameters, files that peft reads, and refusals."""
 
 import sys
 import warnings
@@ -21,15 +21,15 @@ from ..plugins.training import hybrid, refused, share
 from ..pool import Pool
 from .adapters import BERT, GPT2, LLAMA, NUM_STEPS, Adapted, load, optimizer_of, train_and_save
 
-# Sums over ranks are taken in another order, and three steps of AdamW amplify that; seen: 4e-6.
+# Sums over ranks are in another order, and three steps of AdamW amplify that; measured: 4e-6.
 TOLERANCE = 1e-4
 
 
 def in_one_process(choice: Adapted, *, parts: int) -> dict[str, Tensor]:
-    """The adapters after the same steps of a plain loop, by peft's names in a file.
+    """Return the adapters after the same steps of a plain loop, by peft's names in a file.
 
     Args:
-        parts: microbatches of all replicas.
+        parts: number of microbatches of all replicas.
     """
     model = choice.build_peft()
     optimizer = optimizer_of(each for each in model.parameters() if each.requires_grad)
@@ -51,7 +51,7 @@ def chunks(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
 
 
 def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
-    """The logits of peft's own model with the saved adapters, in a plain process."""
+    """Return the logits of peft's own model with the saved adapters, in a plain process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         model = PeftModel.from_pretrained(choice.build_plain(), str(folder)).eval()
@@ -123,7 +123,7 @@ def test_saved_adapters_are_those_of_one_process(
 
 
 def require_same_logits(by_rank: list[Tensor | None], logits: Tensor) -> None:
-    """Logits of the last stage's ranks are the logits of all samples, or of their replica's."""
+    """Check that the logits of the last stage's ranks equal those of all samples, or of their replica's."""
     held = [each for each in by_rank if each is not None]
     assert held
     for each in held:
@@ -132,7 +132,7 @@ def require_same_logits(by_rank: list[Tensor | None], logits: Tensor) -> None:
 
 
 def train_by_calls(folder: Path, plugin: str) -> None:
-    """The same steps by torch's own data parallelism, and a save in torch's format."""
+    """Take the same steps by torch's own data parallelism, and save in torch's format."""
     booster = Booster(plugin={"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}[plugin]())
     model = LLAMA.build_peft()
     boosted, optimizer, *_ = booster.boost(model, optimizer_of(model.parameters()))
@@ -155,7 +155,7 @@ def test_torchs_own_data_parallelism_saves_the_same(pool: Pool, tmp_path: Path, 
 
 
 def save_two(folder: Path) -> list[str]:
-    """Save a model with two adapters; what of the second is not in its folder as it was made."""
+    """Save a model with two adapters; return the tensors of the second that differ in its folder."""
     booster = hybrid(tp_size=2)
     model = LLAMA.build_peft()
     model.add_adapter("second", LoraConfig(r=2, target_modules=["k_proj", "o_proj"], init_lora_weights=False))
@@ -178,7 +178,7 @@ def test_each_adapter_is_saved_where_peft_saves_it(pool: Pool, tmp_path: Path) -
 
 
 def boost_lazily(where: str) -> list[float]:
-    """The loss of a model that was built lazily, beside that of one that was not; B is zero, as peft makes it."""
+    """Return the losses of an eagerly and of a lazily built model, with a B that is not peft's initial zero."""
     losses = []
     for is_lazy in (False, True):
         booster = hybrid(tp_size=2)
@@ -236,7 +236,7 @@ LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
         ({"lora_config": LoraConfig(**LORA), "quantize": True}, ["4 or 8 bits"]),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, Any], reported: list[str]) -> None:
+def test_unsupported_arguments_are_refused(arguments: dict[str, Any], reported: list[str]) -> None:
     given = {"pretrained_dir": None, "lora_config": None, "bnb_quantization_config": None, "quantize": False}
     with pytest.raises(ValueError) as error:
         enable_lora(LLAMA.build_plain(), **(given | arguments))
@@ -255,7 +255,7 @@ def test_without_peft_the_error_names_it() -> None:
 
 
 def refuse_boosted(folder: Path) -> list[str]:
-    """The errors of a boosted model, one without adapters, and peft's other types."""
+    """Return the errors for a boosted model, one without adapters, and peft's other types."""
     booster = hybrid()
     boosted, *_ = booster.boost(LLAMA.build_plain())
     with warnings.catch_warnings():
@@ -263,7 +263,7 @@ def refuse_boosted(folder: Path) -> list[str]:
         other = get_peft_model(
             LLAMA.build_plain(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])
         )
-    assert booster.plugin.checkpoints.group  # made at its first use
+    assert booster.plugin.checkpoints.group  # created at its first use
     return [
         refused(lambda: booster.enable_lora(boosted, lora_config=LoraConfig(**LORA))),
         refused(lambda: booster.enable_lora(boosted.unwrap(), lora_config=LoraConfig(**LORA))),
@@ -272,7 +272,7 @@ def refuse_boosted(folder: Path) -> list[str]:
     ]
 
 
-def test_models_that_cannot_be_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(pool: Pool, tmp_path: Path) -> None:
     twice, inside, without, other = pool.run(1, refuse_boosted, tmp_path)[0]
     assert "already boosted" in twice and "already boosted" in inside
     assert "booster.enable_lora returned" in without
@@ -280,7 +280,7 @@ def test_models_that_cannot_be_are_refused(pool: Pool, tmp_path: Path) -> None:
 
 
 def save_and_break(folder: Path) -> list[str]:
-    """The errors of a folder with a tensor too few, and of a path that is no folder."""
+    """Return the errors for a folder with a missing tensor, and for a path that is no folder."""
     booster = hybrid()
     boosted, *_ = booster.boost(LLAMA.build_peft())
     booster.save_lora_as_pretrained(boosted, folder)

@@ -11,10 +11,10 @@ from ..compiled import traced_layers
 from ..pool import Pool
 from .adapters import BERT, GPT2, LLAMA, Adapted
 
-# One projection of query, key and value, whose ranks hold a part each of the one key and value.
+# Query, key and value in one projection, whose ranks have shards of the one key and value.
 FALCON = Adapted(model_type="falcon", targets=("query_key_value", "dense"))
 ALBERT = Adapted(model_type="albert", targets=("query", "key", "value", "dense", "ffn", "ffn_output"))
-# Three heads over two ranks, so one of zeros is added.
+# Three heads over two ranks, so one padded head is added.
 PADDED = Adapted(
     model_type="llama",
     num_layers=2,
@@ -25,9 +25,9 @@ PADDED = Adapted(
         ("head_dim", 16),
     ),
 )
-# The embedding, whose adapter the first stage has, and a head that the last one has.
+# Adapters of the embedding, on the first stage, and of the head, on the last stage.
 ENDS = Adapted(model_type="llama", num_layers=2, targets=("embed_tokens", "q_proj", "lm_head"))
-# Only the last layer is trained, so nothing that the first stage sends requires a gradient.
+# Only the last layer is trained, so outputs of the first stage do not require gradients.
 LATE = Adapted(
     model_type="llama", num_layers=2, targets=("q_proj", "down_proj"), lora=(("layers_to_transform", [1]),)
 )
@@ -98,9 +98,9 @@ def test_a_layout_has_the_numbers_of_one_process(pool: Pool, choice: Adapted, la
 
 
 def compiled_departure(layout: Layout) -> str | None:
-    """With adapters of a layer whose outputs are split, and of one whose inputs are."""
+    """Compare compiled layers with adapters of a column-parallel and of a row-parallel layer."""
     choice = replace(LLAMA, targets=("q_proj", "down_proj"))
-    # One more than of models that are trained whole: the input of the first layer takes no gradient.
+    # One graph more than without adapters: the input of the first layer requires no gradient.
     with traced_layers(most_graphs=4):
         return parity(choice, layout, num_steps=2).departure
 
