@@ -1,4 +1,4 @@
-"""torch.compile and `generate` with boosted models: what works, and what is refused with advice."""
+"""torch.compile and `generate` with boosted models: supported calls, and refusals with advice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ from ..shardformer.compare import named
 
 CHOICE = ModelChoice(model_type="llama", num_layers=2)
 IDS = torch.arange(5, 11)[None]
-# Instead of inductor, whose compiler takes seconds.
+# Without inductor, whose compiler takes seconds.
 HOW: dict[str, Any] = {"backend": "eager"}
 
 
@@ -73,7 +73,7 @@ def refuse_to_compile_layers_that_talk() -> None:
 
 
 def compile_in_place() -> None:
-    """For calls and `execute_pipeline`, and the loss is the same."""
+    """Compile a model in place; calls and `execute_pipeline` have the same loss."""
     batch = {"input_ids": IDS, "labels": IDS}
     booster, model = boosted(hybrid(zero_stage=1))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A DataLoader of the user's, given to boost: sharded over the replicas, in the order of a plain loop."""
+"""A user's DataLoader given to boost: sharded over the replicas, in the order of a plain loop."""
 
 import itertools
 import random
@@ -54,14 +54,14 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """Numbers in an order of their own."""
+    """Numbers in a fixed order."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(SIZE))
 
 
 class Shuffled(Sampler[int]):
-    """A sampler of the user's, by Python's generator."""
+    """A user's sampler that shuffles by Python's generator."""
 
     def __len__(self) -> int:
         return SIZE
@@ -71,14 +71,14 @@ class Shuffled(Sampler[int]):
 
 
 class EveryOther(Sampler[int]):
-    """A sampler that shards by itself."""
+    """A sampler that is sharded already."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(dist.get_rank() if dist.is_initialized() else 0, SIZE, 2))
 
 
 class Sum(nn.Module):
-    """A model of numbers."""
+    """A model that sums numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,14 +121,14 @@ def seed_all(seed: int) -> None:
 
 
 def plain_epochs(kind: str, batch_size: int) -> list[list[list[int]]]:
-    """The batches of three epochs of a plain loop."""
+    """Return the batches of three epochs of a plain loop."""
     seed_all(0)
     loader = LOADERS[kind](batch_size)
     return [list(loader) for _ in range(3)]
 
 
 def boosted_epochs(plugin: str, kind: str, batch_size: int) -> tuple[int, list[list[list[int]]]]:
-    """This rank's replica, and the batches of three epochs; ranks are seeded apart, but for the first."""
+    """Return this rank's replica, and its batches of three epochs; all ranks but the first have other seeds."""
     model = LLAMA.build() if plugin == "slices" else Sum()
     seed_all(dist.get_rank())
     loader = LOADERS[kind](batch_size)
@@ -141,7 +141,7 @@ def boosted_epochs(plugin: str, kind: str, batch_size: int) -> tuple[int, list[l
 
 
 def whole_batches(by_replica: list[list[list[int]]]) -> list[list[int]]:
-    """The batches of all replicas together, in the order of their samples."""
+    """Return the global batches, in the order of their samples."""
     dealt = [
         itertools.chain.from_iterable(itertools.zip_longest(*parts))
         for parts in zip(*by_replica, strict=True)
@@ -156,7 +156,7 @@ def whole_batches(by_replica: list[list[list[int]]]) -> list[list[int]]:
         *((plugin, "shuffled") for plugin in ("ddp", "fsdp", "slices")),
     ],
 )
-def test_replicas_share_the_batches_of_a_plain_loop_whatever_seeds_the_ranks_have(
+def test_replicas_shard_the_batches_of_a_plain_loop_for_any_seeds_of_the_ranks(
     pool: Pool, plugin: str, kind: str
 ) -> None:
     (_, first), (_, second) = pool.run(2, boosted_epochs, plugin, kind, 3)
@@ -167,7 +167,7 @@ def test_replicas_share_the_batches_of_a_plain_loop_whatever_seeds_the_ranks_hav
         assert found == plain_epochs(kind, 6)
 
 
-def test_one_process_sees_the_order_of_a_plain_loop_and_draws_as_it_does(pool: Pool) -> None:
+def test_one_process_has_the_order_and_random_numbers_of_a_plain_loop(pool: Pool) -> None:
     expected = plain_epochs("shuffled", 4)
     drawn = torch.rand(3)
     for plugin in PLUGINS:
@@ -182,14 +182,14 @@ def epochs_and_a_draw(plugin: str) -> tuple[int, list[list[list[int]]], Tensor]:
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of a user's own."""
+    """A user's batch sampler."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[0, 1], [2]])
 
 
 class OwnLoader(DataLoader):
-    """A subclass, whose own ways would be lost."""
+    """A subclass, whose changes would be lost."""
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -232,7 +232,7 @@ def refuse_all() -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: Pool) -> None:
+def test_loaders_that_cannot_be_sharded_are_refused_on_every_rank(pool: Pool) -> None:
     first, second = pool.run(2, refuse_all)
     assert first == second
     for kind, message in first.items():
@@ -260,7 +260,7 @@ def test_batches_are_pinned_on_cuda(pool: Pool) -> None:
 
 
 def leave_as_they_are() -> None:
-    """Give loaders that are sharded already, and none at all."""
+    """Give boost loaders that are sharded already, and none."""
     booster = Booster(plugin=PLUGINS["replicas"]())
     prepared = booster.plugin.prepare_dataloader(Numbers(), 2)
     distributed = DataLoader(Numbers(), 2, sampler=DistributedSampler(Numbers()))
@@ -272,17 +272,17 @@ def leave_as_they_are() -> None:
         "whole",
         "subclass",
         "list",
-    ):  # one replica keeps what cannot be sharded
+    ):  # one replica keeps loaders that cannot be sharded
         loader = REFUSED[kind][0]()
         assert boosted_loader("slices", loader)[2] is loader
 
 
-def test_what_is_sharded_already_is_left_as_it_is(pool: Pool) -> None:
+def test_sharded_loaders_are_unchanged(pool: Pool) -> None:
     pool.run(2, leave_as_they_are)
 
 
 def run_to(folder: Path, kind: str, stop: int, batch_size: int, *, resume: bool) -> list[list[int]]:
-    """The batches that this rank takes until all replicas have taken so many samples, then saved."""
+    """Return this rank's batches until all replicas together have taken `stop` samples; then save."""
     seed_all(7 if resume else dist.get_rank())
     loader = LOADERS[kind](batch_size)
     booster, model, dataloader = boosted_loader("replicas", loader, Sum())
@@ -304,10 +304,10 @@ def samples(by_rank: list[list[list[int]]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "stop"), [("shuffled", 12), ("generator", 22), ("own sampler", 38)])
-def test_a_checkpoint_goes_on_in_the_order_with_any_number_of_replicas(
+def test_a_checkpoint_resumes_in_the_order_with_any_number_of_replicas(
     pool: Pool, tmp_path: Path, kind: str, stop: int
 ) -> None:
-    # 22 samples: those of an epoch are not repeated, since two replicas divide them.
+    # 22 samples: two replicas divide them, so an epoch repeats none.
     whole = [sample for epoch in plain_epochs(kind, 4) for batch in epoch for sample in batch]
     assert samples(pool.run(2, run_to, tmp_path, kind, stop, 2, resume=False)) == whole[:stop]
     for size in (1, 2):
@@ -316,7 +316,7 @@ def test_a_checkpoint_goes_on_in_the_order_with_any_number_of_replicas(
 
 
 def lines_of_steps(is_boosted: bool) -> list[str]:
-    """The lines that three steps log."""
+    """Return the log lines of three steps."""
 
     def run() -> None:
         booster, model, loader = Booster(plugin=PLUGINS["replicas"]()), Sum(), DataLoader(Floats(), 2)
@@ -332,13 +332,13 @@ def lines_of_steps(is_boosted: bool) -> list[str]:
 
 
 class Floats(Numbers):
-    """The same as floating numbers."""
+    """The same numbers as floats."""
 
     def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
         return torch.tensor(float(index))
 
 
-def test_one_line_says_that_a_loader_is_sharded_or_that_replicas_get_equal_batches(pool: Pool) -> None:
+def test_one_line_reports_that_a_loader_is_sharded_or_that_replicas_get_equal_batches(pool: Pool) -> None:
     (line,), nothing = pool.run(2, lines_of_steps, True)
     assert (
         line == "boost shards the dataloader over 2 replicas: batch_size=2 is that of each, 4 samples a step"

@@ -42,7 +42,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 
 
 def refuse_what_is_boosted() -> None:
-    """By every plugin and ShardFormer, the wrapper as the model inside of it."""
+    """Give every plugin and ShardFormer a boosted model, as wrapper and as its inner model."""
     for first in PLUGINS:
         boosted = Booster(plugin=PLUGINS[first]()).boost(CHOICE.build())[0]
         for model in (boosted, boosted.unwrap()):
@@ -62,7 +62,7 @@ def refuse_what_is_boosted() -> None:
 
 
 def boost_a_copy() -> None:
-    """A copy of a model that a plugin had is another one."""
+    """Boost a copy of a boosted model, which counts as another model."""
     model = Booster(plugin=TorchDDPPlugin()).boost(CHOICE.build())[0].unwrap()
     Booster(plugin=hybrid(tp_size=2)).boost(copy.deepcopy(model))
 
@@ -98,7 +98,7 @@ def refuse_what_is_no_policy() -> None:
 
 
 def take_a_table() -> None:
-    """A plugin takes one as ShardFormer does."""
+    """Give a plugin a table as policy, as ShardFormer takes it."""
     boosted = Booster(plugin=hybrid(tp_size=2, custom_policy=LLAMA)).boost(CHOICE.build())[0]
     assert boosted.unwrap().lm_head.weight.shape[0] < 101
     with pytest.raises(
@@ -133,7 +133,9 @@ def refuse_a_call_of_a_stage() -> None:
         refuse_a_call_of_a_stage,
     ],
 )
-def test_what_is_given_is_taken_or_refused_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
+def test_models_and_policies_are_taken_or_refused_on_all_ranks(
+    pool: Pool, function: Callable[[], None]
+) -> None:
     pool.run(2, function)
 
 
