@@ -1,4 +1,4 @@
-"""state_dict, save_pretrained and pickles: refused where a rank has a part of the model, right where it has all."""
+"""state_dict, save_pretrained and pickles: refused for a sharded model, correct for a replicated one."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ from ..pool import Pool
 from . import adapters
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
-# By layout, with a submodule of which no rank has all.
+# Boosters by layout, and a submodule that is sharded or on another stage.
 SPLIT: dict[str, tuple[Callable[[], Booster], str]] = {
     "tensor": (lambda: hybrid(tp_size=2), "model.layers.0.mlp"),
     "stages": (lambda: hybrid(pp_size=2), "model"),
@@ -40,7 +40,7 @@ WHOLE: dict[str, Callable[[], Booster]] = {
 
 
 def trained(booster: Booster) -> tuple[Any, Any]:
-    """A boosted model and its optimizer after a step, whose all-gathers may be under way."""
+    """Return a boosted model and its optimizer after a step, with all-gathers possibly in flight."""
     model, optimizer = boosted(booster, LLAMA)
     if isinstance(booster.plugin, TorchDDPPlugin | TorchFSDPPlugin):
         booster.backward(model(**next(share(booster, LLAMA, 0))).loss, optimizer)
@@ -51,7 +51,7 @@ def trained(booster: Booster) -> tuple[Any, Any]:
 
 
 def refusals(layout: str, folder: Path) -> dict[str, str]:
-    """The error of each way to write a part of the model, and then a save of it all."""
+    """Return the error of each way to write a sharded model, and then save all of it."""
     make, part = SPLIT[layout]
     booster = make()
     model, optimizer = trained(booster)
@@ -71,7 +71,7 @@ def refusals(layout: str, folder: Path) -> dict[str, str]:
         "the optimizer's state": refused(optimizer.state_dict),
         "the optimizer itself": refused(lambda: torch.save(optimizer, io.BytesIO())),
     }
-    if layout != "fsdp":  # torch's own class of it is not to be pickled
+    if layout != "fsdp":  # torch's own FSDP class does not support pickling
         found["torch.save of the inner"] = refused(lambda: torch.save(inner, io.BytesIO()))
     if layout == "stages":
         found["a copy"] = refused(copy.deepcopy(inner).state_dict)
@@ -82,7 +82,7 @@ def refusals(layout: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("layout", SPLIT)
-def test_a_part_of_a_model_is_not_written_for_the_whole(pool: Pool, tmp_path: Path, layout: str) -> None:
+def test_a_shard_of_a_model_is_not_written_as_the_model(pool: Pool, tmp_path: Path, layout: str) -> None:
     names = {
         "torch.save": "booster.save_model",
         "load_state_dict": "booster.load_model",
@@ -101,7 +101,7 @@ def test_a_part_of_a_model_is_not_written_for_the_whole(pool: Pool, tmp_path: Pa
     }
 
 
-# By layout and submodule: whether each rank has it whole.
+# By layout and submodule: True for each rank that has it unsharded.
 PARTS = {
     ("tensor", "model.norm"): [True, True],
     ("stages", "model.layers.0.mlp"): [True, False],
@@ -111,7 +111,7 @@ PARTS = {
 
 
 def parts_that_are_whole() -> list[bool]:
-    """True where a part has the state that it has in the whole model; False where it has none."""
+    """Return True for each submodule with the state of the unsharded model, False for one that has none."""
     found = []
     for layout, path in PARTS:
         part = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
@@ -128,12 +128,12 @@ def parts_that_are_whole() -> list[bool]:
     return found
 
 
-def test_a_part_that_a_rank_has_whole_has_a_state(pool: Pool) -> None:
+def test_a_replicated_submodule_has_a_state(pool: Pool) -> None:
     assert [list(each) for each in zip(*pool.run(2, parts_that_are_whole), strict=True)] == [*PARTS.values()]
 
 
 def split_alone(folder: Path) -> dict[str, str]:
-    """As `refusals`, where ShardFormer has split a model without a booster."""
+    """Return `refusals` for a model that ShardFormer has sharded without a booster."""
     model = shard_model(LLAMA.build())
     return {
         "state_dict": refused(model.state_dict),
@@ -144,13 +144,13 @@ def split_alone(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_part_of_a_model_without_a_booster_is_not_written_either(pool: Pool, tmp_path: Path) -> None:
+def test_a_shard_of_a_model_without_a_booster_is_not_written_either(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(2, split_alone, tmp_path):
         assert {call: text for call, text in found.items() if "SplitCheckpoints" not in text} == {}
 
 
 def adapters_written(folder: Path) -> list[str]:
-    """The error of peft for a model in parts, and of the booster for a whole one."""
+    """Return the error of peft for a sharded model, and that of the booster for a replicated one."""
     found = []
     for sizes in ({"tp_size": 2}, {"zero_stage": 1}):
         peft_model = adapters.LLAMA.build_peft()
@@ -162,15 +162,15 @@ def adapters_written(folder: Path) -> list[str]:
     return found
 
 
-def test_adapters_are_not_written_under_names_that_nobody_reads(pool: Pool, tmp_path: Path) -> None:
-    """Layers are "q_proj.base_layer" then, and from_pretrained would draw "q_proj" anew."""
+def test_adapters_are_not_written_under_names_that_are_not_read(pool: Pool, tmp_path: Path) -> None:
+    """Layers are named "q_proj.base_layer" then, and from_pretrained would initialize "q_proj" anew."""
     for messages in pool.run(2, adapters_written, tmp_path):
         assert all("booster.save_lora_as_pretrained" in message for message in messages)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def whole_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
-    """A trained model's state in all ways that there are, on a rank that has all of it."""
+    """Return a trained model's state in all available ways, on a rank with the unsharded model."""
     booster = WHOLE[layout]()
     model, _ = trained(booster)
     found = {"inner": model.unwrap().state_dict()}
@@ -184,7 +184,7 @@ def whole_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("layout", WHOLE)
-def test_a_model_that_a_rank_has_whole_has_a_state(pool: Pool, tmp_path: Path, layout: str) -> None:
+def test_a_replicated_model_has_a_state(pool: Pool, tmp_path: Path, layout: str) -> None:
     states = pool.run(2, whole_states, layout, tmp_path)[0]
     states["pretrained"] = load_file(tmp_path / "pretrained" / "model.safetensors")
     expected = load_file(tmp_path / "model.safetensors")

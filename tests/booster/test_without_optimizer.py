@@ -1,4 +1,4 @@
-"""A model that was boosted alone: evaluated and saved as ever, and never trained to other weights on each replica."""
+"""Models boosted without an optimizer: evaluated, saved, and never trained to different weights on each replica."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +27,13 @@ LENGTH = 9
 
 
 def evaluate_save_and_train(plugin: str, folder: Path) -> str:
-    """The error of a backward, once the model was evaluated and saved."""
+    """Return the error of a backward, after the model was evaluated and saved."""
     booster = Booster(plugin=PLUGINS[plugin]())
     whole = CHOICE.build().eval()
     batch = make_batch(CHOICE, num_samples=4, seed=0)
     expected = whole(**batch).loss.detach()
     model, *_ = booster.boost(whole)
-    torch.testing.assert_close(model(**batch).loss, expected)  # gradients are on, and nobody asks for one
+    torch.testing.assert_close(model(**batch).loss, expected)  # gradients are enabled, but not requested
     with torch.no_grad():
         torch.testing.assert_close(booster.execute_pipeline(iter([batch]), model)["loss"], expected)
     booster.save_model(model, folder, shard=True).wait()
@@ -56,7 +56,7 @@ def test_a_model_boosted_alone_is_evaluated_and_saved_and_refuses_a_backward(
 
 
 def step_by_hand(plugin: str) -> dict[str, Tensor]:
-    """Weights after two steps by an optimizer that was never boosted, each rank on its part of a batch."""
+    """Return the weights after two steps of an optimizer that was not boosted, each rank on its shard of a batch."""
     model, *_ = Booster(plugin=(PLUGINS | AVERAGING)[plugin]()).boost(CHOICE.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
