@@ -1,4 +1,4 @@
-"""Running a benchmark's script, and importing its modules as the script does."""
+"""Fixtures to run a benchmark's script, and to import its modules as the script does."""
 
 import importlib
 import subprocess
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a module of the benchmarks as the scripts do, by its bare name."""
+    """Import a module of the benchmarks by its bare name, as the scripts do."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module
     for name in [
@@ -26,7 +26,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType
 
 @pytest.fixture
 def run_quickly() -> Callable[..., str]:
-    """Run a script with --quick and further options; gives what it printed."""
+    """Run a script with --quick and further options, and return its output."""
 
     def run(script: str, *options: str) -> str:
         command = [sys.executable, str(BENCHMARKS / script), "--quick", *options]

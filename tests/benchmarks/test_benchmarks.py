@@ -1,4 +1,4 @@
-"""The benchmarks: that every script runs and says what it measured, and that its checks and ratios can fail."""
+"""The benchmarks: every script runs and reports its measurements, and its checks and ratios can fail."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from ..pool import Pool
 from ..test_project import imports
 from .conftest import BENCHMARKS
 
-# Of the imports of torch.distributed.optim and of torch.distributed.tensor.parallel's peers.
+# From the imports of torch.distributed.optim and of the peers of torch.distributed.tensor.parallel.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 NUMBER = r"\d+\.\d{3}"
@@ -38,7 +38,7 @@ MEMORY = {"echelon stage 2", "torch DDP"}
 
 
 def check_contenders(found: dict[str, Any], names: set[str], others: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    """All contenders computed the same, and each has a time for every round."""
+    """Check that all contenders computed the same, and that each has a time for every round."""
     assert found["agreement"].keys() == names
     assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
     assert found["seconds"].keys() == names | others
@@ -46,7 +46,7 @@ def check_contenders(found: dict[str, Any], names: set[str], others: set[str] = 
 
 
 def check_data_parallel(found: dict[str, Any]) -> None:
-    """On two ranks: four bytes for each parameter and gradient, eight of states, sharded where it says so."""
+    """Check memory on two ranks: 4 bytes for each parameter and gradient, 8 of states, sharded as labelled."""
     check_contenders(found, DATA_PARALLEL)
     local, ledger = found["held"], found["ledger"]
     whole = ledger["echelon stage 0"]["parameters"]
@@ -68,7 +68,7 @@ def check_memory(found: dict[str, Any]) -> None:
 
 def check_sequence(found: dict[str, Any]) -> None:
     rows = found["runs"]["2"]["lengths"]
-    assert [row["length"] for row in rows] == [4, 8, 16]  # 2 is no multiple of 2·ranks
+    assert [row["length"] for row in rows] == [4, 8, 16]  # 2 is not a multiple of 2·ranks
     for row in rows:
         assert row["seconds"].keys() == row["bytes"].keys() == row["agreement"].keys() == SEQUENCE
         assert all(0 < each["kept"] <= each["peak"] for each in row["bytes"].values())
@@ -76,7 +76,7 @@ def check_sequence(found: dict[str, Any]) -> None:
 
 
 def check_host_time(found: dict[str, Any]) -> None:
-    """Every contender has its times in each round, and tensor parallelism costs time."""
+    """Check that every contender has its times in each round, and that tensor parallelism costs time."""
     contenders = {
         **{
             part: {"transformers", "echelon", "torch DTensor, plain"}
@@ -95,7 +95,7 @@ def check_host_time(found: dict[str, Any]) -> None:
 
 
 def check_checkpoint(found: dict[str, Any]) -> None:
-    """Weights and two states in float32; indices and archives add little."""
+    """Check the bytes of weights and two states in float32; indices and archives add little."""
     expected = 3 * 4 * (2 * 2048 * 128 + 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) + 128)
     for each in found["layouts"].values():
         assert min(each["plain"] + each["saved"] + each["stall"]) > 0
@@ -103,13 +103,13 @@ def check_checkpoint(found: dict[str, Any]) -> None:
 
 
 def check_curves(found: dict[str, Any]) -> None:
-    """Three steps: the rounding of float32 alone."""
+    """Check three steps: only float32 rounding."""
     curve, reference = found["curves"]["dp2·zero2"], found["reference"]
     assert curve["losses"] == pytest.approx(reference["losses"], rel=1e-6) and len(curve["losses"]) == 3
     assert curve["norms"] == pytest.approx(reference["norms"], rel=1e-5)
 
 
-# The script, its options, its last line, and the check of what it writes.
+# The script, its options, its last line, and the check of its results.
 SCRIPTS: list[tuple[str, tuple[str, ...], str, Callable[[dict[str, Any]], None]]] = [
     (
         "pipeline.py",
@@ -165,7 +165,7 @@ def test_a_script_runs_and_all_of_it_is_reported(  # type: ignore[no-untyped-def
 
 @contextmanager
 def scripts() -> Iterator[None]:
-    """Bare names of the benchmarks can be imported in this worker."""
+    """Make bare names of the benchmarks importable in this worker."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         yield
@@ -195,7 +195,7 @@ class Fake:
 
 
 def agree(error: float, missing: bool) -> dict[str, dict[str, float]]:
-    """The check on two fakes, whose gradients differ as given; on one rank."""
+    """Run the check on two fakes with the given difference of gradients, on one rank."""
     with scripts():
         check = import_module("contender")
     reference = Fake({"a": torch.ones(3), "b": torch.ones(3)})
@@ -215,7 +215,7 @@ TINY = {"hidden": 32, "layers": 1, "vocabulary": 64, "sequence": 8, "batch": 4, 
 
 
 def train_apart(steps: int) -> list[str]:
-    """The check on three replicas of one rank, of which one takes another number of steps."""
+    """Run the check on three replicas of one rank, one of which takes another number of steps."""
     with scripts():
         check = import_module("contender").require_equal_training
         stepped = import_module("stepped")
@@ -281,7 +281,7 @@ def test_live_bytes_are_of_what_was_made_and_is_still_there(load: Callable[[str]
         assert (live.now, live.peak, live.kept) == (0, 4000, None)
     x = torch.ones(1000, requires_grad=True)
     kept, peak = live_bytes.training_bytes(lambda: x.mul(2).exp().sin().sum().backward())
-    # exp keeps its result, which sin keeps as its input; the sum and the 1 that backward begins with are 4 bytes each.
+    # exp keeps its result, which sin keeps as its input; the sum and backward's initial 1 take 4 bytes each.
     assert kept == 4000 + 8 and kept + 4000 <= peak <= kept + 12000
 
 
@@ -308,7 +308,7 @@ def test_the_longest_sequence_satisfies_all_needs(load: Callable[[str], ModuleTy
         ((2.0, 1.0), (1.0, 0.998), "the norm of odd departs from the reference's by 2.0e-03 of it"),
     ],
 )
-def test_a_curve_that_departs_is_an_error(  # type: ignore[no-untyped-def]
+def test_a_curve_that_differs_is_an_error(  # type: ignore[no-untyped-def]
     load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], losses, norms, error: str
 ) -> None:
     curves, curve_of = load("curves"), load("plain_training").Curve
