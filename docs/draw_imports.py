@@ -1,4 +1,4 @@
-"""Draws docs/images/imports.svg: which package imports which, read from the sources. Every arrow points downward.
+"""Draws docs/images/imports.svg: the imports between packages, read from the sources. Every arrow points downward.
 
 python docs/draw_imports.py docs/images/imports.svg
 """
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What a package may not know, though it stands above it; of what stands above or beside it, it knows nothing at all.
+# Text in the picture: dependencies that a package excludes beyond the order of imports, or its role.
 IGNORANCE = {
     "cluster": "no model",
     "data": "no model",
@@ -28,12 +28,12 @@ WIDTH, HEIGHT, GAP_X, GAP_Y = 210, 44, 40, 34
 
 
 def packages() -> list[str]:
-    """The top-level folders that are linked from echelon/."""
+    """Return the top-level folders that are linked from echelon/."""
     return sorted(path.name for path in (ROOT / "echelon").iterdir() if path.is_dir())
 
 
 def imported(package: str) -> set[str]:
-    """The other packages that any file of a package imports, relatively."""
+    """Return the other packages that the files of a package import relatively."""
     found = set()
     for path in (ROOT / package).rglob("*.py"):
         depth = len(path.relative_to(ROOT).parts) - 1
@@ -45,7 +45,7 @@ def imported(package: str) -> set[str]:
 
 
 def heights(graph: Mapping[str, set[str]]) -> dict[str, int]:
-    """Number of imports on the longest way from a package down."""
+    """Return the number of imports on the longest path from each package down."""
     found: dict[str, int] = {}
 
     def height(package: str, above: tuple[str, ...] = ()) -> int:
@@ -63,7 +63,7 @@ def heights(graph: Mapping[str, set[str]]) -> dict[str, int]:
 
 
 def direct(graph: Mapping[str, set[str]]) -> set[tuple[str, str]]:
-    """The imports that no way over another package shows already."""
+    """Return the imports that no path over another package implies."""
 
     def below(package: str) -> set[str]:
         return graph[package].union(*(below(other) for other in graph[package]))
@@ -77,7 +77,7 @@ def direct(graph: Mapping[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def picture(graph: Mapping[str, set[str]]) -> str:
-    """The graph as SVG, a row for each height, the highest first."""
+    """Return the graph as SVG, with a row for each height, the highest first."""
     rows: dict[int, list[str]] = {}
     for package, height in heights(graph).items():
         rows.setdefault(height, []).append(package)

@@ -1,4 +1,4 @@
-r"""Draws docs/images/sequence_*.svg: what four ranks hold of a sequence on the way through a layer, by mode.
+r"""Draws docs/images/sequence_*.svg: the local part of a sequence on four ranks through a layer, by mode.
 
 python docs/draw_sequence.py docs/images
 """
@@ -15,14 +15,14 @@ from matplotlib.patches import Rectangle
 
 NUM_RANKS = 4
 NUM_STRETCHES = 2 * NUM_RANKS
-# Of the other pictures, and they stay apart in the three kinds of colour blindness.
+# Colours of the other pictures, distinguishable in the three kinds of colour blindness.
 BLUE, ORANGE, YELLOW, PURPLE = "#1f4db8", "#db541f", "#ebba4a", "#914799"
 STEPS = (BLUE, ORANGE, YELLOW, PURPLE)
-# Text stays text, and equal pictures are equal files.
+# Text remains text, and equal pictures give equal files.
 _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon"}
 _TEXT, _SMALL = 8.0, 7.0
 _FAINT = "#666666"
-_SIDE, _ACROSS, _DOWN = 1.0, 2.5, 1.15  # of a square, from one to the next
+_SIDE, _ACROSS, _DOWN = 1.0, 2.5, 1.15  # side of a square, and distances between squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +38,18 @@ class Patch:
     text: str = ""
 
 
-# What a rank holds, by its number.
+# The contents of a rank's square, by its number.
 Holds = Callable[[int], Iterable[Patch]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A column: what every rank holds at a point of the layer.
+    """A column of the picture: the local activations of every rank at a point of the layer.
 
     Args:
-        title: above it.
-        holds: what is in each rank's square.
-        sent: written in front of it: what is communicated to come here.
+        title: text above it.
+        holds: contents of each rank's square.
+        sent: text before it: the communication that leads to it.
     """
 
     title: str
@@ -58,37 +58,37 @@ class Panel:
 
 
 def everything(rank: int) -> list[Patch]:
-    """The whole sequence, all features."""
+    """Return the full sequence with all features."""
     return [Patch()]
 
 
 def part(rank: int) -> list[Patch]:
-    """A stretch of the sequence, all features."""
+    """Return a shard of the sequence with all features."""
     return [Patch(top=rank / NUM_RANKS, height=1 / NUM_RANKS)]
 
 
 def own_features(rank: int) -> list[Patch]:
-    """The whole sequence, this rank's features or heads."""
+    """Return the full sequence with this rank's features or heads."""
     return [Patch(left=rank / NUM_RANKS, width=1 / NUM_RANKS)]
 
 
 def part_and_passing(rank: int) -> list[Patch]:
-    """A stretch, and the rest of the sequence for a while."""
+    """Return a shard, and the rest of the sequence as temporary."""
     return [Patch(alpha=0.22), *part(rank)]
 
 
 def stretches(rank: int) -> tuple[int, int]:
-    """Stretches of a rank in zigzag order."""
+    """Return the two blocks of a rank in zigzag order."""
     return rank, NUM_STRETCHES - 1 - rank
 
 
 def zigzag(rank: int) -> list[Patch]:
-    """The first and the last of the stretches that are not dealt out yet, all features."""
+    """Return a rank's first and last blocks in zigzag order, with all features."""
     return [Patch(top=each / NUM_STRETCHES, height=1 / NUM_STRETCHES) for each in stretches(rank)]
 
 
 def keys_by_step(rank: int) -> list[Patch]:
-    """Queries down, keys to the right: what a rank computes of causal attention, coloured by the ring's step."""
+    """Return a rank's parts of causal attention, coloured by ring step; queries run down, keys to the right."""
     return [
         Patch(
             top=query / NUM_STRETCHES,
@@ -105,7 +105,7 @@ def keys_by_step(rank: int) -> list[Patch]:
 
 
 def weights(*, gathered: tuple[int, ...] = (), arriving: tuple[int, ...] = ()) -> Holds:
-    """Three layers' weights beside each other: a rank's piece of each, and what is gathered of them."""
+    """Return three layers' weights beside each other: a rank's shard of each, and the gathered ones."""
 
     def holds(rank: int) -> list[Patch]:
         column = 1 / 3
@@ -159,7 +159,7 @@ PICTURES: dict[str, tuple[Panel, ...]] = {
 
 
 def draw(panels: tuple[Panel, ...]) -> Figure:
-    """A mode: a row for each rank, a column for each panel."""
+    """Draw a mode: a row for each rank, a column for each panel."""
     width = (len(panels) - 1) * _ACROSS + _SIDE
     figure = Figure(figsize=(0.95 * (width + 1.4), 0.75 * (NUM_RANKS * _DOWN + 0.7)))
     figure.subplots_adjust(left=0, right=1, top=1, bottom=0)
@@ -181,7 +181,7 @@ def draw(panels: tuple[Panel, ...]) -> Figure:
 
 
 def draw_arrow(axes: Axes, left: float, middle: float, sent: str) -> None:
-    """From the panel before, with what is sent above it."""
+    """Draw an arrow from the previous panel, with the communication above it."""
     start, end = left - _ACROSS + _SIDE + 0.1, left - 0.1
     axes.annotate(
         "", xy=(end, middle), xytext=(start, middle), arrowprops={"arrowstyle": "->", "color": _FAINT}
@@ -190,7 +190,7 @@ def draw_arrow(axes: Axes, left: float, middle: float, sent: str) -> None:
 
 
 def draw_square(axes: Axes, patches: Iterable[Patch], *, left: float, top: float) -> None:
-    """The memory of one rank at one point."""
+    """Draw the memory of one rank at one point."""
     for patch in patches:
         axes.add_artist(
             Rectangle(

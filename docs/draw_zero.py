@@ -1,4 +1,4 @@
-r"""Draws docs/images/zero.svg: what each rank holds in forward, backward and step, by stage of ZeRO.
+r"""Draws docs/images/zero.svg: the memory of each rank in forward, backward and step, by ZeRO stage.
 
 python docs/draw_zero.py docs/images/zero.svg
 """
@@ -16,18 +16,18 @@ from matplotlib.patches import Patch, Rectangle
 
 NUM_RANKS = 4
 PHASES = ("forward", "backward", "step")
-# Bytes of a parameter in 16 bits with Adam, and the colours of the pipeline's pictures.
+# Bytes per parameter in 16 bits with Adam, and the colours of the pipeline's pictures.
 KINDS = {"parameters": 2, "gradients": 4, "masters": 4, "optimizer states": 8}
 COLOURS = ("#1f4db8", "#db541f", "#ebba4a", "#914799")
-# Text stays text, and equal pictures are equal files.
+# Text remains text, and equal pictures give equal files.
 _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "hatch.linewidth": 0.5}
 _TEXT, _SMALL = 8.5, 7.0
 _FAINT = "#666666"
-_ROW, _CELL = 0.8, 19.0  # the height of a rank, the width of a phase; a byte is 1 wide
+_ROW, _CELL = 0.8, 19.0  # the height of a rank, the width of a phase; a byte has width 1
 
 
 class Hold(Enum):
-    """Share of a rank in a part of the memory."""
+    """Part of a kind of memory that a rank has."""
 
     NOTHING = "nothing"
     WHOLE = "held"
@@ -35,7 +35,7 @@ class Hold(Enum):
     PASSING = "for a bucket or a layer at a time"
 
 
-# What a rank has of a kind: (outside its own slice, in it).
+# Memory of one kind on a rank: (outside its own slice, in it).
 Place = tuple[Hold, Hold]
 WHOLE: Place = (Hold.WHOLE, Hold.WHOLE)
 SLICE: Place = (Hold.NOTHING, Hold.WHOLE)
@@ -48,13 +48,13 @@ NOTHING: Place = (Hold.NOTHING, Hold.NOTHING)
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage's row.
+    """The row of a ZeRO stage.
 
     Args:
-        name: at its left.
-        places: by phase, of each of KINDS.
-        traffic: by phase, what is communicated.
-        formula: of the bytes held, buckets and layers on their way left out.
+        name: text at its left.
+        places: memory of each of KINDS, by phase.
+        traffic: communication, by phase.
+        formula: bytes per rank, without buckets and layers in flight.
     """
 
     name: str
@@ -64,13 +64,13 @@ class Stage:
 
     @property
     def bytes_held(self) -> float:
-        """Of a parameter, by each of NUM_RANKS ranks, in the step; what is only there for a while left out."""
+        """Return the bytes per parameter on each of NUM_RANKS ranks in the step, without temporary memory."""
         widths = zip(KINDS.values(), self.places[-1], strict=True)
         return sum(width * share_held(place) for width, place in widths)
 
 
 def share_held(place: Place) -> float:
-    """The share of a kind that a rank has memory for all the time."""
+    """Return the fraction of a kind that a rank stores permanently."""
     outside, inside = (float(hold in (Hold.WHOLE, Hold.OWN)) for hold in place)
     return (inside + (NUM_RANKS - 1) * outside) / NUM_RANKS
 
@@ -104,7 +104,7 @@ STAGES = (
 
 
 def draw() -> Figure:
-    """All stages, below each other."""
+    """Draw all stages, below each other."""
     figure = Figure(figsize=(7.4, 4.9))
     figure.subplots_adjust(left=0.005, right=0.995, top=0.995, bottom=0.005)
     axes = figure.add_subplot(xlim=(-13, 3 * _CELL), ylim=(4 * 5.2 + 2.2, -1.8))
@@ -123,7 +123,7 @@ def draw() -> Figure:
 
 
 def draw_stage(axes: Axes, stage: Stage, *, top: float) -> None:
-    """A row: the name and the bytes, then each phase with what is communicated in it."""
+    """Draw a row: the name and the bytes, then each phase with its communication."""
     axes.text(-12.6, top + 0.9, stage.name, fontsize=_TEXT + 0.5, weight="bold", va="center")
     axes.text(-12.6, top + 1.9, stage.formula, fontsize=_TEXT, va="center")
     axes.text(-12.6, top + 2.8, f"= {stage.bytes_held:g} Ψ bytes", fontsize=_SMALL, color=_FAINT, va="center")
@@ -145,7 +145,7 @@ def draw_stage(axes: Axes, stage: Stage, *, top: float) -> None:
 
 
 def draw_rank(axes: Axes, places: tuple[Place, ...], rank: int, *, left: float, top: float) -> None:
-    """A rank's four kinds beside each other; of what is shared out its slice, one of NUM_RANKS."""
+    """Draw a rank's four kinds beside each other; of a sharded kind its slice, one of NUM_RANKS."""
     for width, (outside, inside), colour in zip(KINDS.values(), places, COLOURS, strict=True):
         start, each = left, width / NUM_RANKS
         holds = [inside if index == rank else outside for index in range(NUM_RANKS)]
@@ -159,7 +159,7 @@ def draw_rank(axes: Axes, places: tuple[Place, ...], rank: int, *, left: float, 
 
 
 def look(hold: Hold, colour: str) -> dict[str, object]:
-    """Filling of a slice of a rank."""
+    """Return the fill style of a rank's slice."""
     return {
         Hold.NOTHING: {"facecolor": "white", "linewidth": 0},
         Hold.WHOLE: {"facecolor": colour, "linewidth": 0},
