@@ -1,7 +1,7 @@
-"""A small ChatGLM2 with the names, shapes and orders of its checkpoints, since transformers has no such model.
+"""A small ChatGLM2 with the names, shapes and axis orders of its checkpoints; transformers has no such model.
 
-Written after the published description: a decoder of RMS norms and gated MLPs without biases, rotary positions on the
-first half of each head, few key-value groups. The layers compute on (S, B, H).
+Written from the published description: a decoder with RMS norms and gated MLPs without biases, rotary positions on the
+first half of each head, and few key-value heads. The layers compute on (S, B, H).
 """
 
 # B batch, S sequence, H hidden, N query heads, G key-value groups, D width of a head
@@ -47,7 +47,7 @@ class ChatGLMConfig(PretrainedConfig):
 
 
 def rotated(x_SBND: Tensor, angles_SD4: Tensor) -> Tensor:
-    """Neighbouring pairs of the first half of each head, turned by the angles of their positions."""
+    """Rotate neighbouring pairs of the first half of each head by the angles of their positions."""
     turned, kept = x_SBND.chunk(2, -1)
     even, odd = turned[..., 0::2], turned[..., 1::2]
     cos, sin = angles_SD4.cos()[:, None, None], angles_SD4.sin()[:, None, None]
@@ -206,7 +206,7 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
 
 
 def register_chatglm() -> None:
-    """Let transformers build it by its type, as `trust_remote_code` does with what comes with a checkpoint."""
+    """Register the model type with transformers, as `trust_remote_code` does with a checkpoint's code."""
     AutoConfig.register("chatglm", ChatGLMConfig, exist_ok=True)
     AutoModelForCausalLM.register(ChatGLMConfig, ChatGLMForConditionalGeneration, exist_ok=True)
     AutoModelForSequenceClassification.register(

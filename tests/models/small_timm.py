@@ -1,4 +1,4 @@
-"""A small vision transformer of the structure and names that timm's have; timm itself is no dependency."""
+"""A small vision transformer with the structure and names of timm's; timm itself is not a dependency."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ HEIGHT, WIDTH, PATCH = 9, 15, 3
 
 
 class PatchEmbed(nn.Module):
-    """Pixels to patches."""
+    """Patch embedding of pixels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with one projection for query, key and value, which are normalized by head."""
+    """Attention with one projection for query, key and value, and per-head norms."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers, with dropout between."""
+    """Two linear layers, with dropout between them."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images to logits of 5 classes. The tokens and positions are parameters of its own."""
+    """Classifier of images with 5 classes. Class token and position embeddings are its own parameters."""
 
     def __init__(self, *, width: int = 32, num_heads: int = 4, depth: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
@@ -98,18 +98,18 @@ register_class(TIMM_VIT, f"{VisionTransformer.__module__}.{VisionTransformer.__q
 
 
 def build_timm(**settings: float) -> VisionTransformer:
-    """Equal on all ranks, in training mode."""
+    """Build the model, equal on all ranks, in training mode."""
     torch.manual_seed(0)
     return VisionTransformer(**settings).train()  # type: ignore[arg-type]
 
 
 def timm_pixels(num_samples: int, seed: int = 1) -> Tensor:
-    """Images that are not square, equal on all ranks."""
+    """Return images that are not square, equal on all ranks."""
     return torch.randn(num_samples, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 class TimmConfig(PretrainedConfig):
-    """What the parity check needs to build the model and draw batches for it; the model itself has none."""
+    """Config for the parity check, to build the model and draw batches; the model itself has none."""
 
     model_type = "timm"
 
@@ -124,7 +124,7 @@ class TimmConfig(PretrainedConfig):
 
 
 class TimmForImageClassification(VisionTransformer):
-    """The model with a loss, called as the parity check calls those of transformers."""
+    """The model with a loss, called by the parity check like models of transformers."""
 
     main_input_name = "pixel_values"
 
@@ -143,6 +143,6 @@ class TimmForImageClassification(VisionTransformer):
 
 
 def register_timm() -> None:
-    """Let `ModelChoice` build it by its type."""
+    """Register the model type for `ModelChoice`."""
     AutoConfig.register("timm", TimmConfig, exist_ok=True)
     AutoModelForImageClassification.register(TimmConfig, TimmForImageClassification, exist_ok=True)

@@ -1,4 +1,4 @@
-"""In the place of packages that cannot be installed here: their documented signature, computed by plain torch."""
+"""Stand-ins for packages that cannot be installed here: their documented signatures, computed by plain torch."""
 
 import sys
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from transformers.integrations import flash_attention as flash_integration
 
 from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, KERNELS, XFORMERS
 
-# Models that import what calls flash-attn only where that is installed.
+# Models that import their calls of flash-attn only if it is installed.
 _IMPORT_IF_INSTALLED = ("falcon", "gpt_neo", "gptj")
-# Why `installed_flash_attn` cannot stand in: older releases do not look where it is put. Else empty.
+# The reason why `installed_flash_attn` cannot stand in: older releases do not find it; else empty.
 NO_FLASH_ATTN = (
     ""
     if hasattr(flash_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX")
@@ -30,7 +30,7 @@ NO_FLASH_ATTN = (
 
 
 class LowerTriangularMask:
-    """xFormers' word for: each query sees the keys up to its own."""
+    """xFormers' causal mask: each query attends to the keys up to its own position."""
 
 
 def memory_efficient_attention(
@@ -44,7 +44,7 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Attention over (B, length, heads, width), with the bias (B, heads, queries, keys) where it is a tensor."""
+    """Compute attention over (B, length, heads, width), with a bias (B, heads, queries, keys) if it is a tensor."""
     batch, num_queries, heads, width = query.shape
     num_keys = key.shape[1]
     assert key.shape[:3] == value.shape[:3] == (batch, num_keys, heads), "keys have other heads than queries"
@@ -73,7 +73,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor:
-    """Attention over (B, length, heads, width); the last query sees the last key, and a window is inclusive."""
+    """Compute attention over (B, length, heads, width); the last query is at the last key; windows are inclusive."""
     assert k.shape == v.shape, "flash-attn takes keys and values of one width"
     assert q.shape[-1] == k.shape[-1] and q.shape[2] % k.shape[2] == 0, (
         "key-value heads do not divide the queries'"
@@ -112,7 +112,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """The same of samples one behind the other, (tokens, heads, width); they begin where `cu_seqlens` says."""
+    """Compute the same for concatenated samples, (tokens, heads, width), which begin at `cu_seqlens`."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and block_table is None
     queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_k)
@@ -124,7 +124,7 @@ def flash_attn_varlen_func(
 
 @contextmanager
 def installed(**modules: dict[str, Any]) -> Iterator[None]:
-    """Let modules be importable, each with these attributes; dots of a name are written as two underscores."""
+    """Make modules with these attributes importable; dots of a name are written as two underscores."""
     made: dict[str, ModuleType] = {}
     for underscored, attributes in modules.items():
         name = underscored.replace("__", ".")
@@ -137,7 +137,7 @@ def installed(**modules: dict[str, Any]) -> Iterator[None]:
     sys.modules.update(made)
     try:
         yield
-    finally:  # what was imported in the meantime stays
+    finally:  # other modules imported in the block stay
         for name in made:
             del sys.modules[name]
         sys.modules.update(replaced)
@@ -145,7 +145,7 @@ def installed(**modules: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def installed_xformers() -> Iterator[mock.Mock]:
-    """xFormers, on the CPU too; gives what counts the calls of its attention."""
+    """Install a stand-in for xFormers, also on the CPU; yields a mock that counts the calls of its attention."""
     attention = mock.Mock(wraps=memory_efficient_attention)
     kernels = mock.patch.dict(KERNELS, {XFORMERS: replace(KERNELS[XFORMERS], needs_cuda=False)})
     attributes = {"memory_efficient_attention": attention, "LowerTriangularMask": LowerTriangularMask}
@@ -155,7 +155,7 @@ def installed_xformers() -> Iterator[mock.Mock]:
 
 @contextmanager
 def installed_flash_attn() -> Iterator[list[str]]:
-    """flash-attn, on the CPU and in float32 too; gives the names of its functions that were called."""
+    """Install a stand-in for flash-attn, also on the CPU and in float32; yields the names of the called functions."""
     called: list[str] = []
     late_importers = [
         import_module(f"transformers.models.{name}.modeling_{name}") for name in _IMPORT_IF_INSTALLED
@@ -187,7 +187,7 @@ def installed_flash_attn() -> Iterator[list[str]]:
         installed(flash_attn=functions, flash_attn__bert_padding=padding),
         mock.patch.multiple(flash_utils, is_flash_attn_2_available=lambda **_: True, **unloaded),
         mock.patch.dict(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], found),
-        # transformers would round what is in float32, as the package does not take that.
+        # transformers would cast float32 inputs, which the package does not support.
         mock.patch.object(flash_integration, "get_target_dtype", lambda query, module: None),
         mock.patch("echelon.shardformer.fused.flash_kernel", lambda device: FLASH_ATTENTION_2),
         mock.patch.dict(

@@ -1,7 +1,7 @@
-"""Every model type that has a table with a stand-in of the package flash-attn, in layouts beside one process.
+"""Every model type that has a table with a stand-in for the package flash-attn, compared with one process.
 
-The stand-in has the package's signatures and computes in float32 too, so that it is compared as closely as all else.
-Some rows are quick, the others are `slow`.
+The stand-in has the package's signatures and also computes in float32, so tolerances are as small as elsewhere. Some
+rows are quick, the others are `slow`.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from .stand_ins import NO_FLASH_ATTN, installed_flash_attn
 
 pytestmark = pytest.mark.skipif(bool(NO_FLASH_ATTN), reason=NO_FLASH_ATTN)
 OPTIONS = ("enable_flash_attention",)
-# Classes of transformers that do not know it, each with what tells so.
+# Model types whose classes do not support it, with the needle of their refusal.
 UNKNOWN = dict.fromkeys(
     (
         *("beit", "blip-2", "bloom", "mt5", "sam", "sam_vision_model", "swin", "swinv2", "t5", "umt5"),
@@ -28,13 +28,13 @@ UNKNOWN = dict.fromkeys(
     ),
     "cannot compute attention with flash_attention_2",
 )
-# What they compute with it is something else.
+# Model types whose result with it differs, with the needle of their refusal.
 DEPARTING = {
     **dict.fromkeys(("bart", "marian", "mbart", "pegasus"), "the padding of the states"),
     "gemma3": "the tokens of an image",
 }
-# Those that choose their attention when they are built, for which one process has the stand-in too; one of them with
-# layers that all see all tokens.
+# Model types that choose their attention at construction, so one process also uses the stand-in; one of them with
+# layers that attend to all tokens.
 BUILT: dict[str, dict[str, object]] = {
     "falcon": {},
     "gpt_neo": {"attention_types": [[["global"], 4]]},
@@ -54,7 +54,7 @@ def with_settings(
 
 
 def rows() -> list[object]:
-    """A row for each type under tp2."""
+    """Return a row for each type under tp2."""
     return [
         pytest.param(model_type, id=model_type, marks=() if model_type in QUICK else pytest.mark.slow)
         for model_type in filter(CONFIG_MAPPING.__contains__, model_types())
@@ -82,7 +82,7 @@ def test_a_model_that_is_built_with_it_trains_under_tp2_as_in_one_process(
 
 
 OTHER_LAYOUTS = (
-    (with_settings("llama"), Layout(sp=2, sequence="all_to_all", options=OPTIONS)),  # this one is quick
+    (with_settings("llama"), Layout(sp=2, sequence="all_to_all", options=OPTIONS)),  # this row is quick
     (with_settings("bert"), Layout(sp=2, sequence="all_to_all", options=OPTIONS)),
     (with_settings("llama", **GROUPED), Layout(tp=4, options=OPTIONS)),  # two ranks share a key-value head
     (with_settings("llama", **PADDED_HEADS), Layout(tp=4, options=OPTIONS)),
@@ -99,7 +99,7 @@ OTHER_LAYOUTS = (
     [OTHER_LAYOUTS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_LAYOUTS[1:])],
     ids=lambda value: value.model_type if isinstance(value, ModelChoice) else str(value),
 )
-def test_a_model_trains_so_in_other_layouts(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
+def test_a_model_trains_with_it_in_other_layouts(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
     check(pool, choice, layout)
 
 
@@ -110,7 +110,7 @@ def check(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
 
 
 def train_with_flash_attn(choice: ModelChoice, layout: Layout) -> tuple[str | None, int]:
-    """What departs, and how often this rank called the package before one process had its turn."""
+    """Return the difference, and this rank's number of calls of the package."""
     with installed_flash_attn() as called:
         return parity(choice, layout).departure, len(called)
 
@@ -134,7 +134,7 @@ def test_a_model_whose_mask_would_be_lost_is_refused(choice: ModelChoice, words:
 
 @pytest.mark.parametrize("model_type", ["bart", "gemma3", "gpt_neo"])
 def test_its_mask_is_lost_in_one_process(model_type: str) -> None:
-    """When this fails transformers has mended it, and the model need not be refused."""
+    """If this fails, transformers has fixed it, and the model need not be refused."""
     batch = make_batch(ModelChoice(model_type=model_type), num_samples=3, seed=1)
     with installed_flash_attn():
         expected, found = (

@@ -1,6 +1,6 @@
-"""Masks in one process: packed texts have the loss of the plain call, and what a ring cannot follow is refused.
+"""Masks in one process: packed texts have the loss of the plain call, and masks that a ring cannot apply are refused.
 
-Under layouts packed texts, and queries that see no key, are rows of contract/variant_rows.py.
+Packed texts, and queries that attend to no key, are tested under layouts by contract/variant_rows.py.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from echelon.verify.parity import make_optimizer
 from ..contract.variant_rows import packed
 from ..pool import Pool
 
-# What a user says of the cache: nothing, in the config, in the call.
+# Settings of the cache by the user: none, in the config, in the call.
 CACHES: dict[str, tuple[dict[str, object], dict[str, Any]]] = {
     "as by default": ({}, {}),
     "none in the config": ({"use_cache": False}, {}),
@@ -44,7 +44,7 @@ def compare_calls() -> None:
         assert found["outputs"].past_key_values is None
 
 
-# Of masks of every query and key: what eager or fused attention makes of it cannot be had round a ring.
+# Masks of every query and key with an effect in eager or fused attention that a ring cannot reproduce.
 WHOLE_MASKS = {
     "numbers that all hide": (
         "sdpa",
@@ -56,7 +56,7 @@ WHOLE_MASKS = {
 
 
 @pytest.mark.parametrize("kind", WHOLE_MASKS)
-def test_a_whole_mask_that_a_ring_cannot_follow_is_refused_on_all_ranks(pool: Pool, kind: str) -> None:
+def test_a_full_mask_that_a_ring_cannot_apply_is_refused_on_all_ranks(pool: Pool, kind: str) -> None:
     found = pool.run(2, refusal, kind)
     assert found[0] == found[1] and WHOLE_MASKS[kind][2] in found[0]
 

@@ -1,4 +1,4 @@
-"""Tables of models: those derived from plans of transformers, those of parts, and the modes that they advise."""
+"""Tables of models: derived from plans of transformers, composed of parts, and the sequence modes they recommend."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -21,7 +21,7 @@ from echelon.verify.models import ModelChoice
 from ..contract.matrix_rows import ARE_PLANS_OLDER
 
 BLIP2, SAM = ModelChoice(model_type="blip-2"), ModelChoice(model_type="sam")
-# What of a type with a table must be derived alike.
+# Types with a table that must equal the derived one.
 WRITTEN = ("gemma2", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
@@ -32,12 +32,12 @@ def test_the_derived_table_of_a_type_is_the_written_one(model_type: str) -> None
     assert written is not None
     if ARE_PLANS_OLDER and model_type in ("granite", "mixtral"):
         pytest.skip(f"transformers {transformers.__version__} has an older plan or layer for {model_type}")
-    # A plan is for a whole family, so all that it names may be missing somewhere.
+    # A plan is for a whole family, so all of its names may be missing in a type.
     assert replace(derived, optional=written.optional) == written
 
 
 class Chain(nn.Module):
-    """Linear layers one after the other, and a chain between them if one is given."""
+    """Sequential linear layers, with a chain between them if one is given."""
 
     def __init__(self, between: nn.Module | None = None) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ PLANS: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_regions_of_a_plan_start_and_end_where_the_modules_with_split_layers_do(name: str) -> None:
+def test_regions_of_a_plan_start_and_end_with_the_modules_of_sharded_layers(name: str) -> None:
     plan, needle = PLANS[name]
     model = nn.Module()
     layer = nn.Module()
@@ -75,7 +75,7 @@ def test_regions_of_a_plan_start_and_end_where_the_modules_with_split_layers_do(
     assert all(needle in each for each in errors)
 
 
-def test_a_class_without_a_part_that_a_pipeline_cuts_is_refused() -> None:
+def test_a_class_without_a_module_that_a_pipeline_cuts_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.Blip2TextModelWithProjection(BLIP2.config())
     del model.qformer
@@ -83,7 +83,7 @@ def test_a_class_without_a_part_that_a_pipeline_cuts_is_refused() -> None:
     assert "has none of the parts ['language_model', 'vision_model', 'qformer']" in error
 
 
-def test_what_stands_around_the_layers_is_on_every_stage_and_counted_on_each() -> None:
+def test_modules_around_the_layers_are_on_every_stage_and_counted_on_each() -> None:
     model = SAM.build_on_meta()
     plan = policy_of(model).stage_plan()
     assert plan.stages_of(model, "vision_encoder.pos_embed", [0, 1, 4]) == [0, 1]
@@ -116,14 +116,14 @@ def policy_of(model: Any) -> TablePolicy:
     return policy
 
 
-def test_a_table_of_parts_with_names_of_its_own_is_refused() -> None:
+def test_a_table_of_parts_with_its_own_names_is_refused() -> None:
     table = table_for("sam")
     assert table is not None
     with pytest.raises(ValueError, match=r"stage names the part 'neck'.*\n- row names modules of layers"):
         replace(table, stage=(replace(table.stage[0], part="neck"),), row=("proj",))  # type: ignore[index]
 
 
-def test_a_held_count_divides_by_the_whole_and_counts_what_is_held() -> None:
+def test_a_local_count_divides_by_the_total_and_counts_the_local_part() -> None:
     for heads in (LocalCount(2, 8), deepcopy(LocalCount(2, 8))):
         assert (heads, 32 // heads) == (2, 4)
         assert Tensor.reshape(torch.zeros(2, 4), heads, 32 // heads).shape == (2, 4)
