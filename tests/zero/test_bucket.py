@@ -30,7 +30,7 @@ def check_views() -> None:
     assert bucket.masters.data_ptr() == bucket.parameters.data_ptr() + dist.get_rank() * 48 * 4
 
 
-def test_buckets_fill_up_to_their_size_and_larger_parameters_stand_alone(pool: Pool) -> None:
+def test_buckets_fill_up_to_their_size_and_larger_parameters_have_their_own(pool: Pool) -> None:
     pool.run(1, check_filling)
 
 

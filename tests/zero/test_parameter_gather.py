@@ -1,4 +1,4 @@
-"""Parameters that arrive while the next forward runs."""
+"""All-gathers of parameters that overlap the next forward."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ from .helpers import assert_equal, loss_of, shard, small_model, weights_of
 
 
 def late(model: nn.Module) -> ShardedOptimizer:
-    """An optimizer whose parameters arrive later."""
+    """Make an optimizer whose all-gathers overlap the next forward."""
     optimizer = shard(model, adamw)
     optimizer.parameter_gather.overlap_with_forward(model)
     return optimizer
@@ -30,7 +30,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def stepped() -> tuple[nn.Sequential, ShardedOptimizer, dict[str, Tensor]]:
-    """A model right after a step, whose parameters are under way, and what they will be."""
+    """Return a model right after a step, with its all-gathers in flight, and the expected parameters."""
     expected, model = small_model(), small_model()
     at_once = shard(expected, adamw)
     optimizer = late(model)
@@ -41,7 +41,7 @@ def stepped() -> tuple[nn.Sequential, ShardedOptimizer, dict[str, Tensor]]:
 
 
 @SLICES
-def test_one_rank_alone_may_look_and_write_before_the_others(pool: Pool, slices: bool) -> None:
+def test_one_rank_may_read_and_write_parameters_before_the_others(pool: Pool, slices: bool) -> None:
     pool.run(2, with_slices, slices, check_alone)
 
 
@@ -52,7 +52,7 @@ def check_alone() -> None:
             assert_equal(weights_of(model), expected, rtol=0.0, atol=0.0)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.mul_(0.5)  # the other rank must not get this
+                    parameter.mul_(0.5)  # must not reach the other rank
         dist.barrier()
 
 
@@ -71,14 +71,14 @@ WAYS_TO_LOOK = {
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy, which waits for nothing."""
+    """Copy the model; the copy waits for nothing."""
     copied = copy.deepcopy(model)
     assert type(copied[0].__dict__["_parameters"]) is dict  # type: ignore[index]
     return copied
 
 
 def saved(model: nn.Module) -> nn.Module:
-    """What comes back from a file."""
+    """Save the model to a file and load it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -86,13 +86,13 @@ def saved(model: nn.Module) -> nn.Module:
 
 
 def looked_up_by_functional_call(model: nn.Module) -> list[Tensor]:
-    """After a call with other weights the own ones are back."""
+    """Return the parameters after a call with other weights: the original ones are restored."""
     other = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
     assert not torch.func.functional_call(model, other, torch.ones(1, 5)).any()
     return [each.detach() for each in model.parameters()]
 
 
-def test_however_a_module_is_looked_into_its_parameters_are_there(pool: Pool) -> None:
+def test_parameters_are_gathered_for_every_way_to_read_them(pool: Pool) -> None:
     pool.run(2, check_ways)
 
 
@@ -102,7 +102,7 @@ def check_ways() -> None:
         assert_equal(dict(zip(expected, look(model), strict=True)), expected, rtol=0.0, atol=0.0)
 
 
-def test_a_reference_from_before_sees_nothing_rather_than_old_weights(pool: Pool) -> None:
+def test_an_old_reference_is_empty_rather_than_outdated(pool: Pool) -> None:
     pool.run(2, check_reference)
 
 
@@ -119,7 +119,7 @@ def check_reference() -> None:
     assert [each.numel() for each in taken] == [35, 7, 21, 3]
 
 
-def test_a_state_that_is_loaded_while_parameters_are_under_way_is_what_they_are(pool: Pool) -> None:
+def test_a_state_loaded_during_an_all_gather_is_kept(pool: Pool) -> None:
     pool.run(2, check_loading)
 
 
@@ -133,16 +133,16 @@ def check_loading() -> None:
     assert_equal(weights_of(model), expected, rtol=0.0, atol=0.0)
 
 
-def test_the_optimizer_tells_weights_and_gradients_while_parameters_are_under_way(pool: Pool) -> None:
-    pool.run(2, check_told)
+def test_the_optimizer_returns_weights_and_gradients_during_an_all_gather(pool: Pool) -> None:
+    pool.run(2, check_returned)
 
 
-def check_told() -> None:
+def check_returned() -> None:
     model, optimizer, expected = stepped()
     assert_equal(optimizer.masters(), expected, rtol=0.0, atol=0.0)
     shapes = {name: each.shape for name, each in expected.items()}
     assert {name: each.shape for name, each in optimizer.gradients().items()} == shapes
-    assert next(iter(vars(model[0])["_parameters"]._arrivals.values()))._work is not None  # still
+    assert next(iter(vars(model[0])["_parameters"]._arrivals.values()))._work is not None  # still in flight
 
 
 def test_one_rank_alone_has_nothing_to_wait_for(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Slices shared out over a part of the data-parallel ranks (ZeRO-1.5), and averages over all of them."""
+"""Slices sharded over groups of data-parallel ranks (ZeRO-1.5), and averages over all data-parallel ranks."""
 
 from dataclasses import replace
 from unittest import mock
@@ -20,7 +20,9 @@ from .helpers import assert_equal, loss_of, mean_gradients, shard, small_model, 
 
 @SLICES
 @pytest.mark.parametrize(("num_slices", "owned"), [(1, "0000"), (2, "0101"), (4, "0123")])
-def test_neighbours_share_out_and_all_average(pool: Pool, num_slices: int, owned: str, slices: bool) -> None:
+def test_neighbours_shard_and_all_ranks_average(
+    pool: Pool, num_slices: int, owned: str, slices: bool
+) -> None:
     found = pool.run(4, with_slices, slices, average, num_slices)
     assert "".join(str(index) for index, *_ in found) == owned
     assert [counts for _, counts, *_ in found] == [rank < num_slices for rank in range(4)]
@@ -98,7 +100,7 @@ def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[f
     return ranks, partition.index, partition.is_counted, partition.own(gradients).tolist()
 
 
-def test_an_average_goes_on_between_the_parts_though_nobody_waits(pool: Pool) -> None:
+def test_the_second_sum_of_an_average_begins_without_a_wait(pool: Pool) -> None:
     for rank, (entered, own) in enumerate(pool.run(4, average_beside)):
         assert entered == 1, "before anybody waits, on a stream that waits for the first sum"
         assert own == [1.5 + 10 * place for place in range(8)][rank % 2 * 4 :][:4]
@@ -125,7 +127,7 @@ def average_beside() -> tuple[int, list[float]]:
     return stream.entered, partition.own(gradients).tolist()
 
 
-def test_placement_and_tie_say_where_a_gradient_is_summed_and_who_counts_it(pool: Pool) -> None:
+def test_placement_and_tie_determine_where_a_gradient_is_summed_and_counted(pool: Pool) -> None:
     found = pool.run(4, reduced_over)
     assert [each["whole"] for each in found] == [([], rank == 0) for rank in range(4)]
     assert [each["norm"] for each in found] == [([[0, 1, 2, 3]], rank == 0) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""When buckets of gradients are reduced, in which order, format and memory."""
+"""Reduction of gradient buckets: its start, order, format and memory."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ ORDER = ["2.bias", "2.weight", "0.bias", "0.weight"]
 
 
 def watch(optimizer: ShardedOptimizer) -> list[str]:
-    """What happens to which bucket, by its first parameter: + where it starts, - where its memory is given back."""
+    """Record events of buckets by their first parameter: + for the start, - for the release of memory."""
     events: list[str] = []
     for bucket in optimizer.buckets:
 
@@ -83,7 +83,7 @@ def check_unused(stage: int) -> list[str]:
         if rank == 0:
             optimizer.backward(loss_of(model, 0))
         else:
-            optimizer.backward(model[2](torch.ones(1, 7)).sum())  # nothing of the first layer
+            optimizer.backward(model[2](torch.ones(1, 7)).sum())  # without the first layer
     optimizer.reduce_gradients()
     half = torch.autograd.grad(loss_of(model, 0), model[0].weight)[0] / 2
     torch.testing.assert_close(optimizer.gradients()["0.weight"], half)
@@ -117,7 +117,7 @@ def check_memory() -> list[str]:
 
 
 def test_padding_never_counts(pool: Pool) -> None:
-    """Memory that another bucket had holds its gradients where this one has padding."""
+    """Buckets borrow memory in which padding has gradients of another bucket."""
     pool.run(2, check_padding)
 
 
@@ -125,7 +125,7 @@ def check_padding() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(17, 16, bias=False), nn.Linear(16, 1, bias=False), nn.Linear(1, 3))
     optimizer = shard(model, stage=2, bucket_size=20)
-    for bucket in optimizer.buckets:  # whatever the memory held
+    for bucket in optimizer.buckets:  # as if left over in the memory
         bucket.borrow()
         assert bucket.gradients is not None
         bucket.gradients.fill_(torch.nan)
@@ -136,7 +136,7 @@ def check_padding() -> None:
 
 
 def own(parameters: dict[str, tuple[Parameter, tuple[Any, ...]]], mesh: ParallelMesh) -> ShardedOptimizer:
-    """An optimizer of parameters with their sum groups, in buckets of their own."""
+    """Make an optimizer of parameters with their sum groups, in separate buckets."""
     return ShardedOptimizer(
         sgd([each for each, _ in parameters.values()]),
         [
@@ -150,7 +150,7 @@ def own(parameters: dict[str, tuple[Parameter, tuple[Any, ...]]], mesh: Parallel
     )
 
 
-def test_what_is_summed_over_another_group_first_waits_for_the_reduction(pool: Pool) -> None:
+def test_buckets_with_a_sum_group_wait_for_the_reduction(pool: Pool) -> None:
     pool.run(4, check_tied)
 
 
@@ -169,7 +169,7 @@ def check_tied() -> None:
     torch.testing.assert_close(optimizer.gradients()["0.weight"], expected["0.weight"])
 
 
-def test_gradients_are_summed_over_every_group_though_ranks_have_none(pool: Pool) -> None:
+def test_gradients_are_summed_over_every_group_even_if_ranks_have_none(pool: Pool) -> None:
     pool.run(4, check_sums)
 
 
@@ -183,17 +183,17 @@ def check_sums() -> None:
     if rank > 1:
         one.grad = torch.full((2,), 10.0**rank)
     optimizer.reduce_gradients()
-    # Ranks 0 and 2, and 1 and 3, differ in sp alone.
+    # Ranks 0 and 2, and 1 and 3, differ only in sp.
     expected = {"both": torch.full((3,), 111.0), "one": torch.full((2,), 1000.0 if rank % 2 else 100.0)}
     assert_equal(optimizer.gradients(), expected)
-    for _ in range(2):  # a backward that follows a reduction is summed on its own
+    for _ in range(2):  # a backward after a reduction is summed separately
         optimizer.backward(both.sum() + one.sum())
         optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), {"both": expected["both"] + 8, "one": expected["one"] + 4})
 
 
 @STAGES
-def test_hooks_that_come_after_boost_change_gradients_before_they_travel(pool: Pool, stage: int) -> None:
+def test_hooks_added_after_boost_change_gradients_before_the_reduction(pool: Pool, stage: int) -> None:
     pool.run(2, check_later_hooks, stage)
 
 
@@ -207,7 +207,7 @@ def check_later_hooks(stage: int) -> None:
 
     model[2].weight.register_post_accumulate_grad_hook(double)
     zeroing = model[2].bias.register_hook(lambda gradient: gradient * 0)
-    if rank == 0:  # on one rank alone: the order of buckets is the same on both
+    if rank == 0:  # on one rank only: the order of buckets is the same on both
         model[0].bias.register_post_accumulate_grad_hook(lambda _: None)
     optimizer.backward(loss_of(model, rank))
     optimizer.reduce_gradients()
@@ -219,7 +219,7 @@ def check_later_hooks(stage: int) -> None:
 
 
 @STAGES
-def test_gradients_travel_in_the_format_that_is_asked_for(pool: Pool, stage: int) -> None:
+def test_gradients_are_reduced_in_the_requested_format(pool: Pool, stage: int) -> None:
     pool.run(2, check_format, stage)
 
 
@@ -235,7 +235,7 @@ def check_format(stage: int) -> None:
         assert_equal(optimizer.gradients(), mean_gradients(model, [[0], [1]]), **tolerance)
         kind = "small reduce_scatter" if stage else "small all_reduce"
         numbers.append(max(count.nbytes for (_, found), count in traffic.counts.items() if found == kind))
-    # Stage 0 counts its flags under the same kind: one float32 for each of four parameters.
+    # At stage 0 the flags have the same kind: one float32 for each of four parameters.
     flags = 0 if stage else 4 * 4
     assert numbers[0] - flags == 2 * (numbers[1] - flags)
 
