@@ -1,4 +1,4 @@
-"""The norm over all ranks, and clipping between backward and step, beside torch's in one process."""
+"""The norm over all ranks, and clipping between backward and step, compared with torch's in one process."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def by_both(clip: Any) -> float:
 
 
 class Plain:
-    """torch's clipping, under the names of the optimizer's."""
+    """torch's clipping, under the names of the sharded optimizer."""
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = parameters
@@ -56,7 +56,7 @@ class Plain:
 CLIPPINGS: tuple[Callable[[Any], float | None], ...] = (by_norm, by_largest, by_value, by_both)
 
 
-def test_clipping_is_torchs_of_the_true_gradients(pool: Pool) -> None:
+def test_clipping_equals_torchs_for_the_averaged_gradients(pool: Pool) -> None:
     pool.run(2, check_clippings)
 
 
@@ -79,7 +79,7 @@ def check_clipping(
         parameter.grad = gradients[name].float() * (factor or 1.0)
     norm = nn.utils.clip_grad_norm_(expected, math.inf).item()
     found, theirs = train_step(model, optimizer, rank, factor, clip), clip(Plain(expected))
-    # 16 bits round gradients to 2**-8 of themselves and less.
+    # In 16 bits gradients have a relative rounding of at most 2**-8.
     tolerances = {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 5e-2, "atol": 1e-3}
     where = f"{clip.__name__} stage {stage} {precision} {factor}"
     assert found == (None if theirs is None else pytest.approx(theirs, rel=tolerances["rtol"])), where
@@ -118,7 +118,7 @@ def check_axes() -> None:
     for sizes in ({"tp": 2}, {"pp": 2}):
         mesh = ParallelMesh(**sizes)
         (axis,) = sizes
-        # Along the axis each rank holds another parameter; over data the mean is 3 and 30.
+        # Each rank of the axis has another parameter; over data the mean is 3 and 30.
         parameter = Parameter(torch.zeros(5))
         optimizer = ShardedOptimizer(
             sgd([parameter]),
@@ -148,7 +148,7 @@ def check_overflow() -> None:
                 model = small_model()
                 optimizer = shard(model, stage=stage, precision=precision)
                 before = weights_of(model)
-                if dist.get_rank() == 1:  # infinite alone: clamping would make it finite, as it would no NaN
+                if dist.get_rank() == 1:  # only infinite: clamping would make it finite, but not a NaN
                     model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
                 optimizer.backward(loss_of(model, 0))
                 clip(optimizer)
@@ -186,7 +186,7 @@ def check_norm_of_many_entries() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool: Pool, norm_type: float) -> None:
+def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite_on_all(pool: Pool, norm_type: float) -> None:
     pool.run(2, check_not_finite, norm_type)
 
 
@@ -208,7 +208,7 @@ def test_each_gradient_is_summed_averaged_and_counted_once(pool: Pool, stage: in
 
 
 def gradients_of(dp: int, tp: int) -> dict[str, Tensor]:
-    """Split over tp; replicated over tp, with the same gradient; used in a tp region, each rank with a part."""
+    """Return gradients sharded over tp, replicated over tp, and partial in a tp region."""
     of_both = torch.Generator().manual_seed(dp)
     own = torch.Generator().manual_seed(10 + 2 * dp + tp)
     return {
@@ -258,7 +258,7 @@ def check_counted_once(stage: int, norm_type: float) -> None:
     assert measured == pytest.approx(norm, rel=1e-5)
 
 
-def test_overflow_in_an_uncounted_copy_skips_the_step_everywhere(pool: Pool) -> None:
+def test_overflow_in_an_uncounted_replica_skips_the_step_everywhere(pool: Pool) -> None:
     pool.run(4, check_uncounted_overflow)
 
 

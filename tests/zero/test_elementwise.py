@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from echelon.zero.elementwise import KNOWN, require_elementwise
 
-# What the gradient of a parameter is divided by, given its group and all parameters that the optimizer holds.
+# Divisor of a parameter's gradient, from its group and all parameters of the optimizer.
 Size = Callable[[dict[str, Any], Parameter, list[Parameter]], Tensor | float]
 
 
@@ -25,19 +25,18 @@ def by_rows_of_large_matrices(_: object, each: Parameter, __: object) -> Tensor 
 
 SIZES: dict[str, Size] = {
     "SignDescent": lambda group, each, held: grad(each).abs(),
-    "TrustRatio": lambda group, each, held: grad(each).norm() / each.norm(),  # as LARS
-    "WholeNorm": lambda group, each, held: torch.cat(
-        [grad(one).flatten() for one in held]
-    ).norm(),  # as Prodigy
-    "ByGroup": lambda group, each, held: (
-        grad(each).norm() if group.get("mixes") else 1.0
-    ),  # as Muon beside AdamW
+    # As LARS.
+    "TrustRatio": lambda group, each, held: grad(each).norm() / each.norm(),
+    # As Prodigy.
+    "WholeNorm": lambda group, each, held: torch.cat([grad(one).flatten() for one in held]).norm(),
+    # As Muon with AdamW.
+    "ByGroup": lambda group, each, held: grad(each).norm() if group.get("mixes") else 1.0,
     "OfLargeMatrices": by_rows_of_large_matrices,
 }
 
 
 class Scaled(Optimizer):
-    """Gradients divided by a size."""
+    """An optimizer that divides gradients by a size."""
 
     size: Size
 
@@ -66,7 +65,7 @@ def matrix() -> list[Parameter]:
 
 
 @pytest.mark.parametrize("known", sorted(KNOWN, key=lambda kind: kind.__name__))
-def test_known_optimizers_pass_the_trial_too(known: type[Optimizer]) -> None:
+def test_known_optimizers_pass_the_trial(known: type[Optimizer]) -> None:
     unknown = type("Subclass", (known,), {})
     require_elementwise(unknown(matrix(), lr=0.01))
 

@@ -1,4 +1,4 @@
-"""Torch's fused kernels step, where there are some and the user chose nothing."""
+"""Torch's fused kernels step, if they exist and the user chose no other option."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagr
 
 
 class Own(torch.optim.AdamW):
-    """May do something of its own."""
+    """A subclass, which may change the step."""
 
 
 def test_the_fused_kernel_steps_unless_the_user_chose(pool: Pool) -> None:
@@ -38,7 +38,7 @@ def check_fused() -> None:
     assert fused(torch.optim.RMSprop) is None
     assert fused(Own) is None
     by_loop = shard(small_model(), lambda each: torch.optim.AdamW(each, foreach=False))
-    by_loop.param_groups[0]["foreach"] = None  # as a release wrote it that chose nothing
+    by_loop.param_groups[0]["foreach"] = None  # as loaded from a release that did not set it
     optimizer = shard(small_model(), torch.optim.AdamW)
     optimizer.load_state_dict(by_loop.local_state())
     assert optimizer.param_groups[0]["fused"] is True, "another run's kernel came with its state"
@@ -47,8 +47,8 @@ def check_fused() -> None:
 def test_counts_of_steps_are_where_the_kernel_reads_them() -> None:
     parameters = list(small_model().parameters())
     optimizer = torch.optim.Adagrad(parameters)
-    choose_fused_kernels(optimizer, torch.device("cuda"))  # which this build of torch has no kernels for
+    choose_fused_kernels(optimizer, torch.device("cuda"))  # this build of torch has no kernels for it
     assert optimizer.param_groups[0]["fused"] is None or torch.version.cuda
-    optimizer.param_groups[0]["fused"] = True  # as the user may have given it
+    optimizer.param_groups[0]["fused"] = True  # as a user may have given it
     choose_fused_kernels(optimizer, torch.device("meta"))
     assert {optimizer.state[each]["step"].device.type for each in parameters} == {"meta"}

@@ -35,7 +35,7 @@ def test_the_scale_follows_overflows(name: str) -> None:
     assert scales == expected
 
 
-def test_overflow_in_a_row_at_the_minimum_is_an_error_that_explains() -> None:
+def test_overflow_in_a_row_at_the_minimum_is_an_error_with_advice() -> None:
     fp16 = scaler(initial_scale=2, hysteresis=2)
     fp16.update(True)
     fp16.update(True)
@@ -56,28 +56,28 @@ def test_scaler_continues_from_its_state() -> None:
     assert other.state_dict() == fp16.state_dict()
 
 
-def test_all_faults_of_a_configuration_are_told_at_once() -> None:
-    faults = precision_errors(
+def test_all_errors_of_a_configuration_are_reported_at_once() -> None:
+    errors = precision_errors(
         precision="fp8", initial_scale=0.5, growth_factor=1, growth_interval=0, backoff_factor=1, hysteresis=0
     )
-    assert {fault.split("=")[0] for fault in faults} == {
+    assert {error.split("=")[0] for error in errors} == {
         *("precision", "initial_scale", "growth_factor", "growth_interval", "backoff_factor", "hysteresis")
     }
     with pytest.raises(ValueError, match=r"precision='fp8': use one of 'fp32', 'bf16', 'fp16'"):
         PrecisionConfig(precision="fp8")  # type: ignore[arg-type]
 
 
-def test_a_model_beyond_fp16_is_told_on_every_rank_when_the_scale_can_fall_no_further(pool: Pool) -> None:
-    told = pool.run(2, train_beyond_fp16)
-    assert told[0] == told[1]
-    text, skipped, scale = told[0]
-    # 64 to 1 in six overflows after the first; hysteresis 2.
+def test_a_model_beyond_fp16_is_an_error_on_every_rank_at_the_minimum_scale(pool: Pool) -> None:
+    found = pool.run(2, train_beyond_fp16)
+    assert found[0] == found[1]
+    text, skipped, scale = found[0]
+    # The scale falls from 64 to 1 in six overflows after the first; hysteresis 2.
     assert (skipped, scale) == (8, 1.0)
     assert "min_scale=1" in text and "8 steps in a row" in text and "precision='bf16'" in text
 
 
 def train_beyond_fp16() -> tuple[str, int, float]:
-    """What is said, steps that were skipped, and the scale, where rank 0 alone has gradients that fp16 cannot hold."""
+    """Return the error, the skipped steps and the scale; only rank 0 has gradients beyond fp16."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
     with torch.no_grad():
