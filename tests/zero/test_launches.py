@@ -1,4 +1,4 @@
-"""Operators of a step, by number: a GPU launches a few kernels for each."""
+"""Numbers of operators in a step: a GPU launches a few kernels for each."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from .helpers import shard
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators by name, but for views."""
+    """Counter of operators by name, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Operators(TorchDispatchMode):
 
 
 def count(stage: int, num_parameters: int, num_buckets: int) -> tuple[int, Counter[str]]:
-    """Of a step that clips, from the gradients to the parameters. On one rank of the pool."""
+    """Count the operators of a clipped step, from the gradients to the parameters. On one rank of the pool."""
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(64)) for _ in range(num_parameters)])
     size = 64 * (num_parameters // num_buckets)
@@ -59,17 +59,17 @@ LAYOUTS = {
 
 
 def count_layer(layout: Layout | None) -> list[int]:
-    """Operators of one layer of a Llama forward and backward, collectives forward and backward. On a rank of the pool.
+    """Count a Llama layer's operators forward and backward, and its collectives forward and backward.
 
     Args:
-        layout: None is transformers alone.
+        layout: None is transformers only.
     """
     few, many = (count_microbatch(layout, num_layers) for num_layers in (2, 4))
     return [(b - a) // 2 for a, b in zip(few, many, strict=True)]
 
 
 def count_microbatch(layout: Layout | None, num_layers: int) -> list[int]:
-    """As `count_layer`, of a whole microbatch in bf16 that is neither the first nor the last one before a step."""
+    """Count like `count_layer`, for a bf16 microbatch that is neither the first nor the last before a step."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, use_cache=False, **sizes))
     accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -93,11 +93,11 @@ def count_microbatch(layout: Layout | None, num_layers: int) -> list[int]:
 
 
 def collectives_of(names: Counter[str]) -> int:
-    """The number of operators that communicate."""
+    """Return the number of operators that communicate."""
     return sum(number for name, number in names.items() if name.startswith("c10d::"))
 
 
-def test_a_layer_launches_what_the_page_says(pool: Pool) -> None:
+def test_a_layer_launches_as_many_operators_as_the_page_says(pool: Pool) -> None:
     plain, *_ = pool.run(1, count_layer, None)
     added = {
         name: [own - alone for own, alone in zip(pool.run(2, count_layer, layout)[0], plain, strict=True)]
@@ -109,7 +109,7 @@ def test_a_layer_launches_what_the_page_says(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_step_launches_what_the_page_says(pool: Pool, stage: int) -> None:
+def test_a_step_launches_as_many_operators_as_the_page_says(pool: Pool, stage: int) -> None:
     formulas = {name: formula for name, formula, _ in table("What a step launches")}
     for num_parameters, num_buckets in ((4, 1), (12, 3), (120, 3)):
         found, names = pool.run(2, count, stage, num_parameters, num_buckets)[0]

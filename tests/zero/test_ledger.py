@@ -1,4 +1,4 @@
-"""Bytes that travel and bytes that are held, against the formulas, to the byte."""
+"""Bytes of communication and of memory equal the formulas exactly."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +20,7 @@ BUCKET = 64 * 64
 
 
 def train(stage: int, precision: Precision, backwards: int, zero_size: int) -> tuple[dict[Any, Any], Any]:
-    """The traffic of one step by axis and kind as (calls, bytes, bytes sent), and what is held after it."""
+    """Return the traffic of one step by axis and kind as (calls, bytes, bytes sent), and the bytes held after it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     mesh = ParallelMesh()
@@ -52,7 +52,7 @@ def train(stage: int, precision: Precision, backwards: int, zero_size: int) -> t
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_stages_cost_what_the_formulas_say(
+def test_stages_cost_as_much_as_the_formulas_say(
     pool: Pool, ranks: int, backwards: int, precision: Precision
 ) -> None:
     part, width = (ranks - 1) / ranks, 4 if precision == "fp32" else 2
@@ -103,7 +103,7 @@ def test_a_part_of_the_ranks_averages_its_slice_with_the_others(pool: Pool, stag
         assert held["states"] == 4 * PSI
 
 
-def test_small_messages_and_transfers_are_told_apart(pool: Pool) -> None:
+def test_small_messages_and_transfers_are_distinguished(pool: Pool) -> None:
     pool.run(2, exchange)
 
 

@@ -1,4 +1,4 @@
-"""Masters, their gradients and optimizer states on the CPU. Here that is other memory of the same machine."""
+"""Masters, their gradients and optimizer states on the CPU; here this is separate memory of the same machine."""
 
 import copy
 from typing import Any
@@ -32,7 +32,7 @@ def train(model: nn.Sequential, optimizer: Any, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def test_states_go_on_bit_for_bit_with_and_without_offload(pool: Pool) -> None:
+def test_states_resume_bit_for_bit_with_and_without_offload(pool: Pool) -> None:
     pool.run(2, check_states)
 
 
@@ -54,7 +54,7 @@ def check_states() -> None:
             assert_equal(weights_of(offloaded), weights_of(plain), rtol=0, atol=0)
 
 
-def test_what_is_offloaded_has_memory_of_its_own_and_is_told_apart(pool: Pool) -> None:
+def test_offloaded_tensors_have_their_own_memory_and_are_reported_separately(pool: Pool) -> None:
     pool.run(2, check_memory)
 
 
@@ -104,7 +104,7 @@ def test_masters_and_their_gradients_are_pinned_and_nothing_else_is(pool: Pool) 
 
 
 def check_pinned() -> None:
-    hidden = 48  # buffers of 9,216 bytes or 4,608, where powers of two would be 16,384 and 8,192
+    hidden = 48  # buffers of 9,216 or 4,608 bytes; as powers of two they would be 16,384 and 8,192
     for stage, share in ((0, 1), (1, 2), (2, 2)):
         model = nn.Sequential(*(nn.Linear(hidden, hidden, bias=False) for _ in range(3)))
         with registered_memory(buckets) as registered:

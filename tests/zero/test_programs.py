@@ -1,4 +1,4 @@
-"""Sequences of calls on a sharded optimizer, beside plain torch that goes through the batches of all ranks."""
+"""Sequences of calls on a sharded optimizer, compared with plain torch on the batches of all ranks."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -15,8 +15,8 @@ from ..pool import Pool
 from .helpers import assert_equal, loss_of, shard, small_model, weights_of
 
 MAX_NORM, VALUE, DECAY = 0.125, 0.01, 0.5
-# By letter: a backward of the optimizer (b), in `no_sync` (n), there on the first rank alone (o), of the second layer
-# (h), of other parameters (x), in `last_backward` (l), of plain torch in `accumulate_and_reduce` (c), or alone (p);
+# Letters: a backward of the optimizer (b), in `no_sync` (n), there on the first rank only (o), of the second layer (h),
+# of other parameters (x), in `last_backward` (l), of plain torch in `accumulate_and_reduce` (c), or without it (p);
 # `autograd.grad` on one rank (g); reduce (r), step (s), factor 0.5 (f), clip by value (v) or norm (k), a skipped step
 # (i: the last rank's gradient is infinite); zero_grad of the optimizer (z) or to zeros (Z), of the model (m, M).
 PROGRAMS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -48,7 +48,7 @@ PROGRAMS: dict[str, tuple[str, tuple[int, ...]]] = {
     "clipped by both with a factor": ("bfvks", (0, 1, 2)),
     "skipped": ("iszbs", (0, 1, 2)),
 }
-# Collectives go by slices as over gloo, or by torch's own as over NCCL, see gloo.py.
+# Collectives by slices as over gloo, or torch's own as over NCCL, see gloo.py.
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "slices": (True, {}),
     "plain collectives": (False, {"bucket_size": 40}),
@@ -59,12 +59,12 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """A step of 1, in which a gradient of zeros is not none."""
+    """Make an SGD with a learning rate of 1 and weight decay, so a zero gradient differs from none."""
     return torch.optim.SGD(parameters, lr=1.0, weight_decay=DECAY)
 
 
 class Plain:
-    """The mean over ranks of what each gives, in one process."""
+    """The mean over ranks of their gradients, in one process."""
 
     def __init__(self) -> None:
         self.model, self.ranks, self.factor = small_model(), range(dist.get_world_size()), 1.0
@@ -72,7 +72,7 @@ class Plain:
         self.stepped: dict[str, Tensor] = {}
 
     def run(self, letter: str, seed: int) -> None:
-        """Do what a letter says."""
+        """Execute a letter."""
         parameters = list(self.model.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         self.stepped = self.stepped if letter in "rg" else {}
@@ -97,7 +97,7 @@ class Plain:
                 self.step(parameters)
 
     def step(self, parameters: list[nn.Parameter]) -> None:
-        """Step with clipped gradients; what is reported are those before."""
+        """Step with clipped gradients, but report the gradients before clipping."""
         before = {
             name: each.grad.clone() for name, each in self.model.named_parameters() if each.grad is not None
         }
@@ -106,18 +106,18 @@ class Plain:
         self.stepped = before
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients, those of a step right after it."""
+        """Return the gradients; right after a step, those of the step."""
         native = dict(self.model.named_parameters())
         return self.stepped or {name: each.grad for name, each in native.items() if each.grad is not None}
 
 
 def loss_at(model: nn.Sequential, letter: str, seed: int) -> Tensor:
-    """The loss of a letter."""
+    """Return the loss of a letter."""
     return model[2](torch.full((1, 7), 0.1 * seed)).sum() if letter == "h" else loss_of(model, seed)
 
 
 def run(optimizer: ShardedOptimizer, model: nn.Sequential, letter: str, seed: int) -> None:
-    """Do what a letter says, on this rank."""
+    """Execute a letter on this rank."""
     rank = dist.get_rank()
     calls = {
         "z": optimizer.zero_grad,
@@ -150,7 +150,7 @@ def run(optimizer: ShardedOptimizer, model: nn.Sequential, letter: str, seed: in
 @pytest.mark.parametrize(
     ("stage", "way"),
     [
-        # Every way once, in the quick tests.
+        # The quick tests have every way once.
         pytest.param(stage, way, marks=() if (number + stage) % 3 == 1 else pytest.mark.slow)
         for stage in (0, 1, 2)
         for number, way in enumerate(WAYS)
