@@ -1,4 +1,4 @@
-"""Short ways to build what the tests of zero need."""
+"""Small models and sharded optimizers for the tests of zero."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,18 +16,18 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def small_model() -> nn.Sequential:
-    """The same weights on every call; odd sizes."""
+    """Make a model of odd sizes, with the same weights on every call."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """A step of 1: the weights show the gradients."""
+    """Make an SGD with a learning rate of 1: the weights show the gradients."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
 def managed(model: nn.Module) -> list[ManagedParameter]:
-    """All parameters of a model that is on no axis but the data axis."""
+    """Return all parameters of a model that is sharded over no axis but the data axis."""
     return [ManagedParameter(name=name, parameter=each) for name, each in model.named_parameters()]
 
 
@@ -40,7 +40,7 @@ def shard(
     mesh: ParallelMesh | None = None,
     **arguments: Any,
 ) -> ShardedOptimizer:
-    """A sharded optimizer over all parameters of a model."""
+    """Make a sharded optimizer of all parameters of a model."""
     return ShardedOptimizer(
         build(model.parameters()),
         managed(model),
@@ -52,13 +52,13 @@ def shard(
 
 
 def loss_of(model: nn.Sequential, seed: int) -> Tensor:
-    """A loss that depends on all parameters."""
+    """Return a loss that depends on all parameters."""
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
     return model(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
 
 
 def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dict[str, Tensor]:
-    """The mean over ranks of the sum over microbatches, in plain torch; leaves the model's gradients alone."""
+    """Return the mean over ranks of the sum over microbatches, in plain torch; the model's gradients do not change."""
     sums = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
     for seeds in seeds_of_ranks:
         for seed in seeds:
@@ -69,12 +69,12 @@ def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dic
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies."""
+    """Return copies of the weights."""
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], **tolerances: float) -> None:
-    """The same names and, to float32's last bits or the tolerance given, the same numbers."""
+    """Check that names are equal, and numbers up to float32 rounding or the given tolerances."""
     assert set(ours) == set(theirs)
     for name in theirs:
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Deferred weight gradients under the sharded optimizer, beside autograd's own."""
+"""Deferred weight gradients under the sharded optimizer, compared with autograd's own."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ PLACE = (0, 0)
 
 
 def layers() -> nn.Sequential:
-    """The same weights on every call; odd sizes."""
+    """Make a model of odd sizes, with the same weights on every call."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 70), nn.Tanh(), Conv1D(9, 70), nn.Linear(9, 3, bias=False))
 
@@ -51,7 +51,7 @@ def check_started() -> list[bool]:
 
 
 class Shared(nn.Sequential):
-    """Layers of which all but the last run twice; without biases, whose gradients would hold up a weight's average."""
+    """Layers without biases, of which all but the last run twice; a bias gradient would delay a weight's average."""
 
     @classmethod
     def of(cls) -> "Shared":

@@ -1,4 +1,4 @@
-"""What the optimizer refuses, and in which words; and what leaves it."""
+"""Refusals of the optimizer and their messages; parameters that leave it."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ def stepped(build: Callable[[Any], torch.optim.Optimizer]) -> None:
 
 
 def after_backward(*acts: Act, **arguments: Any) -> Callable[[], None]:
-    """Do something to a model whose optimizer had a backward."""
+    """Make a function that applies acts to a model after a backward of its optimizer."""
 
     def act() -> None:
         model = small_model()
@@ -231,7 +231,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def test_refusals_say_what_to_do(pool: Pool) -> None:
+def test_refusals_give_advice(pool: Pool) -> None:
     for departing in pool.run(2, check_refusals):
         assert not departing, "\n".join(departing)
 
@@ -266,7 +266,7 @@ def check_frozen_later() -> None:
         assert changed == ({"2.weight", "2.bias"} if frozen else set(before))
 
 
-def test_parameters_elsewhere_leave_the_optimizer_and_others_are_left_alone(pool: Pool) -> None:
+def test_parameters_of_other_stages_leave_the_optimizer(pool: Pool) -> None:
     pool.run(1, check_other_stages)
 
 
@@ -287,7 +287,7 @@ def check_other_stages() -> None:
     assert model[0].weight.grad is not None
 
 
-def test_an_optimizer_that_is_let_go_leaves_no_trace(pool: Pool) -> None:
+def test_a_released_optimizer_leaves_no_trace(pool: Pool) -> None:
     pool.run(1, check_let_go)
 
 

@@ -1,4 +1,4 @@
-"""Schedulers act on the sharded optimizer, or on the user's own under it, as on a plain one."""
+"""Schedulers act on the sharded optimizer, or on the user's inner one, as on a plain optimizer."""
 
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ def check_schedulers(built_on: str) -> None:
         assert_equal(weights_of(model), weights_of(plain_model), rtol=1e-5, atol=1e-5)
 
 
-def test_scheduler_does_not_complain_of_a_skipped_first_step(pool: Pool) -> None:
+def test_a_scheduler_does_not_warn_about_a_skipped_first_step(pool: Pool) -> None:
     pool.run(1, check_skipped_first_step)
 
 

@@ -1,4 +1,4 @@
-"""What is saved and loaded, and weights that change under the optimizer."""
+"""Saved and loaded state, and weights that are changed outside of the optimizer."""
 
 import copy
 
@@ -88,18 +88,18 @@ def check_other_layout() -> None:
 
 
 @PRECISIONS
-@pytest.mark.parametrize("told", [False, True])
-def test_loaded_weights_are_trained_on(pool: Pool, precision: Precision, told: bool) -> None:
-    pool.run(2, check_loaded_weights, precision, told)
+@pytest.mark.parametrize("refreshes", [False, True])
+def test_loaded_weights_are_trained_on(pool: Pool, precision: Precision, refreshes: bool) -> None:
+    pool.run(2, check_loaded_weights, precision, refreshes)
 
 
-def check_loaded_weights(precision: Precision, told: bool) -> None:
+def check_loaded_weights(precision: Precision, refreshes: bool) -> None:
     model = small_model()
     optimizer = shard(model, precision=precision)
     train(model, optimizer, range(2))
     loaded = {name: torch.full_like(weight, 0.25) for name, weight in weights_of(model).items()}
     model.load_state_dict(loaded)
-    if told:
+    if refreshes:
         optimizer.refresh_masters()
         assert_equal(
             optimizer.masters(), {name: each.float() for name, each in loaded.items()}, rtol=0, atol=0

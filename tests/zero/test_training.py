@@ -1,4 +1,4 @@
-"""Training equals plain torch: odd sizes, of which one rank's share may be nothing at all, groups, and optimizers."""
+"""Training equals plain torch: odd sizes, empty slices, groups, and optimizers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ADAMW = partial(torch.optim.AdamW, eps=1e-5)
 
 @dataclass(frozen=True, kw_only=True)
 class Odd:
-    """The shapes of a model's parameters; the optimizer and its groups by their indices; the bucket's size."""
+    """Shapes of a model's parameters; optimizer and groups by their indices; size of a bucket."""
 
     shapes: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
@@ -51,7 +51,7 @@ CASES = {
 
 
 class Odds(nn.Module):
-    """Parameters of any shape, all used; the loss differs with the seed."""
+    """Parameters of any shape, all used; the loss depends on the seed."""
 
     def __init__(self, case: Odd) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Odds(nn.Module):
 
 
 def build_optimizer(case: Odd, model: Odds) -> Optimizer:
-    """Every group with its own weight decay and learning rate."""
+    """Make an optimizer with its own weight decay and learning rate in every group."""
     return case.build(
         [
             {"params": [model.weights[index] for index in own], "lr": LR / (1 + at), "weight_decay": 0.1 * at}
@@ -85,7 +85,7 @@ def seed_of(step: int, rank: int, microbatch: int) -> int:
 
 
 def train_plainly(case: Odd) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
-    """Gradients and norms by step, and the weights at the end, of one process in the place of all ranks."""
+    """Train in one process on the batches of all ranks; return gradients and norms by step, and the final weights."""
     model = Odds(case)
     optimizer = build_optimizer(case, model)
     gradients, norms = [], []
@@ -155,7 +155,7 @@ def check_case(case: Odd, arguments: dict[str, Any]) -> None:
             assert optimizer.last_norm == pytest.approx(norms[step], rel=1e-5)
         optimizer.zero_grad()
     assert optimizer.skipped_steps == 1
-    # float32 sums in another order, and what AdamW (eps 1e-5) makes of them in four steps.
+    # The tolerance is for float32 sums in another order, amplified by four steps of AdamW (eps 1e-5).
     assert_equal(
         {name: each.detach() for name, each in model.named_parameters()}, weights, rtol=1e-5, atol=1e-3 * LR
     )
