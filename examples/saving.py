@@ -142,7 +142,7 @@ def resumed_records(load: Callable[..., Resumed | None], saving: Saving, num_ste
     if resumed is None:
         return []
     refuse(other_settings(saving.settings, resumed.user["settings"], resumed.path))
-    ended = "the run had ended" if resumed.step == num_steps else "going on"
+    ended = "the run had ended" if resumed.step == num_steps else "resuming"
     DistCoordinator().print_on_master(f"{ended} after step {resumed.step}/{num_steps}: {resumed.path}")
     return resumed.user["records"]
 

@@ -38,7 +38,7 @@ def test_every_option_of_the_plugin_is_a_flag_but_objects() -> None:
     }
 
 
-def test_flags_read_what_the_plugin_takes() -> None:
+def test_flags_read_values_of_all_kinds() -> None:
     words = "--tp_size 2 --max_norm 0.5 --num_layers_per_stage 3 1 --enable_flash_attention --pp_style zbv"
     assert command_line.given_options(parsed(*words.split())) == {
         "tp_size": 2,

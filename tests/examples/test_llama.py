@@ -96,7 +96,7 @@ def test_the_digest_follows_contents_and_settings(files: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_texts_are_bounded_and_always_the_same() -> None:
+def test_the_default_texts_are_bounded_and_reproducible() -> None:
     chosen, errors = data.library_files(200_000)
     assert errors == []
     assert 100_000 < sum(path.stat().st_size for path in chosen) <= 200_000

@@ -66,7 +66,7 @@ def test_a_run_that_was_stopped_twice_resumes_bit_for_bit(make: Make, pool: Pool
     words = (*trial.words, *layout, "--keep_last", "1", "--save_async")
     (status, reported), (second, _) = pool.run(2, signalled_here, PRETRAIN, 5, *words)
     assert (status, second) == (143, 143), reported
-    assert "going on after step 3/6" in reported
+    assert "resuming after step 3/6" in reported
     assert f"interrupted after step 5/6, which is saved in {trial.checkpoints}" in reported
     assert (trial.steps(), trial.records()) == ([5], expected[:5])
     trial.run(2, *layout, "--keep_last", "1")
@@ -177,7 +177,7 @@ def test_a_fine_tuning_resumes_bit_for_bit(
     reported = trial.run(num_processes)
     expected = trial.records()
     trial.forget_after(stop)
-    assert f"going on after step {stop}/8" in (again := trial.run(num_processes))
+    assert f"resuming after step {stop}/8" in (again := trial.run(num_processes))
     assert trial.records() == expected
     assert len(expected) == 8
     assert again.splitlines()[-1].rpartition(" ")[0] == reported.splitlines()[-1].rpartition(" ")[0]
@@ -192,7 +192,7 @@ def test_a_run_of_shardformer_alone_resumes(pool: Pool, tmp_path: Path, layout: 
     trial.run(2, "--tp_size", "2", "--save_model", str(model))
     expected = trial.records()
     trial.forget_after(4)
-    assert "going on after step 4/6" in trial.run(2, *layout.split())
+    assert "resuming after step 4/6" in trial.run(2, *layout.split())
     found = trial.records()
     assert found == expected or layout == "--tp_size 1"  # sums in another order
     for key in ("loss", "norm"):
@@ -245,5 +245,5 @@ def test_torchrun_is_stopped_and_started_again(
     assert saved % 20 == 0 if stopped == signal.SIGKILL else saved >= 50
     assert ("which is saved in" in rest) == (stopped != signal.SIGKILL)
     again = run(pool, PRETRAIN, *words, "--tp_size", "1", "--pp_size", "2", processes=2)
-    assert f"going on after step {saved}/120" in again
+    assert f"resuming after step {saved}/120" in again
     assert [record["step"] for record in records_of(log)] == list(range(1, 121))

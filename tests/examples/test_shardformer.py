@@ -21,7 +21,7 @@ def test_words_are_different_and_follow_the_seed() -> None:
     assert len(words.unique(dim=0)) == 300
 
 
-def test_a_sample_is_word_and_answer_with_labels_for_the_answer_alone() -> None:
+def test_a_sample_is_word_and_answer_with_labels_for_the_answer_only() -> None:
     words = torch.tensor([[0, 1, 25]])
     (sample,) = data.samples(words)
     assert data.spelled(sample["input_ids"]) == "abz.dec."

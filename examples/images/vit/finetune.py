@@ -16,7 +16,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from echelon import Booster
 
-sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
+sys.path.append(str(Path(__file__).parents[2]))  # modules that all examples share
 import digits
 import fine_tuning
 from evaluation import outputs_of, sums_over
