@@ -267,7 +267,7 @@ def test_other_bytes_than_the_formulas_are_reported(load: Callable[[str], Module
     assert memory.held_bytes([flat[:10], flat[50:], torch.zeros(5)]) == 4 * 105
 
 
-def test_live_bytes_are_of_what_was_made_and_is_still_there(load: Callable[[str], ModuleType]) -> None:
+def test_live_bytes_are_those_of_tensors_that_still_exist(load: Callable[[str], ModuleType]) -> None:
     live_bytes = load("live_bytes")
     before = torch.ones(1000)
     with live_bytes.LiveBytes() as live:

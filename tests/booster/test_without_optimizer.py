@@ -45,7 +45,7 @@ def evaluate_save_and_train(plugin: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_model_boosted_alone_is_evaluated_and_saved_and_refuses_a_backward(
+def test_a_model_boosted_without_an_optimizer_is_evaluated_and_saved_and_refuses_a_backward(
     pool: Pool, plugin: str, tmp_path: Path
 ) -> None:
     for reported in pool.run(2, evaluate_save_and_train, plugin, tmp_path):
@@ -72,7 +72,7 @@ def step_by_hand(plugin: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("plugin", AVERAGING)
-def test_torchs_own_wrappers_average_the_gradients_of_a_model_boosted_alone(pool: Pool, plugin: str) -> None:
+def test_torchs_wrappers_average_the_gradients_without_a_boosted_optimizer(pool: Pool, plugin: str) -> None:
     (expected,) = pool.run(1, step_by_hand, "replicas")
     for weights in pool.run(2, step_by_hand, plugin):
         torch.testing.assert_close(weights, expected)

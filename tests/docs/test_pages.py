@@ -126,12 +126,12 @@ def split_shapes() -> list[int]:
 
 
 @pytest.mark.slow  # the next test is quick
-def test_shardformer_alone_splits_over_the_world(pool: Pool) -> None:
+def test_shardformer_alone_shards_over_the_world(pool: Pool) -> None:
     assert pool.run(1, split_shapes) == [[90, 32, 3072]]
     assert pool.run(2, split_shapes) == [[64, 16, 1536]] * 2
 
 
-def test_shardformer_alone_trains_and_answers_on_two_ranks_as_on_one(pool: Pool, tmp_path: Path) -> None:
+def test_shardformer_alone_trains_and_answers_equally_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
     source = alone_script("shard_former.shard_dataset(")
     assert source.count("tensor_parallel_size=2") == 1
     one = source.replace("tensor_parallel_size=2", "tensor_parallel_size=1")
@@ -144,7 +144,7 @@ def test_shardformer_alone_trains_and_answers_on_two_ranks_as_on_one(pool: Pool,
 
 
 @pytest.mark.slow
-def test_scripts_of_shardformer_alone_start_their_process_groups_themselves(tmp_path: Path) -> None:
+def test_scripts_of_shardformer_alone_start_their_process_groups(tmp_path: Path) -> None:
     first, second = alone_script("shard_model(model, policy)"), alone_script("shard_former.shard_dataset(")
     run_script(first + ENDING, tmp_path, num_processes=None)
     run_script(first + ENDING, tmp_path, num_processes=2)

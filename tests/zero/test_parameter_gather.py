@@ -145,7 +145,7 @@ def check_returned() -> None:
     assert next(iter(vars(model[0])["_parameters"]._arrivals.values()))._work is not None  # still in flight
 
 
-def test_one_rank_alone_has_nothing_to_wait_for(pool: Pool) -> None:
+def test_a_single_rank_does_not_wait(pool: Pool) -> None:
     pool.run(1, check_single)
 
 
