@@ -304,27 +304,31 @@ class _Watch:
 
     def _end_if_stuck(self) -> None:
         """End the process if the rank that it waits for certainly failed; see [Note: end of a stuck process]."""
-        call, cause, now, patience = self._call, self._cause(), time.monotonic(), STUCK_SECONDS
+        call, cause, now = self._call, self._cause(), time.monotonic()
         is_certain = self._is_certain(cause)
         # A failure that was reported outside of calls is handled again in a call, once it is certain.
-        is_reported = cause is None or cause is self._reported or (is_certain and call is not None)
-        if cause is not None and not is_reported and now - cause.heard > patience and cause.kind != "left":
+        is_reported = cause is self._reported or (is_certain and call is not None)
+        if cause and not is_reported and now - cause.heard > STUCK_SECONDS and cause.kind != "left":
             self._reported = cause
             _say(f"{cause}; rank {self.rank} is {self.here} and may wait for it: see docs/cuda.md")
         if call is None:
             return
+        error, starts = (
+            call.unmatched,
+            list[float](),
+        )  # an end elsewhere may free nobody here: the earliest counts
         if cause is not None and is_certain:
-            error, since = self._failure(self.here.action or ""), max(call.entered, cause.heard)
-        elif call.unmatched is not None and now - call.since > BRIEF_SECONDS:
-            error, since = call.unmatched, call.since
+            error = self._failure(self.here.action or "")
+            starts.append(max(call.entered, cause.heard))
+        if call.unmatched is not None and now - call.since > BRIEF_SECONDS:
             # One process ends first; its connections close, which frees others.
-            patience += self.rank * 4 * INTERVAL_SECONDS
-        else:
+            starts.append(call.since + self.rank * 4 * INTERVAL_SECONDS)
+        if not starts:
             return
         if not call.is_reported:
             call.is_reported = True
             _say(str(error))
-        if now - since > patience:
+        if now - min(starts) > STUCK_SECONDS:
             if call.unmatched is not None:
                 self.fail(call.unmatched)
             _say(f"rank {self.rank} could not be freed and ends here")

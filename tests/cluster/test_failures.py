@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from echelon.cluster import failures
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.failures import naming_failures, start_watch, stop_watch
-from echelon.cluster.heartbeats import Event, HeartbeatStore
+from echelon.cluster.heartbeats import Call, Event, Heartbeat, HeartbeatStore
 
 from ..pool import Pool, RankDied
 
@@ -204,6 +204,21 @@ def test_a_process_that_cannot_be_freed_ends_itself(pool: Pool, capfd: pytest.Ca
     error = Pool.run_failing(pool, 2, wait_for_one_that_failed_and_lives)[0]
     assert isinstance(error, RankDied)
     assert "exit code 1" in str(error)
+
+
+def test_another_rank_that_ends_does_not_prolong_the_wait_in_a_call_without_end() -> None:
+    watch, now = object.__new__(failures._Watch), time.monotonic()
+    watch.rank, watch.here = 1, Heartbeat(beat=0, action="execute_pipeline", calls=7)
+    watch._heartbeats, watch._events = MagicMock(), [Event(rank=0, kind="gone")]
+    watch._store_is_lost, watch._own_errors, watch._reported = False, 0, None
+    since = now - failures.STUCK_SECONDS - 2 * failures.BRIEF_SECONDS
+    unmatched = RankFailure("rank 2 has another batch", 2)
+    watch._call = Call(thread_id=0, entered=since, is_reported=True, unmatched=unmatched, since=since)
+    with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
+        watch._end_if_stuck()  # rank 0 ended just now, and freed nobody here
+    watch._call.since = now  # found just now: others may be freed by the end of rank 0
+    with patch.object(os, "_exit", side_effect=AssertionError):
+        watch._end_if_stuck()
 
 
 @pytest.mark.slow
