@@ -47,8 +47,8 @@ def layers_to_compile(
     layers = model_layers(model, policy)
     if not layers:
         errors.append(
-            f"compile_layers=True, and nothing says which the layers of {type(model).__name__} are: it has no "
-            "GradientCheckpointingLayer of transformers, and there is no table for it. Give a policy with a stage_plan "
+            f"compile_layers=True, but the layers of a {type(model).__name__} are unknown: it has no "
+            "GradientCheckpointingLayer of transformers and no table. Give a policy with a stage_plan "
             "(custom_policy=...), or leave compile_layers out"
         )
     among = dict.fromkeys(layers or ())

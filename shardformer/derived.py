@@ -76,7 +76,7 @@ def derived_table(model: nn.Module) -> Table:
             f"plans for {stacks}" if stacks else "no base_model_tp_plan or base_model_pp_plan for its layers"
         )
         raise ValueError(
-            f"the config of a {type(model).__name__} has {given}, so transformers does not say how to split it"
+            f"the config of a {type(model).__name__} has {given}: no plan describes how to shard it"
         )
     (stack,) = stacks
     layers = list(base.get_submodule(stack).children())
@@ -106,7 +106,7 @@ def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mappi
     if not order:
         return ["transformers has no base_model_pp_plan for this model: use pp_size=1"]
     found = [
-        f"base_model_pp_plan does not say when {name} runs, which has parameters: use pp_size=1"
+        f"base_model_pp_plan does not name {name}, which has parameters: use pp_size=1"
         for name, child in base.named_children()
         if name not in order and any(True for _ in child.parameters())
     ]
@@ -117,13 +117,12 @@ def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mappi
     ]
     if returns_tuple(layer):
         found.append(
-            f"a {type(layer).__name__} hands on more than hidden states to the next, or its code does not tell: use "
-            "pp_size=1"
+            f"a {type(layer).__name__} may return more than hidden states to the next layer: use pp_size=1"
         )
     if further := tensor_inputs(layer):
         found.append(
-            f"a {type(layer).__name__} takes {', '.join(further)} besides hidden states, which a stage might not have: "
-            "use pp_size=1"
+            f"a {type(layer).__name__} takes {', '.join(further)} besides hidden states, which a later stage "
+            "may not have: use pp_size=1"
         )
     return found
 
@@ -197,7 +196,7 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
             continue
         if not path.startswith(stack):
             if path != plain.embedding:
-                errors.append(f"transformers' plan splits {path} ({style!r}), which is no layer")
+                errors.append(f"transformers' plan shards {path} ({style!r}), which is not a layer")
             continue
         pattern = re.compile(r"\d+".join(map(re.escape, path.removeprefix(stack).split("*"))))
         for name in filter(pattern.fullmatch, parts):
@@ -208,8 +207,8 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
                 fields.setdefault(_OF_MODULES[style], []).append(name)
             else:
                 errors.append(
-                    f"transformers' plan gives {name} ({type(thing).__name__}) the style {style!r}, which is not known "
-                    "here for it: write a table"
+                    f"transformers' plan gives {name} ({type(thing).__name__}) the style {style!r}, which "
+                    "Echelon does not support for it: write a table"
                 )
                 continue
             if style.startswith("packed"):
@@ -226,13 +225,13 @@ def _layer_errors(layer: nn.Module, table: Table) -> list[str]:
     """List errors of a layer whose regions do not coincide with the modules that contain sharded layers."""
     active = active_regions(layer, table)
     nested = [
-        f"{inner} works on split activations within {outer}, which does too: {_ADVICE}"
+        f"{inner} lies within {outer}, and both compute on sharded activations: {_ADVICE}"
         for inner in active
         for outer in active
         if inner != outer and is_within(inner, outer)
     ]
     alone = [
-        f"{row} is split by its inputs, and nothing beside it by its outputs: {_ADVICE}"
+        f"{row} is sharded by its inputs, but no layer beside it by its outputs: {_ADVICE}"
         for row in present(layer, table.row)
         if row.rpartition(".")[0] not in active
     ]
@@ -244,18 +243,28 @@ def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
     whole = _whole(layer, path, table)
     rows = [name for name in present(layer, table.row) if name.rpartition(".")[0] == path]
     own = [name for name, _ in module.named_parameters(recurse=False) if f"{path}.{name}" not in table.split]
-    found = [f"{path}.{name} is whole among split activations: {_ADVICE}" for name in own]
+    found = [
+        f"{path}.{name} is replicated, but the activations around it are sharded: {_ADVICE}" for name in own
+    ]
     further = tensor_inputs(module)
     if path in table.exits:
-        found += [f"{path}.{name} is whole among split experts: {_ADVICE}" for name in whole + rows]
+        found += [
+            f"{path}.{name} is replicated, but the experts around it are sharded: {_ADVICE}"
+            for name in whole + rows
+        ]
         is_known = len(further) <= 1 and takes_named_inputs(module)
         return found if is_known else [*found, f"{path} takes {further or 'inputs without names'}: {_ADVICE}"]
     if further:
         found.append(f"{path} takes {', '.join(further)} besides hidden states: {_ADVICE}")
     if counts := sorted(own_names(module) & _HEAD_COUNTS):
-        found.append(f"the code of {path} reads {', '.join(counts)}, of which a rank has a part: {_ADVICE}")
+        found.append(
+            f"the code of {path} reads {', '.join(counts)}, of which each rank has only a part: {_ADVICE}"
+        )
     if len(rows) != 1:
-        return [*found, f"{path} has split outputs, and {rows or 'no layer'} to end them: {_ADVICE}"]
+        return [
+            *found,
+            f"{path} has sharded activations, and {rows or 'no layer'} to sum them over the ranks: {_ADVICE}",
+        ]
     others = [name for name, _ in module.named_children() if f"{path}.{name}" != rows[0]]
     others = [name for name in others if any(True for _ in module.get_submodule(name).parameters())]
     error = exit_error(

@@ -74,8 +74,8 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
         for place, (what, advice) in enumerate(_OF_A_CALL):
             if differing := differing_ranks(found, place):
                 raise ValueError(
-                    f"{what} of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
-                    f"them compute one model: {advice}"
+                    f"{what} of rank(s) {differing} of the tensor axis differ from those of its first rank: "
+                    f"{advice}"
                 )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -100,8 +100,8 @@ def require_equal_inputs(
     found = gather_integers(own, group)
     if differing := differing_ranks(found):
         raise ValueError(
-            f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank, and all of them "
-            "compute one model: give them equal batches (booster.plugin.prepare_dataloader does)"
+            f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank: give all "
+            "ranks of this axis equal batches (booster.plugin.prepare_dataloader does)"
         )
     return found[0][1], any(flag for _, _, flag in found) or bool(differing_ranks(found, 1))
 
@@ -114,10 +114,11 @@ def _refuse_average(group: ProcessGroup) -> None:
     axis, averaged = (set(dist.get_process_group_ranks(each)) for each in (group, around.process_group))
     if len(axis & averaged) > 1:
         raise ValueError(
-            f"torch's DistributedDataParallel around this model gave the shards of one rank to all of "
-            f"{sorted(averaged)}, of which {sorted(axis & averaged)} hold different ones: build and split it anew and "
-            "leave it out (ShardConfig(data_parallel_size=...) averages over replicas), or give it the process_group "
-            "of ranks that hold equal shards. transformers' Trainer puts it around every model: train in a loop"
+            f"torch's DistributedDataParallel overwrote the shards of {sorted(averaged)} by one rank's, "
+            f"though {sorted(axis & averaged)} have different ones: build and shard the model anew without "
+            "it (ShardConfig(data_parallel_size=...) averages over replicas), or give it a process_group of "
+            "ranks with equal shards. transformers' Trainer wraps every model in it: train in a loop of your "
+            "own"
         )
 
 

@@ -57,7 +57,7 @@ class FusedKernels:
         rows = (
             (
                 self.flash_attention and self.xformers,
-                f"{flash} and enable_xformers=True both choose the attention: ask for one of them",
+                f"{flash} and enable_xformers=True both choose the attention kernel: give one of them",
             ),
             (
                 self.is_ring and self.flash_attention not in (False, True, SDPA, EAGER),
@@ -124,17 +124,15 @@ class FusedKernels:
             if unknown:
                 names = ", ".join(f"{count} × {name}" for name, count in unknown.items())
                 lines.append(
-                    f"enable_fused_normalization: of {kind} stay as they are: {names}; they compute otherwise than the "
-                    "fused kernels"
+                    f"enable_fused_normalization: norms of {kind} were not fused: {names}; the fused kernels "
+                    "do not compute the same"
                 )
             elif not fused:
-                lines.append(
-                    f"enable_fused_normalization: {kind} has no norms that are known here; nothing was fused"
-                )
+                lines.append(f"enable_fused_normalization: {kind} has no supported norms; nothing was fused")
         if self.jit and not compile_elementwise(model):
             lines.append(
-                f"enable_jit_fused: {kind} has no activation by a formula and no sum behind a dropout; nothing was "
-                "compiled"
+                f"enable_jit_fused: {kind} has no elementwise activation function and no dropout followed by "
+                "a sum; nothing was compiled"
             )
         self.route_loss(model, parallel_output=parallel_output)
         if not dist.is_initialized() or dist.get_rank() == 0:

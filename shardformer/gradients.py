@@ -186,7 +186,7 @@ def clip_grad_norm_(
         )
     if any(stage.bounds for stage in local_stages(model).values()):
         raise ValueError(
-            "this model is one stage of a pipeline, which is not the whole: clip by a booster's optimizer"
+            "this model has only one stage of a pipeline: clip its gradients by a booster's optimizer"
         )
     axes = axes_of(model)
     parameters = list(model.parameters())

@@ -153,8 +153,8 @@ class LayerSplit:
             if lacks(name) and not any(is_within(name, path) and lacks(path) for path in table.optional)
         ]
         return [
-            f"the table names {name!r} in a layer, which has no such module or parameter: correct the name, or call it "
-            "optional"
+            f"the table names {name!r} in a layer, which has no such module or parameter: correct the name, "
+            "or list it as optional"
             for name in missing
             if not any(is_within(name, other) and other != name for other in missing)
         ]
@@ -164,8 +164,8 @@ class LayerSplit:
         table, regions = self._table, active_regions(self.layer, self._table)
         known = (*table.column, *table.row, *table.split, *table.partial, *table.whole, *table.norms)
         return [
-            f"{name} works on split activations in the region {table.region_of(name)!r}, and the table does not name "
-            "it: name its module in column, row, norms or partial"
+            f"{name} computes on sharded activations in the region {table.region_of(name)!r}, but the table "
+            "does not name it: name its module in column, row, norms or partial"
             for name, _ in self.layer.named_parameters()
             if table.region_of(name) in regions and not is_any_within(name, known)
         ]
@@ -176,8 +176,8 @@ class LayerSplit:
         regions = active_regions(self.layer, table)
         linear = (*table.column, *table.row, *table.gathered, *table.scattered)
         return [
-            f"peft's {type(module).__qualname__} around {name} is not split with it: leave it out of target_modules, "
-            "target_parameters and modules_to_save, or use tp_size=1"
+            f"peft's {type(module).__qualname__} around {name} cannot be sharded: leave it out of "
+            "target_modules, target_parameters and modules_to_save, or use tp_size=1"
             for name, module in adapted(self.layer)
             if name not in linear
             and not is_any_within(name, table.whole)
@@ -190,7 +190,9 @@ class LayerSplit:
         if self._sequence is None:
             return []
         if "" in wholes:
-            return [f"the layer holds experts itself, which take tokens without their places: {INSTEAD}"]
+            return [
+                f"the layer itself contains experts, which take tokens without their positions: {INSTEAD}"
+            ]
         drops = (
             getattr(each, "p", 0) > 0
             for _, module in adapted(self.layer)
@@ -199,8 +201,8 @@ class LayerSplit:
         found = part_errors(self.layer, (*wholes, *active_regions(self.layer, table), *table.row))
         if any(drops):
             found.append(
-                "the ranks would drop different entries of one input of an adapter: use lora_dropout=0, or a "
-                "sequence_parallelism_mode on the sequence axis"
+                "lora_dropout above 0 would drop different entries of an adapter's input on each rank: use "
+                "lora_dropout=0, or a sequence_parallelism_mode on the sequence axis"
             )
         return found
 
@@ -364,7 +366,7 @@ class LayerSplit:
             count = heads.key_value
             sizes = [size for size in divisors(heads.query) if count % size == 0 or size % count == 0]
             raise ValueError(
-                f"{name}={count} neither divides tp_size={heads.ranks} nor is divided by it: use one of "
+                f"{name}={count} is neither a divisor nor a multiple of tp_size={heads.ranks}: use one of "
                 f"tp_size={sizes}"
             )
         return heads

@@ -72,7 +72,7 @@ class PipelineGradientCheckpointConfig:
             return []
         many = "each stage" if num_stages is None else f"each of {num_stages} stages"
         return [
-            f"num_ckpt_layers_per_stage={counts!r} must be a list of whole numbers of at least 0, one for {many}"
+            f"num_ckpt_layers_per_stage={counts!r} must be a list of integers of at least 0, one for {many}"
         ]
 
     def num_layers(self, stage: int, num_layers: int) -> int:
@@ -112,8 +112,8 @@ def recompute_errors(
         ]
         if other:
             found.append(
-                f"{other[0]} cannot be recomputed: it is no GradientCheckpointingLayer of transformers. Give "
-                "recompute_modules, or leave gradient_checkpoint_config out"
+                f"{other[0]} cannot be recomputed: it is not a GradientCheckpointingLayer of transformers. "
+                "Give recompute_modules, or leave gradient_checkpoint_config out"
             )
     return list(dict.fromkeys(found + _name_errors(_recomputed(layers, config), config)))
 
@@ -121,7 +121,10 @@ def recompute_errors(
 def _name_errors(layers: Sequence[nn.Module], config: PipelineGradientCheckpointConfig) -> list[str]:
     names = list(dict.fromkeys(path for layer in layers for path in _recomputable(layer)))
     return [
-        f"recompute_modules: no layer has a {each!r} that can be recomputed: use some of {', '.join(names)}"
+        (
+            f"recompute_modules: no layer has a {each!r} that can be recomputed: use one or more of "
+            f"{', '.join(names)}"
+        )
         for each in config.recompute_modules or ()
         if layers and each not in names
     ]

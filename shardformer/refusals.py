@@ -37,12 +37,12 @@ def given_errors(model: object) -> list[str]:
         return [f"a model is a torch.nn.Module, and this is a {type(model).__name__}: give the model itself"]
     if isinstance(model, OptimizedModule):
         return [
-            "the model is torch.compile's, whose parameters have other names: give the plain model, and call "
-            "model.compile() on what is returned"
+            "the model is wrapped by torch.compile, which renames its parameters: give the plain model, and "
+            "call model.compile() on the returned one"
         ]
     if is_taken(model):
         return [
-            "the model is already boosted, or ShardFormer has split it: give the plain transformers model, once"
+            "the model is already boosted, or sharded by ShardFormer: give the plain transformers model, once"
         ]
     named = chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, each in named if each.is_meta and not isinstance(each, LazyTensor)]
@@ -50,8 +50,8 @@ def given_errors(model: object) -> list[str]:
         return []
     several = f"and {len(empty) - 1} more of the model are" if len(empty) > 1 else "of the model is"
     return [
-        f"{empty[0]} {several} on the meta device, without values: build or "
-        "load the model in a LazyInitContext(), which knows how to make them, or on a device"
+        f"{empty[0]} {several} on the meta device, without values: build or load the model in a "
+        "LazyInitContext(), which can materialize them, or on a device"
     ]
 
 
@@ -61,7 +61,7 @@ def policy_errors(name: str, policy: object) -> list[str]:
         return []
     is_class = isinstance(policy, type) and issubclass(policy, (Policy, Table))
     given = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
-    advice = "give an object of it" if is_class else "leave it out for the table of the model's type"
+    advice = "give an instance of it" if is_class else "leave it out for the table of the model's type"
     return [f"{name} is {given} and must be a shardformer.Policy or a shardformer.Table: {advice}"]
 
 
@@ -118,8 +118,9 @@ class PartialState:
     def refuse_loading(self, module: nn.Module, *_: Any) -> NoReturn:
         """Raise RuntimeError for any state dict, of full tensors or of shards."""
         raise RuntimeError(
-            f"this rank has only a part of this {self._kind}, into which load_state_dict() puts no whole tensors: call "
-            "booster.load_model(model, path) on every rank, or load the plain model before it is split"
+            f"this rank has only a part of this {self._kind}, into which load_state_dict() cannot load full "
+            "tensors: call booster.load_model(model, path) on every rank, or load the plain model before it "
+            "is sharded"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartialState":
@@ -131,9 +132,10 @@ class PartialState:
     @property
     def _message(self) -> str:
         return (
-            f"this rank has only a part of this {self._kind}, which state_dict(), save_pretrained and torch.save would "
-            "write for the whole: call booster.save_model(model, path) or booster.save_checkpoint on every rank, for "
-            "adapters booster.save_lora_as_pretrained, and without a booster SplitCheckpoints.save_model"
+            f"this rank has only a part of this {self._kind}, so state_dict(), save_pretrained and "
+            "torch.save would write an incomplete one: call booster.save_model(model, path) or "
+            "booster.save_checkpoint on every rank, for adapters booster.save_lora_as_pretrained, and "
+            "without a booster SplitCheckpoints.save_model"
         )
 
 

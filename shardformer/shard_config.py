@@ -194,7 +194,7 @@ class ShardConfig(ShardOptions):
             ),
             *switch_errors(switches),
             *(
-                f"{name}={number!r} must be a whole number of at least 1"
+                f"{name}={number!r} must be an integer of at least 1"
                 for name, number in numbers.items()
                 if isinstance(number, bool) or not isinstance(number, int) or number < 1
             ),
@@ -208,8 +208,8 @@ class ShardConfig(ShardOptions):
             ranks = (set(dist.get_process_group_ranks(group)) for group in groups.values())
             if len(common := set.intersection(*ranks)) > 1:
                 found.append(
-                    f"tensor_parallel_process_group and data_parallel_process_group have the ranks {sorted(common)} in "
-                    "common, and a rank's shards would be averaged with others: two axes share this rank alone"
+                    "tensor_parallel_process_group and data_parallel_process_group have the ranks "
+                    f"{sorted(common)} in common: give groups that have only this rank in common"
                 )
         for axis, other in (_AXES, _AXES[::-1]):
             size, group = getattr(self, f"{axis}_size"), groups[axis]
@@ -238,18 +238,18 @@ class ShardConfig(ShardOptions):
         rows = (
             (
                 not self.enable_tensor_parallelism and tensor not in (None, 1),
-                f"tensor_parallel_size={tensor} asks for what enable_tensor_parallelism=False turns off: leave one of "
-                "them out",
+                f"tensor_parallel_size={tensor} needs tensor parallelism, which "
+                "enable_tensor_parallelism=False turns off: leave one of them out",
             ),
             (
                 gathers is not None and parallel == gathers,
-                f"parallel_output={parallel} and gather_output={gathers} contradict each other, since one leaves "
-                "logits split and the other gathers them: give one of them",
+                f"parallel_output={parallel} and gather_output={gathers} contradict each other (sharded or "
+                "gathered logits): give one of them",
             ),
             (
                 self.num_stages > 1 and has_data,
-                f"a data axis beside a pipeline of {self.num_stages} stages: no gradients are averaged there without a "
-                "booster, use HybridParallelPlugin",
+                f"a data axis with a pipeline of {self.num_stages} stages averages no gradients without a "
+                "booster: use HybridParallelPlugin",
             ),
         )
         return [message for is_wrong, message in rows if is_wrong]

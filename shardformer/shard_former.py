@@ -189,8 +189,8 @@ class ShardFormer:
 
 
 _NO_GROUPS = (
-    "sizes were given and there are no process groups yet: call ShardFormer.init_distributed() first, or give "
-    "ShardConfig the groups"
+    "sizes were given, but there are no process groups yet: call ShardFormer.init_distributed() first, or "
+    "give ShardConfig the groups"
 )
 
 
@@ -200,15 +200,15 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
         return [_NO_GROUPS]
     if config.sequence.is_on_sequence_axis:
         return [
-            f"sequence_parallelism_mode={config.sequence.mode!r} without a booster, where nobody takes the mean of "
-            "gradients over the sequence axis: use HybridParallelPlugin, or 'split_gather' or 'ring'"
+            f"sequence_parallelism_mode={config.sequence.mode!r} needs a booster, which averages gradients "
+            "over the sequence axis: use HybridParallelPlugin, or 'split_gather' or 'ring'"
         ]
     if errors := given_errors(model):
         return errors
     if is_of_peft(model):
         return [
-            f"the model is peft's {type(model).__name__}, whose layers have other names: give the transformers model "
-            "inside of it, get_base_model(), with its adapters"
+            f"the model is wrapped in peft's {type(model).__name__}, which renames its layers: give the "
+            "transformers model in it, get_base_model(), with its adapters"
         ]
     return []
 
@@ -244,7 +244,7 @@ def _adapter_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     if path is None or isinstance(policy, TablePolicy) or config.tensor_parallel_size == 1:
         return []
     return [
-        f"{path} has an adapter, and {type(policy).__name__} does not say how it is split: use a table "
+        f"{path} has an adapter, which {type(policy).__name__} cannot shard: use a table "
         "(echelon.shardformer.Table), or tp_size=1"
     ]
 
@@ -272,7 +272,10 @@ def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
             f"sequence parallelism needs a table, and {kind} has none: leave enable_sequence_parallelism and sp_size "
             f"out, {advice}"
             if sequences_alone
-            else f"no table says how to split {kind}, nor does transformers: use tp_size=1 and pp_size=1, {advice}"
+            else (
+                f"{kind} has neither a table nor a plan of transformers to shard it: use tp_size=1 and "
+                f"pp_size=1, {advice}"
+            )
         ) from None
 
 

@@ -265,7 +265,7 @@ def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> N
     split, plan = config.sequence_split, policy.stage_plan()
     if split is None:
         return
-    lack = "stage_plan, which says where its layers are" if plan is None else "regions that gather sequences"
+    lack = "stage_plan, which names its layers" if plan is None else "regions that gather sequences"
     if plan is None or (split.settings.is_on_tensor_axis and not policy.gathers_sequences):
         raise ValueError(
             f"sequence_parallelism_mode={split.settings.mode!r}: the {type(policy).__name__} of this "
@@ -283,8 +283,8 @@ def _apply_policy(
     if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
         errors.add(
             "",
-            f"the policy describes {', '.join(map(str, unknown))}, and the model has no module of that class; its "
-            f"classes are {', '.join(sorted(each.__name__ for each in classes))}",
+            f"the policy describes {', '.join(map(str, unknown))}, but the model has no module of that "
+            f"class; its classes are {', '.join(sorted(each.__name__ for each in classes))}",
         )
     marked: set[nn.Module] = set()
     # A list, because replacements add modules that must not be visited.
@@ -348,8 +348,9 @@ def _replaced(
     kind = replacement.target_module
     if group is None and isinstance(kind, type) and issubclass(kind, ParallelModule):
         raise ValueError(
-            f"the policy puts a {kind.__name__} in the place of {replacement.suffix!r}, and there is no tensor "
-            "axis (no group, or enable_tensor_parallelism=False): let module_policy ask for tensor_parallel_size"
+            f"the policy replaces {replacement.suffix!r} by a {kind.__name__}, but there is no tensor axis "
+            "(no group, or enable_tensor_parallelism=False): make module_policy depend on "
+            "tensor_parallel_size"
         )
     target = kind.from_native_module(native, group, **replacement.kwargs)
     if target is native:
@@ -375,8 +376,8 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
             for path in whole:
                 errors.add(
                     path,
-                    f"shares a weight with {split}, which is split, and would compute with a part of it: untie it, or "
-                    "use a policy that splits it too",
+                    f"shares a weight with {split}, which is sharded, but is not sharded itself: untie it, "
+                    "or use a policy that shards it too",
                 )
 
 

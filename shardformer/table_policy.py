@@ -66,9 +66,9 @@ class TablePolicy(Policy):
             table = tables[path] or table_for(part.config.model_type)
             if table is None:
                 errors.append(
-                    f"no table says how to split {path} of this {type(model).__name__} "
-                    f"(model_type={part.config.model_type!r}): write one and register it for this model type, or use "
-                    "tp_size=1 and pp_size=1"
+                    f"there is no table to shard {path} of this {type(model).__name__} "
+                    f"(model_type={part.config.model_type!r}): write one and register it for this model "
+                    "type, or use tp_size=1 and pp_size=1"
                 )
                 continue
             self._parts[path] = TablePolicy(table)
@@ -199,7 +199,7 @@ class TablePolicy(Policy):
                 names = sorted(kind.__name__ for kind in kinds)
                 self.errors.add(
                     join(prefix, stack),
-                    f"the layers are of several classes, {names}, and a table is for one: use tp_size=1",
+                    f"the layers are of several classes, {names}, but a table describes one: use tp_size=1",
                 )
             for path, layer in layers.items():
                 found[join(prefix, path)] = LayerSplit(
@@ -221,8 +221,8 @@ class TablePolicy(Policy):
             if getattr(config, name, needed) != needed:
                 self.errors.add(
                     prefix,
-                    f"{name}={getattr(config, name)!r} in the model's config does not go with tensor parallelism: use "
-                    f"{name}={needed!r} or tp_size=1",
+                    f"{name}={getattr(config, name)!r} in the model's config is not supported with tensor "
+                    f"parallelism: use {name}={needed!r} or tp_size=1",
                 )
         is_counted = self.table.column and not (self.table.attention or self.table.divide)
         for name in self.table.divisible if is_counted else ():
@@ -252,8 +252,8 @@ class TablePolicy(Policy):
             return
         if reads_weights(self.model):
             raise ValueError(
-                f"the forward of this {type(self.model).__name__} reads a weight itself (a fused loss does), and the "
-                "head's is split: use transformers' own forward, or tp_size=1"
+                f"the forward of this {type(self.model).__name__} reads a weight itself (a fused loss does), "
+                "but the head's weight is sharded: use transformers' own forward, or tp_size=1"
             )
         if scales_alone(self.model, name) and not self.shard_config.fused.takes_loss(self.model):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
@@ -264,8 +264,9 @@ class TablePolicy(Policy):
         found = next((each for each in self.table.stage if self._from_model(each.part) in self._parts), None)
         if found is None:
             raise ValueError(
-                f"this {type(self.model).__name__} has none of the parts {[each.part for each in self.table.stage]}, "
-                "whose layers a pipeline cuts: use a class that has one, or a policy of your own (custom_policy=...)"
+                f"this {type(self.model).__name__} has none of the parts "
+                f"{[each.part for each in self.table.stage]}, whose layers become pipeline stages: use a "
+                "class that has one, or a policy of your own (custom_policy=...)"
             )
         return found
 
@@ -316,8 +317,8 @@ def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any], *, sourc
     asked = kwargs.get("output_attentions")
     if getattr(model.config, "output_attentions", False) if asked is None else asked:
         raise ValueError(
-            f"output_attentions=True in {source} gives each rank the attention of its own heads alone: leave it out or "
-            "use tp_size=1"
+            f"output_attentions=True in {source} would return only the local heads' attention on each rank: "
+            "leave it out or use tp_size=1"
         )
 
 
@@ -371,8 +372,8 @@ def expert_width_errors(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -
             smaller = [str(size) for size in sizes if size < tp_size]
             found.setdefault(
                 width,
-                f"tp_size={tp_size} leaves {width // tp_size} of the {width} columns of {path} to a rank, and torch's "
-                f"grouped product takes rows of a multiple of {_ROW} bytes: "
+                f"tp_size={tp_size} gives each rank {width // tp_size} of the {width} columns of {path}, but "
+                f"torch's grouped_mm needs rows of a multiple of {_ROW} bytes: "
                 + (f"use tp_size={' or '.join(smaller)}, or call " if smaller else "call ")
                 + "model.set_experts_implementation('eager') before boost",
             )

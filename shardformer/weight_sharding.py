@@ -33,9 +33,8 @@ def weight_errors(*, wp_size: int, tp_size: int) -> list[str]:
     if wp_size == 1 or tp_size == 1:
         return []
     return [
-        f"wp_size={wp_size} with tp_size={tp_size}: weight parallelism shards whole weights, which tensor "
-        "parallelism has sharded already. Use tp_size=1, and sp_size with sequence_parallelism_mode='all_to_all' where "
-        "activations are too large"
+        f"wp_size={wp_size} does not combine with tp_size={tp_size}: use tp_size=1, and sp_size with "
+        "sequence_parallelism_mode='all_to_all' where activations are too large"
     ]
 
 
@@ -52,9 +51,9 @@ def plan_weight_sharding(
     layers = model_layers(model, policy)
     if layers is None:
         errors.append(
-            f"wp_size > 1 shares out weights inside of layers, and nothing says which those of {type(model).__name__} "
-            "are: it has no GradientCheckpointingLayer of transformers, and there is no table for it. Give a policy "
-            "with a stage_plan (custom_policy=...), or use wp_size=1"
+            f"wp_size > 1 shards weights inside layers, but the layers of a {type(model).__name__} are "
+            "unknown: it has no GradientCheckpointingLayer of transformers and no table. Give a policy with "
+            "a stage_plan (custom_policy=...), or use wp_size=1"
         )
         return None
     found = weight_model_errors(model, layers)
@@ -79,15 +78,15 @@ def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[s
     found += layer_drop_errors(
         {} if config is None else config.to_dict(),
         "the model's config",
-        who="the ranks that share out weights",
+        who="the ranks that share weights",
         instead="use wp_size=1",
     )
     if not linear:
         kinds = sorted({type(module).__name__ for layer in layers for module in layer.modules()})
         found.append(
-            "wp_size > 1 shares out the weights of nn.Linear and transformers' Conv1D in the model's layers, and there "
-            f"are none in its {len(layers)} layers (of {', '.join(kinds) or 'nothing'}): use wp_size=1, and "
-            "zero_stage to share out optimizer states and gradients"
+            "wp_size > 1 shards the weights of nn.Linear and transformers' Conv1D, but there are none in the "
+            f"model's {len(layers)} layers (of {', '.join(kinds) or 'nothing'}): use wp_size=1, and "
+            "zero_stage to shard optimizer states and gradients"
         )
     return found
 

@@ -64,8 +64,8 @@ def xformers_attention(
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
     if unknown := sorted(given - BESIDES):
         raise ValueError(
-            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, of which xFormers knows nothing and "
-            "which would silently be lost: leave enable_xformers out for this model"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which xFormers does not "
+            "support: leave enable_xformers out for this model"
         )
     ops = import_module("xformers.ops")
     groups = query.shape[1] // key.shape[1]
@@ -128,8 +128,8 @@ def torch_attention(
     """
     if backend == SDPBackend.FLASH_ATTENTION and attention_mask is not None and is_cuda(query.device):
         raise ValueError(
-            f"torch's flash kernel takes no mask, and {type(module).__name__} has one, for padding, packed texts or a "
-            f"window: use enable_flash_attention={SDPA_CUDNN!r}, {FLEX_ATTENTION!r} or {SDPA!r}"
+            f"torch's flash kernel supports no mask, but {type(module).__name__} has one, for padding, packed texts or "
+            f"a window: use enable_flash_attention={SDPA_CUDNN!r}, {FLEX_ATTENTION!r} or {SDPA!r}"
         )
     with sdpa_kernel(backend):
         found: tuple[Tensor, None] = AttentionInterface()[SDPA](
@@ -195,7 +195,7 @@ class Kernel:
             ),
             (
                 self.is_short and dtype not in (torch.float16, torch.bfloat16, None),
-                f"computes in 16 bits alone: use precision='bf16' or 'fp16', or {instead}",
+                f"computes only in 16 bits: use precision='bf16' or 'fp16', or {instead}",
             ),
             (
                 found is not None and found < self.capability,
@@ -279,8 +279,8 @@ def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
     parts = _parts(model)
     if not parts:
         return [
-            f"{option}: a {type(model).__name__} is no model of transformers, whose attention can be chosen: leave "
-            f"{option} out"
+            f"{option}: a {type(model).__name__} is not a transformers model, and its attention cannot be "
+            f"chosen: leave {option} out"
         ]
     return [
         f"{option}: {type(part).__name__}{f' ({path})' if path else ''} {reason}: {advice}leave {option} out"
@@ -332,24 +332,27 @@ def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
         if present & set(each.values()) and each.get(name) not in present
     ]
     if kernel.flag is not None and not getattr(part, kernel.flag):
-        yield f"cannot compute attention with {kernel.words}, as its class in transformers says", ""
+        yield f"cannot compute attention with {kernel.words}, according to its class in transformers", ""
     elif fixed:
         names = sorted(each.__name__ for each in present & set(fixed[0].values()))
         yield (
-            f"chose {', '.join(names)} when it was built, which is not {kernel.words}",
+            f"was built with {', '.join(names)}, which is not {kernel.words}",
             build if name in fixed[0] else "",
         )
     elif config._attn_implementation != name and not part._can_set_attn_implementation():
-        yield "takes its attention once and for all when it is built", build
+        yield "has the attention that was chosen when it was built, which cannot be changed", build
     if not kernel.caps and (caps := _settings(part, "attn", "softcap")):
-        yield f"caps its attention scores ({caps}), which {kernel.words} cannot", ""
+        yield f"caps its attention scores ({caps}), which {kernel.words} does not support", ""
     if not kernel.drops and (dropout := _settings(part, "att", "drop")):
-        yield f"drops attention ({dropout}), which {kernel.words} cannot", "set that to 0 in the config, or "
+        yield (
+            f"uses attention dropout ({dropout}), which {kernel.words} does not support",
+            "set that to 0 in the config, or ",
+        )
     if name in FLASH_PACKAGES and (lost := _lost_mask(part)):
         yield lost, ""
     if name != EAGER and getattr(config, "output_attentions", False):
         yield (
-            f"is to return attention weights, which {kernel.words} does not compute",
+            f"has output_attentions=True, but {kernel.words} does not compute",
             "set config.output_attentions=False, or ",
         )
 
@@ -366,14 +369,14 @@ def _lost_mask(part: PreTrainedModel) -> str | None:
     """Describe the mask of a sub-model that transformers drops with flash-attn; None where it drops none."""
     kind = part.config.model_type
     if kind in _BOTH_WAYS:
-        return "lets the tokens of an image see those behind them, which transformers drops with flash-attn"
+        return "lets the tokens of an image see later ones, which transformers ignores with flash-attn"
     if getattr(part.config, "alibi", False):
-        return "adds slopes of the heads to its scores (alibi=True), which it cannot with flash-attn"
+        return "adds ALiBi slopes to its scores (alibi=True), which flash-attn does not support"
     if "local" in getattr(part.config, "attention_layers", ()):
-        return "has layers that see the last tokens alone (attention_layers), which see all with flash-attn"
+        return "has layers with a local window (attention_layers), which transformers ignores with flash-attn"
     if part.config.is_encoder_decoder and kind not in _WHOLE_STATES:
         return (
-            "attends from its decoder to an encoder's states, where transformers with flash-attn takes the padding of "
-            "the states for that of the decoder's tokens"
+            "has a decoder with cross-attention, where transformers with flash-attn applies the decoder's "
+            "padding to the encoder's states"
         )
     return None

@@ -131,8 +131,8 @@ def liger_kernel() -> Any:
     # Before 0.5.3, which added HAS_WEIGHT, unused arguments may not be None; 0.3 rounds the label's gradient twice.
     if "HAS_WEIGHT" not in names or names - _LIGER_ARGUMENTS.keys():
         raise ImportError(
-            f"liger-kernel {version('liger-kernel')} has a cross entropy with arguments other than those of 0.5.3 to "
-            "0.8.5: install one of these releases, or uninstall it and torch computes the loss"
+            f"liger-kernel {version('liger-kernel')} has a cross entropy with other arguments than 0.5.3 to "
+            "0.8.5: install one of these releases, or uninstall it for torch's cross entropy"
         )
     return kernel
 
@@ -288,7 +288,7 @@ class UncomputedLogits(ShardedLogits):
 
     hidden_BSH: Tensor
     head: nn.Module
-    _part_of = "not computed, since the loss was taken from what enters the head"
+    _part_of = "not computed, since the loss was computed in chunks (enable_fused_loss)"
 
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V), with gradients. All-gather over the tensor axis if the head is sharded."""
@@ -324,13 +324,13 @@ def chunked_loss_errors(model: nn.Module) -> list[str]:
     """Return the reasons why a model's loss cannot be rerouted to the inputs of its head; empty if it can."""
     what, instead = f"the loss of {type(model).__name__}", "leave enable_fused_loss out"
     if not isinstance(model, PreTrainedModel) or not has_causal_loss(model):
-        return [f"{what} is not the causal one of transformers, by transformers' own forward: {instead}"]
+        return [f"{what} is not transformers' causal loss in transformers' own forward: {instead}"]
     head: Any = model.get_output_embeddings()
     path = next((name for name, module in model.named_modules() if module is head), None)
     if path is None or native_errors(head, nn.Linear, OwnLinear, VocabParallelLMHead1D):
-        return [f"{what} comes from a {type(head).__name__} and not from a plain nn.Linear: {instead}"]
+        return [f"{what} is computed by a {type(head).__name__} head, not a plain nn.Linear: {instead}"]
     if not scales_alone(model, path, hands_on=True):
-        return [f"{what} is one of logits that its forward scales, caps or uses otherwise: {instead}"]
+        return [f"{what} needs the logits, which its forward scales, caps or uses otherwise: {instead}"]
     return []
 
 

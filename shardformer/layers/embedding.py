@@ -66,7 +66,10 @@ def embedding_errors(native: nn.Embedding) -> list[str]:
     kinds = (nn.Embedding, type(native)) if is_scaled(native) else (nn.Embedding,)
     found = native_errors(native, *kinds)
     if needs_all_uses(native):
-        found.append("has max_norm, scale_grad_by_freq or sparse gradients, which need all of a row's uses")
+        found.append(
+            "has max_norm, scale_grad_by_freq or sparse gradients, which a sharded vocabulary does not "
+            "support"
+        )
     return found
 
 

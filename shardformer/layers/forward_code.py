@@ -60,7 +60,7 @@ def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | N
     if used := sorted(
         {node.attr for node in later if isinstance(node, ast.Attribute) and _is_own(node, others)}
     ):
-        return f"its forward uses {', '.join(used)} behind {name}"
+        return f"its forward uses {', '.join(used)} after {name}"
     return None
 
 
@@ -162,14 +162,17 @@ def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
     kind = type(layer).__name__
     found = []
     if size := getattr(layer, "chunk_size_feed_forward", 0):
-        found.append(f"{kind} has chunk_size_feed_forward={size}, which cuts sequences too: set it to 0")
+        found.append(
+            f"{kind} has chunk_size_feed_forward={size}, which chunks the sharded sequences again: set it to "
+            "0"
+        )
     for name, module in layer.named_modules():
         if any(is_within(name, path) for path in apart):
             continue
         where = f"{kind}.{name}" if name else kind
         if list(module.children()):
             if code := _mixing(module):
-                found.append(f"the code of {where} {code}, and may know of the whole sequence: {INSTEAD}")
+                found.append(f"the code of {where} {code}, and may depend on the full sequence: {INSTEAD}")
         elif not is_by_position(module):
             found.append(f"{where} is a {type(module).__name__}, which may mix positions: {INSTEAD}")
     return found

@@ -78,8 +78,8 @@ class ShardedLinear(ParallelModule):
         """
         if not x_BSI.is_meta and torch.is_autocast_enabled(x_BSI.device.type):  # meta has no autocast
             raise RuntimeError(
-                "a weight-parallel layer computes in the format of its weight and was called under torch.autocast: "
-                "leave autocast out and give the plugin precision='bf16' or 'fp16'"
+                "a layer with sharded weights (wp_size > 1) was called under torch.autocast: leave autocast "
+                "out and give the plugin precision='bf16' or 'fp16'"
             )
         if x_BSI.is_meta:  # a stage infers the shape of another stage's output
             return x_BSI.new_empty(*x_BSI.shape[:-1], self.out_features)

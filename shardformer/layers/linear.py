@@ -161,7 +161,8 @@ class Linear1D_Col(_SplitLinear):
         shard = shard_of(self.weight, self.output_dim, process_group, **cut)
         if gather_output and (shard.replicas > 1 or len(shard.blocks) > 1):
             raise ValueError(
-                "gather_output is for outputs of one block without replicas: gather what follows instead"
+                "gather_output=True is for layers whose output is a single block without replicas: gather "
+                "the output of a later layer instead"
             )
         self.gather_output = gather_output
         self.reduce_input_gradient = reduce_input_gradient

@@ -82,8 +82,8 @@ def _require_plain(module: Any) -> None:
     if module.lora_variant:
         kinds = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
         raise ValueError(
-            f"LoRA of a kind that is not split ({', '.join(kinds)}): use plain LoRA (use_dora=False and the like), or "
-            "tp_size=1"
+            f"LoRA of a kind that cannot be sharded ({', '.join(kinds)}): use plain LoRA (use_dora=False and "
+            "the like), or tp_size=1"
         )
     if module.merged:
         raise ValueError("the adapter is merged into the weight: call unmerge_adapter() before booster.boost")

@@ -135,7 +135,7 @@ class VocabParallelLogits(ShardedLogits):
 
     local: Tensor
     head: VocabParallelLMHead1D
-    _part_of = "split over the vocabulary"
+    _part_of = "sharded over the vocabulary"
 
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V). One all-gather: every rank of the tensor axis must call."""

@@ -37,7 +37,7 @@ def norm_errors(native: nn.Module) -> list[str]:
     with torch.no_grad():
         if torch.allclose(trial(x_BH), expected_BH, rtol=1e-5, atol=1e-6):
             return []
-    return [f"computes something else than weight * x / sqrt(mean(x²) + {epsilon}): use tp_size=1"]
+    return [f"does not compute weight * x / sqrt(mean(x²) + {epsilon}): use tp_size=1"]
 
 
 class SplitRMSNorm(ParallelModule):

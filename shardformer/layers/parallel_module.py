@@ -111,21 +111,22 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     if type(module) not in kinds:
         known = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         return [
-            f"is a {type(module).__module__}.{type(module).__qualname__} and not a plain {known}: what it does of its "
-            "own would be lost. Split the plain model, or write a policy that knows this class"
+            f"is a {type(module).__module__}.{type(module).__qualname__}, not a plain {known}, and its "
+            "additional behaviour would be lost: shard the plain model, or write a policy that supports this "
+            "class"
         ]
     found = []
     hooks = [hook for name in AROUND_FORWARD for hook in getattr(module, name).values()]
     taken_over = _own_hooks(module) if isinstance(module, nn.Embedding) else []
     if "forward" in vars(module) or len(hooks) > len(taken_over):
         found.append(
-            "has hooks or a forward of its own, which would be lost: register them after the model is split"
+            "has hooks or a replaced forward, which would be lost: register them after the model is sharded"
         )
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) not in (Parameter, LazyTensor) or not parameter.is_floating_point():
             found.append(
-                f"has a {name} of {type(parameter).__name__} in {parameter.dtype}, which cannot be cut: quantize or "
-                "distribute the model after it is split, or not at all"
+                f"has a {name} of {type(parameter).__name__} in {parameter.dtype}, which cannot be sharded: "
+                "quantize or distribute the model after it is sharded, or not at all"
             )
     return found
 

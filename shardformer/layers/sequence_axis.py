@@ -97,7 +97,7 @@ class SequenceAxis:
 
     def __init__(self, group: dist.ProcessGroup, order: SequenceOrder, rings: Rings | None = None) -> None:
         if order.size != group.size():
-            raise AssertionError(f"an order for {order.size} ranks and a group of {group.size()}")
+            raise AssertionError(f"the order is for {order.size} ranks, but the group has {group.size()}")
         self.group, self.order, self.length = group, order, 0
         self.rings: Rings = rings or (group,)
         self.ends_whole = True

@@ -43,7 +43,7 @@ class RegionSequence:
 
     def __post_init__(self) -> None:
         if self.axis.order.is_zigzag:
-            raise AssertionError("regions gather sequences whose parts are of one stretch")
+            raise AssertionError("regions gather only sequences whose shards are contiguous")
 
     def begin_whole(self, part_BsH: Tensor, length: int) -> InFlight[Tensor]:
         """Start to gather a sequence of this length (B, S, H). One all-gather."""
@@ -83,9 +83,9 @@ class RegionSequence:
         """
         if part_BsH.ndim != 3 or part_BsH.shape[1] != self.axis.part_length:
             raise ValueError(
-                f"a layer's region is given {tuple(part_BsH.shape)}, where a rank's part of a sequence of "
-                f"{self.axis.length} is (batch, {self.axis.part_length}, width): train this model without "
-                "enable_sequence_parallelism"
+                f"a layer received an input of shape {tuple(part_BsH.shape)}, but a rank's shard of a "
+                f"sequence of {self.axis.length} is (batch, {self.axis.part_length}, width): train this "
+                "model without enable_sequence_parallelism"
             )
         return self.axis.length
 

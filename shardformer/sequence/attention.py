@@ -29,7 +29,10 @@ from .ulysses import attend_by_heads
 
 ALL_TO_ALL, RING = "all_to_all", "ring_attn"
 
-_UNSHARDED = "under 'ring_attn' only layers whose sequences are sharded may: use sequence_parallelism_mode='all_to_all'"
+_UNSHARDED = (
+    "under 'ring_attn' this is supported only in layers whose sequences are sharded: use "
+    "sequence_parallelism_mode='all_to_all'"
+)
 
 # Arguments of attention, and others that models pass to it: these repeat the mask, or do not concern attention.
 _SETTINGS = frozenset(("scaling", "dropout", "is_causal", "softcap"))
@@ -154,8 +157,9 @@ def ring_attention_of(
     _check_known(module, kwargs, RING)
     if is_eager and isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
         raise ValueError(
-            f"a boolean attention mask of {tuple(attention_mask.shape)}, which eager attention adds to the scores as 0 "
-            "and 1: give one of (batch, sequence), numbers that are added, or attn_implementation='sdpa'"
+            f"a boolean attention mask of {tuple(attention_mask.shape)}, but eager attention would add it to "
+            "the scores as 0 and 1: give a mask of (batch, sequence), an additive one of floating-point "
+            "numbers, or attn_implementation='sdpa'"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     axis = axis_of(module)
@@ -225,8 +229,8 @@ def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
     )
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, of which that of "
-            f"sequence_parallelism_mode={mode!r} knows nothing and which would silently be lost: {INSTEAD}"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which "
+            f"sequence_parallelism_mode={mode!r} does not support: {INSTEAD}"
         )
 
 
@@ -309,7 +313,10 @@ def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.M
     parts = models_around(model, lambda module: id(module) in wanted)
     if not parts:
         return [
-            f"{type(model).__name__} is no model of transformers, whose attention can be chosen: {INSTEAD}"
+            (
+                f"{type(model).__name__} is not a transformers model, and its attention cannot be chosen: "
+                f"{INSTEAD}"
+            )
         ]
     reasons = [reason for part in parts for reason in _part_reasons(part)]
     reasons = reasons or [reason for layer in layers for reason in _layer_reasons(layer, mode)]
@@ -320,13 +327,13 @@ def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
     name, config = type(part).__name__, part.config
     kernel = config._attn_implementation
     if kernel not in KERNELS:
-        yield f"{name} computes attention by {kernel!r}, and it can be one of {', '.join(KERNELS)}"
+        yield f"{name} computes attention by {kernel!r}, but it must be one of {', '.join(KERNELS)}"
     if not part._can_set_attn_implementation():
-        yield f"{name} takes its attention once and for all when it is built"
+        yield f"{name} has the attention that was chosen when it was built, which cannot be changed"
     if config.is_encoder_decoder:
-        yield f"{name} has a decoder that attends to another sequence than its own"
+        yield f"{name} has a decoder with cross-attention"
     if kernel == EAGER and getattr(config, "reorder_and_upcast_attn", False):
-        yield f"{name} computes attention of its own (config.reorder_and_upcast_attn)"
+        yield f"{name} computes attention by its own code (config.reorder_and_upcast_attn)"
 
 
 def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
@@ -335,14 +342,14 @@ def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
     inside = {id(each) for attention in attentions for each in attention.modules()}
     mixers = [each for each in layer.modules() if _is_mixer(each, inside)]
     for name in dict.fromkeys(type(each).__name__ for each in mixers):
-        yield f"{kind} mixes positions by {name}, which sees those of one rank alone"
+        yield f"{kind} mixes positions by {name}, which would see only those of one rank"
     if not attentions and not mixers:
         yield f"{kind} computes no attention through transformers' AttentionInterface"
     for path, module in layer.named_modules():
         if _CROSS.search(path.rpartition(".")[2]) and any(map(_is_attention, module.modules())):
-            yield f"{kind} attends to another sequence than its own ({path})"
+            yield f"{kind} has cross-attention ({path})"
         if "arange(" in _code(type(module)) and module not in mixers:
-            yield f"{type(module).__name__} counts positions by itself, and would count those of one rank alone"
+            yield f"{type(module).__name__} computes positions itself, and would compute only those of one rank"
     for attention in attentions:
         yield from _argument_reasons(attention, mode)
 
@@ -365,11 +372,14 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
     others = set(_DEFAULT.findall(code)) - {"eager_attention_forward"}
     config: Any = attention.config
     if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
-        yield f"{name} computes attention by {', '.join(sorted(others))}, which cannot be found by that name"
+        yield (
+            f"{name} computes attention by {', '.join(sorted(others))}, not by eager_attention_forward, and "
+            "cannot be replaced"
+        )
     if _READS_MASK.search(code):
-        yield f"{name} computes with the mask itself, which is that of the whole sequence"
+        yield f"{name} uses the mask in its own code, but the mask is for the full sequence"
     if unknown := sorted(given - known):
-        yield f"{name} hands {', '.join(unknown)} to its attention, of which {mode!r} knows nothing"
+        yield f"{name} passes {', '.join(unknown)} to its attention, which {mode!r} does not support"
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -97,11 +97,11 @@ class PartTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Raise AssertionError: the placeholder has no values."""
-        raise AssertionError(f"{func} was given a part for the whole of a sequence")
+        raise AssertionError(f"{func} was given a placeholder of a full sequence")
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
-    raise AssertionError("a gradient of a whole sequence came to what stands for it, and would be lost")
+    raise AssertionError("the placeholder of a full sequence received a gradient, which would be lost")
 
 
 # Rotary types whose frequencies do not depend on the largest position of a call.
@@ -177,7 +177,7 @@ class PartsAlone:
         def stand_in(place: int, part: Tensor) -> PartTensor:
             if part.shape[DIM] * self._axis.order.size != self._axis.order.padded(length):
                 raise AssertionError(
-                    f"{type(module).__name__} made {tuple(part.shape)} of a part of {length}"
+                    f"{type(module).__name__} returned {tuple(part.shape)} for a shard of length {length}"
                 )
             return PartTensor(
                 self._without_padding(part, length), length=length, make_whole=lambda: make_all()[place]

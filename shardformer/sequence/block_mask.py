@@ -267,8 +267,8 @@ def block_mask(
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     if int(q_offset) or int(kv_offset):
         raise ValueError(
-            f"queries begin at position {int(q_offset)} and keys at {int(kv_offset)}: ring attention computes whole "
-            "sequences, without a cache of keys: pass use_cache=False"
+            f"queries begin at position {int(q_offset)} and keys at {int(kv_offset)}: ring attention "
+            "supports no key-value cache, so pass use_cache=False"
         )
     if local_size is None or kv_length < local_size:  # no window, or one that covers the sequence
         if allow_is_causal_skip:
@@ -344,12 +344,12 @@ def _given_errors(mask: Tensor, length: int) -> list[str]:
         )
     elif mask.is_floating_point() and not bool((mask.amax(-1) > _HIDING).all()):
         found.append(
-            f"an attention mask of numbers that all hide, down to {mask.amin():.4g}, in some of its rows: give a mask "
-            f"of (batch, {length}), 0 at padding, or let each query see a key"
+            f"the additive attention mask hides all keys in some rows, down to {mask.amin():.4g}: give a "
+            f"mask of (batch, {length}), 0 at padding, or let each query see a key"
         )
     if mask.requires_grad:
         found.append(
-            "an attention mask that takes gradients: ring attention gives it none; use "
+            "the attention mask requires gradients, which ring attention does not compute: use "
             "sequence_parallelism_mode='all_to_all'"
         )
     return found

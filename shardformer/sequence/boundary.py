@@ -95,9 +95,9 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
     """List reasons why the layers of a model cannot compute on sequence shards; empty if they can."""
     kind, option = type(model).__name__, f"sequence_parallelism_mode={split.settings.mode!r}"
     reasons = {
-        f"the layers of {kind} work on windows of an image, and no sequence goes through all of them": plan.between,
-        f"the layers of {kind} run several times each, and the first run is like the others": plan.applied,
-        f"{kind} reads the outputs of all layers, which are parts": plan.collects(model),
+        f"the layers of {kind} compute on windows of an image, not on one sequence": plan.between,
+        f"the layers of {kind} run several times each": plan.applied,
+        f"{kind} reads the outputs of all layers, which would be sharded": plan.collects(model),
     }
     found = [
         f"{option}: {reason}: leave enable_sequence_parallelism out"
@@ -105,8 +105,8 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
         if holds
     ]
     found += [
-        f"{option}: {name}=True in {source} collects what layers compute, which are parts: set it to False, or leave "
-        "enable_sequence_parallelism out"
+        f"{option}: {name}=True in {source} collects the outputs of layers, which would be sharded: set it "
+        "to False, or leave enable_sequence_parallelism out"
         for source, settings in settings_of(model).items()
         for name in COLLECTING
         if settings.get(name)
@@ -120,8 +120,9 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
     heads = -(-getattr(getattr(model, "config", None), "num_attention_heads", 0) // split.tp_size)
     if mode == ALL_TO_ALL and 1 <= heads < size:
         found.append(
-            f"sp_size={size} is more than the {heads} attention heads that a rank has, which all_to_all shards: use "
-            f"sp_size={heads} or less, a smaller tp_size, or sequence_parallelism_mode='ring_attn'"
+            f"sp_size={size} is more than the {heads} attention heads of a rank, over which all_to_all "
+            f"shards: use sp_size={heads} or less, a smaller tp_size, or "
+            "sequence_parallelism_mode='ring_attn'"
         )
     return [f"{option}: {error}" for error in dict.fromkeys(found)]
 
@@ -142,8 +143,9 @@ def _without_cache(
     given = argument(model, args, kwargs, "past_key_values")
     if argument(model, args, kwargs, "use_cache") or not isinstance(given, (EmptyCache, NoneType)):
         raise ValueError(
-            "use_cache=True, as in generate(), under a sequence_parallelism_mode of the sequence axis, where each rank "
-            "would keep the keys and values of a part: save the model, and generate with it in one process or under tp"
+            "use_cache=True, as in generate(), is not supported by 'all_to_all' and 'ring_attn', where each "
+            "rank has the keys and values of its shard: save the model, and generate with it in one process "
+            "or under tp"
         )
     if is_flash_ring and depends_on_cache(model, args, kwargs):
         # Flash attention separates packed texts in batches of one row, with or without a cache.
@@ -164,8 +166,8 @@ def _refuse_collecting(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         asked = kwargs.get(name)
         if getattr(getattr(model, "config", None), name, False) if asked is None else asked:
             raise ValueError(
-                f"{name}=True in this call returns what the layers compute, which under sequence parallelism is a part "
-                "of the sequence on each rank: leave it out"
+                f"{name}=True in this call returns the outputs of layers, which sequence parallelism shards "
+                "over the ranks: leave it out"
             )
 
 
@@ -194,9 +196,9 @@ class Boundary:
             hidden = inputs[name := first_tensor(inputs)]
             if hidden.ndim != _DIM + 2:
                 raise ValueError(
-                    "sequence parallelism takes hidden states of (batch, sequence, width), and a "
-                    f"{type(module).__name__} is given {tuple(hidden.shape)}: leave "
-                    "enable_sequence_parallelism out for this model"
+                    f"a {type(module).__name__} received hidden states of shape {tuple(hidden.shape)}, but "
+                    "sequence parallelism needs (batch, sequence, width): leave enable_sequence_parallelism "
+                    "out for this model"
                 )
             self.axis.length = hidden.shape[_DIM]
             part = hidden.part if isinstance(hidden, PartTensor) and is_local else None
@@ -241,8 +243,9 @@ class Boundary:
             return tree_map_only(Tensor, lambda x: self._part(x, _BY_POSITION[name]), value)
         if name not in _WHOLE and isinstance(value, Tensor) and self.axis.length in value.shape:
             raise ValueError(
-                f"{type(layer).__name__} is given {name} of {tuple(value.shape)}, and nothing says how a sequence of "
-                f"{self.axis.length} is cut in it: use sequence_parallelism_mode='split_gather' for this model"
+                f"{type(layer).__name__} received {name} of shape {tuple(value.shape)}, whose dimension of "
+                f"the sequence (length {self.axis.length}) is unknown: use "
+                "sequence_parallelism_mode='split_gather' for this model"
             )
         return value
 

@@ -98,8 +98,8 @@ class SequenceParallelism:
             ),
             (
                 inner is not None and is_ring and not (is_number and sp_size % inner == 0),
-                f"inner_ring_size={inner!r} must be a whole number that divides sp_size={sp_size}, the ranks of a node "
-                "for example",
+                f"inner_ring_size={inner!r} must be an integer that divides sp_size={sp_size}, for example "
+                "the number of ranks of a node",
             ),
         ]
         for name, value in switches.items():
@@ -107,7 +107,7 @@ class SequenceParallelism:
                 (not isinstance(value, bool), f"{name}={value!r} must be True or False"),
                 (
                     bool(value) and not is_tensor,
-                    f"{name}=True with {option}, which gathers nothing: leave it out",
+                    f"{name}=True with {option}, which gathers no sequences: leave it out",
                 ),
             ]
         return [error for holds, error in rows if holds]
@@ -145,7 +145,7 @@ def double_ring(mesh: ParallelMesh, inner_ring_size: int | None) -> Rings | None
         return None
     assert inner_ring_size is not None
     if size % inner_ring_size:
-        raise AssertionError(f"inner rings of {inner_ring_size} on {size} ranks")
+        raise AssertionError(f"inner_ring_size={inner_ring_size} does not divide {size} ranks")
     neighbours = [range(each, each + inner_ring_size) for each in range(0, size, inner_ring_size)]
     inner = mesh.subgroup("sp", neighbours)
     outer = mesh.subgroup("sp", [range(each, size, inner_ring_size) for each in range(inner_ring_size)])

@@ -25,7 +25,7 @@ class SequenceParallelLogits(ShardedLogits):
     part: Tensor | ShardedLogits
     axis: SequenceAxis
     length: int
-    _part_of = "of a part of the sequence on each rank"
+    _part_of = "sharded over the sequence"
 
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis."""

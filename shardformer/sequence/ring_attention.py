@@ -265,8 +265,8 @@ def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
         return BlockMask(function, (length, length))
     if mask.lengths != (length, length):
         raise ValueError(
-            f"a mask for {mask.lengths[0]} queries and {mask.lengths[1]} keys for a sequence of {length}: ring "
-            "attention is that of a sequence to itself, without a cache of keys (use_cache=False)"
+            f"a mask for {mask.lengths[0]} queries and {mask.lengths[1]} keys for a sequence of {length}: "
+            "ring attention supports only self-attention without a key-value cache (use_cache=False)"
         )
     return mask
 
@@ -275,8 +275,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> None:
     own = axis.part_length
     if not q.shape[2] == k.shape[2] == v.shape[2] == own:
         raise AssertionError(
-            f"parts of {q.shape[2]} queries, {k.shape[2]} keys and {v.shape[2]} values: of a sequence of {axis.length} "
-            f"on {axis.order.size} ranks each holds {own}"
+            f"got {q.shape[2]} queries, {k.shape[2]} keys and {v.shape[2]} values: of a sequence of "
+            f"{axis.length} on {axis.order.size} ranks each rank has {own}"
         )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise AssertionError(f"{k.shape[1]} heads of keys, {v.shape[1]} of values, {q.shape[1]} of queries")

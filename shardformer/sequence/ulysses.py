@@ -137,13 +137,13 @@ def attend_by_heads(
 
 def _check(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) -> None:
     if axis.order.is_zigzag:
-        raise AssertionError("all-to-all puts parts side by side: each must be one stretch of the sequence")
+        raise AssertionError("all-to-all concatenates shards: each must be contiguous in the sequence")
     own = axis.part_length
     if query.shape[2] != own or key.shape[2] != own:
         raise ValueError(
-            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, where this rank holds "
-            f"{own} of a sequence of {axis.length}: attention to other sequences or to a cache cannot be split over "
-            "ranks: use a sequence_parallelism_mode of the tensor axis, 'split_gather' or 'ring'"
+            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, but this "
+            f"rank has {own} of a sequence of {axis.length}: for cross-attention or a key-value cache use a "
+            "sequence_parallelism_mode of the tensor axis, 'split_gather' or 'ring'"
         )
 
 

@@ -140,13 +140,13 @@ class Heads:
         width = features // (self.query + 2 * self.key_value)
         if width % self.replicas:
             raise ValueError(
-                f"{self.replicas} ranks would share a key-value head of width {width}, which is not divisible by "
-                f"{self.replicas}: use a smaller tp_size"
+                f"a key-value head of width {width} is not divisible by the {self.replicas} ranks that share "
+                "it: use a smaller tp_size"
             )
         if order is HeadOrder.BY_KIND and self.padded_group != self.group:
             raise ValueError(
-                f"{self.replicas} ranks would share the {self.group} query heads of a key-value head, which is not "
-                f"divisible by {self.replicas}: use a smaller tp_size"
+                f"the {self.group} query heads of a key-value head are not divisible by the {self.replicas} "
+                "ranks that share it: use a smaller tp_size"
             )
         return width
 

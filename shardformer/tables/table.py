@@ -186,20 +186,26 @@ class Table:
         subsets["divisors"] = (self.divisors, "divide", self.divide)
         return [
             *(
-                f"{kind} {name!r} lies in none of the regions {list(self.regions)}: its input's gradient would be a "
-                "part on each rank"
+                f"{kind} {name!r} lies in none of the regions {list(self.regions)}: list its module as a "
+                "region, or the gradient of its input would be incomplete"
                 for kind in ("column", "split", "partial", "norms", "whole")
                 for name in getattr(self, kind)
                 if self.region_of(name) is None
             ),
             *(
-                f"{kind} {name!r} lies in the region {self.region_of(name)!r}, whose activations are split"
+                (
+                    f"{kind} {name!r} lies in the region {self.region_of(name)!r}, whose activations are "
+                    f"sharded: only layers outside of regions may be {kind}"
+                )
                 for kind in ("gathered", "scattered", "biases")
                 for name in getattr(self, kind)
                 if self.region_of(name) is not None
             ),
             *(
-                f"region {name!r} is in row: such a layer ends a region, and its input is split already"
+                (
+                    f"region {name!r} is also in row, but a row-parallel layer ends a region: remove it from one "
+                    "of them"
+                )
                 for name in self.regions
                 if name in self.row
             ),
@@ -210,7 +216,10 @@ class Table:
                 if name not in allowed
             ),
             *(
-                f"optional {path!r} is no module or parameter that the table names, and none of those lies below it"
+                (
+                    f"optional {path!r} is not the path of a module or parameter that the table names, nor a "
+                    "parent of one"
+                )
                 for path in self.optional
                 if not any(is_within(name, path) for name in (*self.modules, *self.split))
             ),
@@ -222,12 +231,12 @@ class Table:
         if isinstance(self.stage, StagePlan):
             return []
         found = [
-            f"stage names the part {stages.part!r}, and the parts are {list(self.parts)}"
+            f"stage names the part {stages.part!r}, but the parts are {list(self.parts)}"
             for stages in self.stage
             if stages.part not in self.parts
         ]
         found += [
-            f"{kind} names modules of layers, and a table of parts has none of its own: name them in a part's"
+            f"{kind} names modules of layers, but this table has only parts: name them in a part's table"
             for kind in ("regions", "column", "row")
             if getattr(self, kind)
         ]

@@ -47,11 +47,11 @@ def refuse_what_torch_compile_returned() -> None:
         compiled = torch.compile(CHOICE.build(), **HOW)
         with (
             named(name),
-            pytest.raises(ValueError, match=r"the model is torch\.compile's, whose parameters have"),
+            pytest.raises(ValueError, match=r"the model is wrapped by torch\.compile, which renames"),
         ):
             Booster(plugin=plugin()).boost(compiled)
     with pytest.raises(
-        ValueError, match=r"give the plain model, and call model\.compile\(\) on what is returned"
+        ValueError, match=r"give the plain model, and call model\.compile\(\) on the returned one"
     ):
         shard_model(torch.compile(CHOICE.build(), **HOW))
 

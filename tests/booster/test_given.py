@@ -54,9 +54,7 @@ def refuse_what_is_boosted() -> None:
                     Booster(plugin=PLUGINS[second]()).boost(model)
             with (
                 named(first),
-                pytest.raises(
-                    ValueError, match="already boosted, or ShardFormer has split it: give the plain"
-                ),
+                pytest.raises(ValueError, match="already boosted, or sharded by ShardFormer: give the plain"),
             ):
                 shard_model(model)
 
@@ -87,7 +85,7 @@ def refuse_what_has_no_values() -> None:
 def refuse_what_is_no_policy() -> None:
     for policy, reported in (
         ("llama", "'llama' and must be"),
-        (Policy, "the class Policy and must be .* an object of it"),
+        (Policy, "the class Policy and must be .* an instance of it"),
     ):
         with pytest.raises(ValueError, match=f"^policy is {reported}"):
             shard_model(CHOICE.build(), policy)  # type: ignore[arg-type]
@@ -146,7 +144,7 @@ def test_a_module_without_values_is_reported_by_name() -> None:
 
 def test_a_config_of_other_types_is_refused() -> None:
     for settings, reported in (
-        ({"make_vocab_size_divisible_by": "8"}, "make_vocab_size_divisible_by='8' must be a whole number"),
+        ({"make_vocab_size_divisible_by": "8"}, "make_vocab_size_divisible_by='8' must be an integer"),
         ({"tensor_parallel_process_group": 2}, "tensor_parallel_process_group=2 must be a process group"),
         ({"enable_jit_fused": "no"}, "enable_jit_fused='no' must be True or False"),
     ):

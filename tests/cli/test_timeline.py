@@ -102,7 +102,10 @@ def test_every_schedule_can_be_selected_by_its_name_alone(tmp_path: Path, style:
             ("7 layers and the pipeline 8 stages",),
         ),
         (("--measure", "--layers", "0"), ("layers=0 must be at least 1",)),
-        (("--measure", "--model", "codegen"), ("no table says how to split a CodeGenForCausalLM",)),
+        (
+            ("--measure", "--model", "codegen"),
+            ("a CodeGenForCausalLM (model_type='codegen') has neither a table",),
+        ),
     ],
 )
 def test_bad_arguments_are_refused_all_at_once_with_status_2(

@@ -123,7 +123,10 @@ def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.Monke
         (("--precision", "fp8", "--schedule", "zigzag"), ("'fp8'", "'zigzag'")),
         (("--model", "nonesuch", "--zero", "9"), ("'nonesuch' is not a model type", "zero_stage=9")),
         (("--model", "t5", "--head", "causal", "--tp", "2"), ("no 't5' with head 'causal'", "seq2seq")),
-        (("--model", "codegen", "--tp", "2"), ("no table says how to split a CodeGenForCausalLM",)),
+        (
+            ("--model", "codegen", "--tp", "2"),
+            ("a CodeGenForCausalLM (model_type='codegen') has neither a table",),
+        ),
         (("--microbatches", "0"), ("num_microbatches=0",)),
         (("--tp", "two"), ("'--tp'", "integer")),
         (("--then", "--pp two"), ("'--pp'", "integer")),
@@ -154,10 +157,10 @@ def test_errors_of_weight_sharding_and_of_the_split_are_reported_together() -> N
     dropping = ModelChoice(model_type="codegen", settings=(("layerdrop", 0.1),))
     sharing, split = command.sharding_errors(dropping, HybridConfig(pp_size=2, wp_size=2))
     assert sharing.startswith("layerdrop=0.1 in the model's config")
-    assert split.startswith("no table says how to split a CodeGenForCausalLM")
+    assert split.startswith("a CodeGenForCausalLM (model_type='codegen') has neither a table")
     unknown = ModelChoice(model_type="ctrl")
     (sharing,) = command.sharding_errors(unknown, HybridConfig(wp_size=2))
-    assert "nothing says which those of CTRLLMHeadModel are" in sharing and "wp_size=1" in sharing
+    assert "the layers of a CTRLLMHeadModel are unknown" in sharing and "wp_size=1" in sharing
     assert len(command.sharding_errors(unknown, HybridConfig(pp_size=2, wp_size=2))) == 2
 
 

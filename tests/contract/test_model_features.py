@@ -41,8 +41,8 @@ NOTHING_TO_COMPILE = {
     *("mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("beit", "gemma3", "sam", "sam_vision_model", "starcoder2", "swin", "swinv2"),
 }
-NOTHING = "no activation by a formula and no sum behind a dropout, so nothing is compiled, which is logged"
-# Modes of sequence parallelism are also in the covering array.
+NOTHING = "no elementwise activation function and no dropout followed by a sum, so nothing is compiled, which is logged"
+# Modes of sequence parallelism are in the covering array too.
 QUICK = {
     *(("llama", "flash attention"), ("llama", "xFormers")),
     *(("qwen3", "fused norm"), ("t5", "ring_attn")),

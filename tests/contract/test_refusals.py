@@ -113,13 +113,13 @@ REFUSALS = {
     "query heads that share a key cannot be padded": Refusal(
         model="phi3",
         settings={"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
-        needles=("2 ranks would share the 3 query heads of a key-value head, which is not divisible by 2",),
+        needles=("the 3 query heads of a key-value head are not divisible by the 2 ranks that share it",),
         **at(tp=4),
     ),
     "the width of a shared head": Refusal(
         model="phi3",
         settings={"num_key_value_heads": 1, "hidden_size": 24},
-        needles=("4 ranks would share a key-value head of width 6, which is not divisible by 4",),
+        needles=("a key-value head of width 6 is not divisible by the 4 ranks that share it",),
         **at(tp=4),
     ),
     "heads that are not grouped": Refusal(
@@ -131,20 +131,20 @@ REFUSALS = {
     "groups that do not go over the ranks": Refusal(
         model=chatglm,
         settings={"num_attention_heads": 6, "multi_query_group_num": 3},
-        needles=("num_multi_query_groups_per_partition=3 neither divides tp_size=2 nor is divided by it",),
+        needles=("num_multi_query_groups_per_partition=3 is neither a divisor nor a multiple of tp_size=2",),
         **at(tp=2),
     ),
     "the width of a head that ranks share": Refusal(
         model=chatglm,
         settings={"kv_channels": 6, "multi_query_group_num": 1},
-        needles=("4 ranks would share a key-value head of width 6, which is not divisible by 4",),
+        needles=("a key-value head of width 6 is not divisible by the 4 ranks that share it",),
         **at(tp=4),
     ),
     # Settings of models.
     "products with parts of weights": Refusal(
         model="bloom",
         settings={"slow_but_exact": True},
-        needles=("slow_but_exact=True in the model's config does not go with tensor parallelism",),
+        needles=("slow_but_exact=True in the model's config is not supported with tensor parallelism",),
         **at(tp=2),
     ),
     "layers left out at random": Refusal(
@@ -182,13 +182,13 @@ REFUSALS = {
         model="whisper",
         head="audio_classification",
         settings={"use_weighted_layer_sum": True},
-        needles=("sequence_parallelism_mode='split_gather'", "collects what layers compute"),
+        needles=("sequence_parallelism_mode='split_gather'", "collects the outputs of layers"),
         **at(tp=2, sequence="split_gather"),
     ),
     "outputs of all layers of parts of a sequence": Refusal(
         model="blip-2",
         settings={"vision_config": {"output_hidden_states": True}},
-        needles=("sequence_parallelism_mode='ring'", "collects what layers compute"),
+        needles=("sequence_parallelism_mode='ring'", "collects the outputs of layers"),
         **at(tp=2, sequence="ring"),
     ),
     "layers that cannot be recomputed": Refusal(
@@ -201,7 +201,7 @@ REFUSALS = {
     ),
     "modules to be recomputed that no layer has": Refusal(
         model="llama",
-        needles=("no layer has a 'feed_forward' that can be recomputed: use some of self_attn, mlp",),
+        needles=("no layer has a 'feed_forward' that can be recomputed: use one or more of self_attn, mlp",),
         **at(
             pp=2,
             gradient_checkpoint_config=PipelineGradientCheckpointConfig(
@@ -221,17 +221,17 @@ REFUSALS = {
     # Models without a table.
     "no table and no plan": Refusal(
         model="codegen",
-        needles=("no table says how to split", "nor does transformers: use tp_size=1"),
+        needles=("has neither a table", "nor a plan of transformers to shard it: use tp_size=1"),
         **at(tp=2),
     ),
     "a part without a table": Refusal(
         model="blip-2",
         settings={"text_config": {"model_type": "codegen"}},
-        needles=("no table says how to split language_model of this Blip2ForConditionalGeneration",),
+        needles=("there is no table to shard language_model of this Blip2ForConditionalGeneration",),
         **at(tp=2),
     ),
     "no table and no plan, of another release": Refusal(
-        model="hrm_text", needles=("no table says how to split", "nor does transformers"), **at(tp=2)
+        model="hrm_text", needles=("has neither a table", "nor a plan of transformers"), **at(tp=2)
     ),
     "no plan of tensor parallelism": Refusal(
         model="gpt_oss", needles=("has no base_model_tp_plan",), **at(tp=2)
@@ -239,26 +239,26 @@ REFUSALS = {
     "no plan of a pipeline": Refusal(model="olmoe", needles=("has no base_model_pp_plan",), **at(pp=2)),
     "a plan that leaves a module whole": Refusal(
         model="doge",
-        needles=("self_attn.A is whole among split", "'self_attn.dt_proj', 'self_attn.o_proj'"),
+        needles=("self_attn.A is replicated, but", "'self_attn.dt_proj', 'self_attn.o_proj'"),
         **at(tp=2),
     ),
     "a plan with an unknown word": Refusal(
-        model="longcat_flash", needles=("'moe_identity_expert', which is not known",), **at(tp=2)
+        model="longcat_flash", needles=("'moe_identity_expert', which Echelon does not support",), **at(tp=2)
     ),
-    "layers that hand on more than hidden states": Refusal(
+    "layers that return more than hidden states": Refusal(
         model="glm_moe_dsa",
-        needles=("hands on more than hidden states", "takes prev_topk_indices"),
+        needles=("may return more than hidden states", "takes prev_topk_indices"),
         **at(pp=2),
     ),
     "a module of no known place": Refusal(
-        model="phi4_multimodal", needles=("does not say when embed_tokens_extend runs",), **at(pp=2)
+        model="phi4_multimodal", needles=("does not name embed_tokens_extend",), **at(pp=2)
     ),
 }
 # Cases whose message differs in older releases.
 NEWER = (
     *("experts too narrow for torch's product", "a plan that leaves a module whole"),
     *("a plan with an unknown word", "no plan of a pipeline", "no plan of tensor parallelism"),
-    *("layers that hand on more than hidden states", "a module of no known place"),
+    *("layers that return more than hidden states", "a module of no known place"),
 )
 
 

@@ -30,7 +30,7 @@ UNKNOWN = dict.fromkeys(
 )
 # Model types whose result with it differs, with the needle of their refusal.
 DEPARTING = {
-    **dict.fromkeys(("bart", "marian", "mbart", "pegasus"), "the padding of the states"),
+    **dict.fromkeys(("bart", "marian", "mbart", "pegasus"), "the decoder's padding"),
     "gemma3": "the tokens of an image",
 }
 # Model types that choose their attention at construction, so one process also uses the stand-in; one of them with
@@ -118,10 +118,10 @@ def train_with_flash_attn(choice: ModelChoice, layout: Layout) -> tuple[str | No
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (ModelChoice(model_type="bart"), "takes the padding of the states for that of the decoder's tokens"),
-        (ModelChoice(model_type="gemma3"), "the tokens of an image see those behind them"),
-        (ModelChoice(model_type="falcon", settings=(("alibi", True),)), "adds slopes of the heads"),
-        (ModelChoice(model_type="gpt_neo"), "has layers that see the last tokens alone"),
+        (ModelChoice(model_type="bart"), "applies the decoder's padding to the encoder's states"),
+        (ModelChoice(model_type="gemma3"), "the tokens of an image see later ones"),
+        (ModelChoice(model_type="falcon", settings=(("alibi", True),)), "adds ALiBi slopes"),
+        (ModelChoice(model_type="gpt_neo"), "has layers with a local window"),
     ],
     ids=["encoder and decoder", "image tokens", "slopes", "windows"],
 )

@@ -46,12 +46,12 @@ def compare_calls() -> None:
 
 # Masks of every query and key with an effect in eager or fused attention that a ring cannot reproduce.
 WHOLE_MASKS = {
-    "numbers that all hide": (
+    "rows without a visible key": (
         "sdpa",
         torch.full((1, 1, 4, 4), -1e9),
-        "numbers that all hide, down to -1e+09",
+        "hides all keys in some rows, down to -1e+09",
     ),
-    "booleans": ("eager", torch.ones(1, 1, 4, 4, dtype=torch.bool), "adds to the scores as 0 and 1"),
+    "booleans": ("eager", torch.ones(1, 1, 4, 4, dtype=torch.bool), "add it to the scores as 0 and 1"),
 }
 
 

@@ -51,11 +51,11 @@ PLANS: dict[str, tuple[dict[str, str], str]] = {
     "one region": ({"up": "colwise", "down": "rowwise"}, ""),
     "a region in another": (
         {"up": "colwise", "between.up": "colwise", "between.down": "rowwise", "down": "rowwise"},
-        "mlp.between works on split activations within mlp",
+        "mlp.between lies within mlp, and both compute on sharded activations",
     ),
     "a region that nothing begins": (
         {"down": "rowwise"},
-        "mlp.down is split by its inputs, and nothing beside it",
+        "mlp.down is sharded by its inputs, but no layer beside it",
     ),
 }
 

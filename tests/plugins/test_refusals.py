@@ -144,7 +144,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
     (
         HybridParallelPlugin,
         dict(pp_size=2, enable_xformers=True, enable_all_optimization=True),
-        ("needs the package xformers", "needs num_microbatches", "ask for one of them"),
+        ("needs the package xformers", "needs num_microbatches", "give one of them"),
     ),
     (
         HybridParallelPlugin,
@@ -285,7 +285,7 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         ),
         "attention": (
             hybrid_boost(exact.build(), tp_size=2, enable_flash_attention=True),
-            ("BloomForCausalLM cannot compute attention", "does not go with tensor parallelism"),
+            ("BloomForCausalLM cannot compute attention", "is not supported with tensor parallelism"),
         ),
         "width": (
             hybrid_boost(narrow.build(), narrow.build(), tp_size=2),
@@ -297,7 +297,7 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         ),
         "unknown": (
             hybrid_boost(plain, tp_size=2),
-            ("no table says how to split a Sequential (model_type=None)",),
+            ("a Sequential (model_type=None) has neither a table",),
         ),
         "its sequences": (hybrid_boost(plain, sp_size=2, **SEQUENCES), ("leave enable_sequence",)),
         "stepped": (sharded(stepped), ("AdamW already has state for",)),

@@ -73,7 +73,7 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
         ),
         ({"gradient_checkpointing_ratio": "all"}, "gradient_checkpointing_ratio='all'"),
         ({"num_ckpt_layers_per_stage": [1]}, r"num_ckpt_layers_per_stage=\[1\].*one for each of 2 stages"),
-        ({"num_ckpt_layers_per_stage": [1, -1]}, "whole numbers of at least 0"),
+        ({"num_ckpt_layers_per_stage": [1, -1]}, "integers of at least 0"),
         ({"num_ckpt_layers_per_stage": 3}, "must be a list"),
         (
             {"gradient_checkpointing_ratio": 1, "recompute_modules": "mlp"},
@@ -104,7 +104,7 @@ def test_unknown_modules_to_recompute_are_reported_with_the_known_ones() -> None
     names = ("mlp", "atention", "model.layers", "self_attn.q_proj")
     config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0, recompute_modules=names)
     found = recompute_errors({0: recomputable_layers(small_llama(2))}, config)
-    there = "use some of self_attn, mlp, mlp.act_fn, input_layernorm, post_attention_layernorm"
+    there = "use one or more of self_attn, mlp, mlp.act_fn, input_layernorm, post_attention_layernorm"
     assert found == [
         f"recompute_modules: no layer has a {each!r} that can be recomputed: {there}" for each in names[1:]
     ]

@@ -204,8 +204,8 @@ def test_a_label_outside_the_vocabulary_is_named() -> None:
     [
         (ModelChoice(model_type="gemma2"), "scales, caps or uses otherwise"),
         (ModelChoice(model_type="cohere"), "scales, caps or uses otherwise"),
-        (ModelChoice(model_type="bert"), "is not the causal one"),
-        (ModelChoice(model_type="t5"), "is not the causal one"),
+        (ModelChoice(model_type="bert"), "is not transformers' causal loss"),
+        (ModelChoice(model_type="t5"), "is not transformers' causal loss"),
     ],
 )
 def test_a_model_whose_loss_is_another_is_refused(choice: ModelChoice, reason: str) -> None:
@@ -226,9 +226,7 @@ def answers(tp_size: int, *, parallel_output: bool) -> None:
         torch.testing.assert_close(found.loss, expected.loss)
         logits: Any = found.logits
         if is_training and parallel_output:
-            with pytest.raises(
-                AttributeError, match="not computed, since the loss was taken from what enters the head"
-            ):
+            with pytest.raises(AttributeError, match="not computed, since the loss was computed in chunks"):
                 logits.argmax(-1)
             logits = logits.gather()
         torch.testing.assert_close(logits, expected.logits)

@@ -59,8 +59,8 @@ def test_a_result_that_is_returned_unchanged_is_recognized() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (NormBehind, "uses norm behind o_proj"),
-        (NormLater, "uses norm behind o_proj"),
+        (NormBehind, "uses norm after o_proj"),
+        (NormLater, "uses norm after o_proj"),
         (Residual, "computes with what o_proj returns"),
         (GateLater, "computes with what o_proj returns"),
         (GatedInPlace, "computes with what o_proj returns"),

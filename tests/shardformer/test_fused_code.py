@@ -191,7 +191,7 @@ def test_a_model_with_nothing_to_fuse_is_unchanged_and_logged(
     model = kind()
     with caplog.at_level(logging.WARNING, "echelon"):
         FusedKernels(jit=True).fuse(model, torch.float32)
-    assert type(model) is kind and f"{kind.__name__} has no activation by a formula" in caplog.text
+    assert type(model) is kind and f"{kind.__name__} has no elementwise activation function" in caplog.text
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,11 +274,11 @@ LINEAR, EMBEDDING = (Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D), (VocabP
 @pytest.mark.parametrize(
     ("targets", "native", "arguments", "message"),
     [
-        (LINEAR, Scaled(4, 8), {}, r"Scaled and not a plain torch\.nn\.modules\.linear\.Linear"),
-        (LINEAR, Conv1D(8, 4), {}, "Conv1D and not a plain"),
-        (LINEAR, nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), {}, "ParametrizedLinear and not"),
-        (LINEAR, hooked(nn.Linear(4, 8)), {}, "has hooks or a forward of its own"),
-        (LINEAR, patched(), {}, "has hooks or a forward of its own"),
+        (LINEAR, Scaled(4, 8), {}, r"Scaled, not a plain torch\.nn\.modules\.linear\.Linear"),
+        (LINEAR, Conv1D(8, 4), {}, "Conv1D, not a plain"),
+        (LINEAR, nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), {}, "ParametrizedLinear, not"),
+        (LINEAR, hooked(nn.Linear(4, 8)), {}, "has hooks or a replaced forward"),
+        (LINEAR, patched(), {}, "has hooks or a replaced forward"),
         (LINEAR, quantized(), {}, "weight of Parameter in torch.int8"),
         (LINEAR, nn.Embedding(8, 4), {}, "not a plain"),
         (
@@ -287,17 +287,32 @@ LINEAR, EMBEDDING = (Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D), (VocabP
             {},
             r"not a plain transformers\.pytorch_utils\.Conv1D",
         ),
-        (LINEAR[:1], nn.Linear(4, 8), {"gather_output": True, "replicas": 2}, "one block without replicas"),
-        (LINEAR[:1], nn.Linear(4, 8), {"gather_output": True, "split_sizes": (2, 6)}, "one block without"),
+        (
+            LINEAR[:1],
+            nn.Linear(4, 8),
+            {"gather_output": True, "replicas": 2},
+            "a single block without replicas",
+        ),
+        (
+            LINEAR[:1],
+            nn.Linear(4, 8),
+            {"gather_output": True, "split_sizes": (2, 6)},
+            "a single block without",
+        ),
         (LINEAR[:1], nn.Linear(4, 7), {}, "7 entries along dim 0 are not divisible by 2 ranks"),
-        (EMBEDDING, nn.Embedding(8, 6, max_norm=1.0), {}, "need all of a row's uses"),
-        (EMBEDDING, nn.Embedding(8, 6, scale_grad_by_freq=True), {}, "need all of a row's uses"),
-        (EMBEDDING, nn.Embedding(8, 6, sparse=True), {}, "need all of a row's uses"),
+        (EMBEDDING, nn.Embedding(8, 6, max_norm=1.0), {}, "which a sharded vocabulary does not support"),
+        (
+            EMBEDDING,
+            nn.Embedding(8, 6, scale_grad_by_freq=True),
+            {},
+            "which a sharded vocabulary does not support",
+        ),
+        (EMBEDDING, nn.Embedding(8, 6, sparse=True), {}, "which a sharded vocabulary does not support"),
         (EMBEDDING, hooked(nn.Embedding(8, 6)), {}, "has hooks"),
-        (EMBEDDING, Divided(8, 6), {}, "what it does of its own would be lost"),
-        (EMBEDDING, Shifted(8, 6), {}, "what it does of its own would be lost"),
-        ((SplitRMSNorm,), Gemma2RMSNorm(8, eps=1e-6), {}, "computes something else"),  # adds 1 to its weight
-        ((SplitRMSNorm,), nn.LayerNorm(8, bias=False), {}, "computes something else"),  # subtracts the mean
+        (EMBEDDING, Divided(8, 6), {}, "its additional behaviour would be lost"),
+        (EMBEDDING, Shifted(8, 6), {}, "its additional behaviour would be lost"),
+        ((SplitRMSNorm,), Gemma2RMSNorm(8, eps=1e-6), {}, "does not compute weight"),  # adds 1 to its weight
+        ((SplitRMSNorm,), nn.LayerNorm(8, bias=False), {}, "does not compute weight"),  # subtracts the mean
         ((SplitRMSNorm,), nn.LayerNorm(8), {}, "is not a root-mean-square norm"),
         ((SplitRMSNorm,), nn.Linear(8, 8), {}, "is not a root-mean-square norm"),
     ],

@@ -124,7 +124,7 @@ def merged() -> Any:
             lambda: adapted("MixtralForCausalLM", lora={"target_parameters": ["mlp.experts.gate_up_proj"]}),
             [
                 "model.layers.0 (and ",
-                "peft's ParamWrapper around mlp.experts is not split with it: leave it out",
+                "peft's ParamWrapper around mlp.experts cannot be sharded: leave it out",
             ],
         ),
         (merged, ["model.layers.0.self_attn.q_proj: the adapter is merged", "unmerge_adapter()"]),
@@ -158,7 +158,7 @@ def refuse_own_policy() -> list[str]:
 
 def test_adapters_that_the_policy_would_not_shard_are_refused(pool: Pool) -> None:
     of_policy, of_wrapper = pool.run(2, refuse_own_policy)[0]
-    assert "model.layers.0.self_attn.q_proj has an adapter, and OwnPolicy does not say" in of_policy
+    assert "model.layers.0.self_attn.q_proj has an adapter, which OwnPolicy cannot shard" in of_policy
     assert "PeftModel" in of_wrapper
     assert "get_base_model()" in of_wrapper
 

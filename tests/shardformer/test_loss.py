@@ -264,10 +264,10 @@ def refuse() -> None:
     for use in uses:
         with pytest.raises(TypeError):
             use()
-    with pytest.raises(ValueError, match="the attention of its own heads alone"):
+    with pytest.raises(ValueError, match="only the local heads' attention"):
         copied(**text(), output_attentions=True)
     copied.config.output_attentions = True
-    with pytest.raises(ValueError, match="the attention of its own heads alone"):
+    with pytest.raises(ValueError, match="only the local heads' attention"):
         copied(**text())
 
 

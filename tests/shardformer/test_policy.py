@@ -174,9 +174,9 @@ MISSING = SubModuleReplacementDescription(suffix="gate", target_module=Linear1D_
         ),
         (
             described(key="Blok"),
-            r"describes Blok, and the model has no module of that class; .*Block, Linear",
+            r"describes Blok, but the model has no module of that class; .*Block, Linear",
         ),
-        (described(key=nn.Conv2d), "describes Conv2d, and the model has no module of that class"),
+        (described(key=nn.Conv2d), "describes Conv2d, but the model has no module of that class"),
     ],
 )
 def test_a_name_that_matches_nothing_is_an_error(policy: type[TowerPolicy], message: str) -> None:

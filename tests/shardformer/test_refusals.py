@@ -152,7 +152,12 @@ ROWS = {
     "key-value heads": Row(
         lambda: llama(**GROUPED),
         TWO,
-        (("num_key_value_heads=3 neither divides tp_size=2", "tp_size=[1, 3, 6, 12]"),),
+        (
+            (
+                "num_key_value_heads=3 is neither a divisor nor a multiple of tp_size=2",
+                "tp_size=[1, 3, 6, 12]",
+            ),
+        ),
         UNPADDED,
     ),
     "heads of a part": Row(
@@ -186,21 +191,21 @@ ROWS = {
     "attentions of all heads": Row(
         returning("output_attentions"),
         TWO,
-        (("output_attentions=True in the model's config", "its own heads alone"),),
+        (("output_attentions=True in the model's config", "only the local heads' attention"),),
     ),
     "adapters of one's own": Row(
-        changed(with_adapters), TWO, (("lm_head (and 2 more like it): ", "Adapted and not a plain"),)
+        changed(with_adapters), TWO, (("lm_head (and 2 more like it): ", "Adapted, not a plain"),)
     ),
     "whole among split": Row(
         changed(with_gate),
         TWO,
-        (("model.layers.1: self_attn.gate.weight works", "name its module in column, row"),),
+        (("model.layers.1: self_attn.gate.weight computes on sharded", "name its module in column, row"),),
     ),
     "norms by head": Row(  # the table of llama is not that of qwen3
         lambda: on_meta("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8),
         TWO,
         (
-            ("model.layers.0 (and 1 more like it): self_attn.q_norm.weight works on split activations",),
+            ("model.layers.0 (and 1 more like it): self_attn.q_norm.weight computes on sharded activations",),
             ("self_attn.k_norm",),
         ),
         LLAMA,
@@ -208,7 +213,7 @@ ROWS = {
     "a hook": Row(
         changed(lambda model: model.get_input_embeddings().register_forward_hook(print)),
         TWO,
-        (("model.embed_tokens: ", "has hooks", "after the model is split"),),
+        (("model.embed_tokens: ", "has hooks", "after the model is sharded"),),
     ),
     "a special tensor": Row(
         changed(with_special_tensor), TWO, (("mlp.up_proj: ", "a weight of Special in torch."),)
@@ -243,7 +248,7 @@ ROWS = {
     "a setting that the split needs": Row(
         llama,
         TWO,
-        (("hidden_act='silu' in the model's config does not go", "use hidden_act='gelu' or tp_size=1"),),
+        (("hidden_act='silu' in the model's config is not supported", "use hidden_act='gelu' or tp_size=1"),),
         replace(LLAMA, needed={"hidden_act": "gelu"}),
     ),
     "a setting that is not there": Row(
@@ -305,7 +310,7 @@ def test_layers_of_several_widths_are_split_each_by_its_own() -> None:
     [
         (
             False,
-            "no table says how to split a Linear (model_type=None), nor does transformers: use tp_size=1",
+            "a Linear (model_type=None) has neither a table nor a plan of transformers to shard it: use tp_size=1",
         ),
         (True, "sequence parallelism needs a table, and a Linear (model_type=None) has none"),
     ],

@@ -59,7 +59,7 @@ def refuse_without_groups() -> None:
 def refuse_what_is_split() -> None:
     shard_former = formed()
     split = shard_former.shard_model(build("LlamaForCausalLM"))
-    with pytest.raises(ValueError, match="already boosted, or ShardFormer has split it: give the plain"):
+    with pytest.raises(ValueError, match="already boosted, or sharded by ShardFormer: give the plain"):
         shard_former.shard_model(split)
     plugins = [
         HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1),
@@ -72,7 +72,7 @@ def refuse_what_is_split() -> None:
         for model in (split, averaged):
             with (
                 named(type(plugin)),
-                pytest.raises(ValueError, match="ShardFormer has split it: give"),
+                pytest.raises(ValueError, match="sharded by ShardFormer: give"),
             ):
                 Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -116,9 +116,7 @@ def refuse_different_inputs() -> None:
 def refuse_an_average_over_pieces() -> None:
     """It would broadcast the shards of the first rank, and the loss would look plausible."""
     wrapped = DistributedDataParallel(formed().shard_model(build("LlamaForCausalLM")))
-    with pytest.raises(
-        ValueError, match=r"the shards of one rank to all of \[0, 1\], of which \[0, 1\] hold"
-    ):
+    with pytest.raises(ValueError, match=r"the shards of \[0, 1\] by one rank's, though \[0, 1\] have"):
         wrapped(**causal_batch(2, seed=0))
 
 
@@ -168,9 +166,9 @@ PAIR: Any = Group(2)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
-        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be a whole number of at"),
-        ({"data_parallel_size": "2"}, "data_parallel_size='2' must be a whole number of at least 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be an integer of at least 1"),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be an integer of at"),
+        ({"data_parallel_size": "2"}, "data_parallel_size='2' must be an integer of at least 1"),
         (
             {"tensor_parallel_process_group": PAIR, "tensor_parallel_size": 4},
             "tensor_parallel_size=4 is not the size of tensor_parallel_process_group, which has 2 ranks",
@@ -185,7 +183,7 @@ PAIR: Any = Group(2)
         ),
         (
             {"tensor_parallel_size": 2, "enable_tensor_parallelism": False},
-            "tensor_parallel_size=2 asks for what enable_tensor_parallelism=False turns off",
+            "tensor_parallel_size=2 needs tensor parallelism, which enable_tensor_parallelism=False turns off",
         ),
         (
             {"gather_output": True, "parallel_output": True},

@@ -34,19 +34,20 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
     assert sorted(caught.value.args) == sorted(
         [
             *(
-                f"{name} lies in none of the regions ['mlp', 'f', 'down']: its input's gradient would be a part "
-                "on each rank"
+                f"{name} lies in none of the regions ['mlp', 'f', 'down']: list its module as a region, or "
+                "the gradient of its input would be incomplete"
                 for name in ("column 'attn.qkv'", "split 'attn.bias'")
             ),
-            "gathered 'mlp.gate' lies in the region 'mlp', whose activations are split",
-            "region 'down' is in row: such a layer ends a region, and its input is split already",
+            "gathered 'mlp.gate' lies in the region 'mlp', whose activations are sharded: "
+            "only layers outside of regions may be gathered",
+            "region 'down' is also in row, but a row-parallel layer ends a region: remove it from one of them",
             "fused 'attn.q' is not in column and split ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
             "key_value 'mlp.k' is not in column, split and norms ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
             "second_input 'cross' is not in regions ['mlp', 'f', 'down']",
             "by_head 'g' is not in regions ['mlp', 'f', 'down']",
             "dropout 'attn' is not in regions ['mlp', 'f', 'down']",
             "row of dropout 'attn.out' is not in row ['mlp.down', 'down']",
-            "optional 'mlp.side' is no module or parameter that the table names, and none of those lies below it",
+            "optional 'mlp.side' is not the path of a module or parameter that the table names, nor a parent of one",
         ]
     )
 
@@ -65,7 +66,7 @@ def test_a_registered_table_is_found_and_listed(monkeypatch: pytest.MonkeyPatch)
 def test_contradictory_fields_of_a_table_are_refused() -> None:
     bias = "attention.relative_position_bias.relative_position_bias_table"
     with pytest.raises(
-        ValueError, match=r"biases .* lies in the region 'attention', whose activations are split"
+        ValueError, match=r"biases .* lies in the region 'attention', whose activations are sharded"
     ):
         replace(SWIN, split={}, biases={bias: 1})
     with pytest.raises(ValueError, match="lies in none of the regions"):

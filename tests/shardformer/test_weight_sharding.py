@@ -249,7 +249,7 @@ def under_autocast() -> None:
 def test_weights_are_not_sharded_over_two_axes() -> None:
     assert weight_errors(wp_size=1, tp_size=2) == weight_errors(wp_size=2, tp_size=1) == []
     (error,) = weight_errors(wp_size=3, tp_size=2)
-    assert error.startswith("wp_size=3 with tp_size=2: ")
+    assert error.startswith("wp_size=3 does not combine with tp_size=2: ")
 
 
 def test_models_without_plain_linear_layers_are_refused() -> None:
@@ -258,7 +258,7 @@ def test_models_without_plain_linear_layers_are_refused() -> None:
 
     model = nn.Sequential(Own(2, 2), nn.LayerNorm(2))
     (error,) = weight_model_errors(model, [model[0]])
-    assert "there are none in its 1 layers (of Own)" in error
+    assert "there are none in the model's 1 layers (of Own)" in error
     model = make_model()
     assert weight_model_errors(model, list(model)) == []
     model[0].linear.register_forward_hook(lambda *_: None)

@@ -74,9 +74,9 @@ def attend_with_flash() -> None:
     kept = LENGTH - 4 if axis.rank else 4  # the rest is padding
     assert torch.equal(out[:, :kept], q.transpose(1, 2)[:, :kept])
     for function in (partial(all_to_all_attention, "sdpa"), ring_attention_of):
-        with pytest.raises(ValueError, match="Attention hands indices to its attention"):
+        with pytest.raises(ValueError, match="Attention passes indices to its attention"):
             function(module, q, k, v, None, indices=positions)
-    with pytest.raises(ValueError, match="hands s_aux to its attention"):
+    with pytest.raises(ValueError, match="passes s_aux to its attention"):
         ring_attention_of(module, q, k, v, None, softcap=50.0, s_aux=torch.zeros(4))
     with pytest.raises(ValueError, match="caps its scores"):
         ring_attention_of(Attention(module.config), q, k, v, None, softcap=50.0)
@@ -150,28 +150,28 @@ EAGER = {"attn_implementation": "eager"}
 @pytest.mark.parametrize(
     ("model_type", "modes", "settings", "reason"),
     [
-        ("bloom", BOTH, {}, "BloomModel takes its attention once and for all"),
-        ("t5", BOTH, {}, "has a decoder that attends to another sequence than its own"),
-        ("bart", BOTH, {}, "has a decoder that attends to another sequence than its own"),
-        ("bert", BOTH, {"is_decoder": True, "add_cross_attention": True}, "another sequence than its own"),
+        ("bloom", BOTH, {}, "BloomModel has the attention that was chosen when it was built"),
+        ("t5", BOTH, {}, "has a decoder with cross-attention"),
+        ("bart", BOTH, {}, "has a decoder with cross-attention"),
+        ("bert", BOTH, {"is_decoder": True, "add_cross_attention": True}, "cross-attention"),
         ("qwen3_5_text", BOTH, {}, "mixes positions by Qwen3_5GatedDeltaNet"),
         ("minimax", BOTH, {}, "MiniMaxDecoderLayer mixes positions by MiniMaxLightningAttention"),
-        ("swin", MODES, {}, "work on windows of an image"),
+        ("swin", MODES, {}, "compute on windows of an image"),
         ("albert", MODES, {}, "run several times each"),
-        ("beit", BOTH, {}, "BeitRelativePositionBias counts positions by itself"),
+        ("beit", BOTH, {}, "BeitRelativePositionBias computes positions itself"),
         ("beit", ("split_gather", "ring"), {}, "the code of BeitLayer uses shape"),
         ("llama", BOTH, {"output_attentions": True, **EAGER}, "output_attentions=True in the model's config"),
         ("gpt2", BOTH, {"reorder_and_upcast_attn": True, **EAGER}, "(config.reorder_and_upcast_attn)"),
-        ("llama", BOTH, {"attn_implementation": "paged|eager"}, "can be one of eager, sdpa, sdpa_fa"),
+        ("llama", BOTH, {"attn_implementation": "paged|eager"}, "must be one of eager, sdpa, sdpa_fa"),
         (
             "llama",
             BOTH[:1],
             {"num_attention_heads": 1, "num_key_value_heads": 1},
             "more than the 1 attention",
         ),
-        ("granite_swa", BOTH[1:], {}, "GraniteSWAAttention hands s_aux to its attention"),
+        ("granite_swa", BOTH[1:], {}, "GraniteSWAAttention passes s_aux to its attention"),
         ("bert", ("split_gather",), {"chunk_size_feed_forward": 4}, "set it to 0"),
-        ("llama", MODES, {"output_hidden_states": True}, "collects what layers compute"),
+        ("llama", MODES, {"output_hidden_states": True}, "collects the outputs of layers"),
     ],
 )
 def test_layers_that_would_compute_something_else_are_refused(

@@ -86,8 +86,11 @@ def test_a_given_mask_may_have_one_row_for_all_queries() -> None:
         (torch.ones(2, 1, 3, 4, dtype=torch.bool), r"shape \(2, 1, 3, 4\)"),
         (torch.ones(2, 1, 4, 5), r"give one of \(batch, 4\), False at padding, or of \(batch, 1, 4, 4\)"),
         (torch.ones(2, 1, 4, 4, dtype=torch.long), "torch.int64"),
-        (torch.ones(2, 1, 4, 4, requires_grad=True), "takes gradients"),
-        (torch.full((2, 1, 4, 4), torch.finfo(torch.float32).min), "numbers that all hide, down to -3.403e"),
+        (torch.ones(2, 1, 4, 4, requires_grad=True), "requires gradients"),
+        (
+            torch.full((2, 1, 4, 4), torch.finfo(torch.float32).min),
+            "hides all keys in some rows, down to -3.403e",
+        ),
         (torch.full((2, 1, 1, 4), -torch.inf), r"give a mask of \(batch, 4\), 0 at padding"),
     ],
 )

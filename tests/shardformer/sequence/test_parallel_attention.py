@@ -469,8 +469,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     [
         (by_ring(in_blocks("causal", 9)), 4, 8, "use_cache=False"),
         (by_ring(zeros(1, 1, 9, 9, dtype=torch.bool)), 4, 8, "a sequence of 8"),
-        (by_ring(None), 4, 10, "each holds 5"),
-        (by_heads(None), 5, 7, "attends from 4 to 5 positions, where this rank holds 4 of a sequence of 7"),
+        (by_ring(None), 4, 10, "each rank has 5"),
+        (by_heads(None), 5, 7, "attends from 4 to 5 positions, but this rank has 4 of a sequence of 7"),
         (by_heads(zeros(2, 1, 4, 4)), 4, 7, r"shape \(2, 1, 4, 4\) for sequences of length 7"),
         (by_heads(None, position_bias=zeros(1, 4, 4, 4)), 4, 7, r"shape \(1, 4, 4, 4\) for sequences"),
         (by_heads(zeros(2, 3, 7, 7)), 4, 7, "for 4 query heads"),
