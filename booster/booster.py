@@ -54,8 +54,8 @@ class Booster:
         self.plugin = plugin if plugin is not None else TorchDDPPlugin()
         if not isinstance(self.plugin, Plugin):
             raise ValueError(
-                f"plugin={plugin!r} is no plugin: make one first, as in HybridParallelPlugin(tp_size=2), or leave it "
-                "out for TorchDDPPlugin()"
+                f"plugin={plugin!r} is not a plugin: create one first, as in "
+                "HybridParallelPlugin(tp_size=2), or leave it out for TorchDDPPlugin()"
             )
         if mixed_precision is not None:
             if not isinstance(self.plugin, TorchDDPPlugin):
@@ -373,7 +373,7 @@ def _type_errors(optimizer: object, criterion: object, lr_scheduler: object) -> 
         ("lr_scheduler", lr_scheduler, "step", "a scheduler built on the optimizer"),
     )
     return [
-        f"{name}={value!r} is none: give {expected}, or leave it out"
+        f"{name}={value!r} is not valid: give {expected}, or leave it out"
         for name, value, attribute, expected in given
         if value is not None and not hasattr(value, attribute)
     ]

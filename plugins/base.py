@@ -145,8 +145,8 @@ class Plugin(ABC):
         self._is_precision_announced = True
         if self.has_default_precision:
             _LOG.warning(
-                "%s=%r, since none was given: the default is fp32 on a CPU, bf16 on a GPU that computes in it, else "
-                "fp16",
+                "%s=%r, since none was given: the default is fp32 on a CPU, bf16 on a GPU that supports it, "
+                "else fp16",
                 self.precision_option,
                 self.precision,
             )
@@ -251,7 +251,7 @@ def require_boosted(optimizer: Optimizer, kind: type[AnyOptimizer], call: str) -
     """
     if not isinstance(optimizer, kind):
         raise ValueError(
-            f"{call} takes the optimizer that booster.boost returned, and this is a {type(optimizer).__name__}"
+            f"{call} takes the optimizer that booster.boost returned, not a {type(optimizer).__name__}"
         )
     return optimizer
 
@@ -296,8 +296,9 @@ class BoostedModule(nn.Module, ABC):
         """
         if self.adapters:  # their layers have names that from_pretrained does not know
             raise RuntimeError(
-                "save_pretrained of a model with adapters writes names that from_pretrained does not know: call "
-                "booster.save_lora_as_pretrained(model, folder) on every rank, or booster.save_model"
+                "save_pretrained of a model with adapters would write names that from_pretrained cannot "
+                "load: call booster.save_lora_as_pretrained(model, folder) on every rank, or "
+                "booster.save_model"
             )
         self.module.save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
@@ -319,8 +320,8 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]
     foreign = len(given - own)
     if foreign:
         return [
-            f"the optimizer holds {foreign} of {len(given)} parameters that are not the model's: build it on "
-            "model.parameters() of the model that is given to booster.boost, after any change of the model's modules"
+            f"{foreign} of the optimizer's {len(given)} parameters are not in the model: build it on "
+            "model.parameters() of the model given to booster.boost, after any change of its modules"
         ]
     return []
 

@@ -45,7 +45,7 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
-            "the model's outputs hold no loss: give labels in the batch, or a criterion of (outputs, inputs)"
+            "the model's outputs contain no loss: give labels in the batch, or a criterion of (outputs, inputs)"
         )
     return loss
 
@@ -232,7 +232,7 @@ class PipelineEngine:
         if not is_compared and has_batch and own != self._own_kind:
             if own.training_mode != self._own_kind.training_mode:
                 mode = "training" if own.training_mode else "evaluation"
-                rename_call(f"execute_pipeline in {mode} mode, where the call before was not")
+                rename_call(f"execute_pipeline in {mode} mode, unlike the previous call")
             wait_for_all_ranks()  # ranks whose call is as before never enter this
             is_compared = True
         if is_compared:
@@ -312,9 +312,9 @@ class PipelineEngine:
         most = max(map(self._num_microbatches, samples.values()))
         if most > 1 and batch.get("num_items_in_batch") is not None:
             raise ValueError(
-                f"the batch has num_items_in_batch, by which each of its {most} microbatches would divide its part of "
-                "the loss: leave it out for a mean by samples, or give a criterion that returns (loss_sum, weight), "
-                "with the number of its tokens for the weight"
+                f"the batch has num_items_in_batch, by which each of its {most} microbatches would divide "
+                "its loss: leave it out for a mean over samples, or give a criterion that returns (loss_sum, "
+                "weight), with the number of its tokens as weight"
             )
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
@@ -323,9 +323,9 @@ class PipelineEngine:
             counts = sorted(set(samples))
             numbers = ", ".join(f"{self._num_microbatches(count)} for {count} samples" for count in counts)
             raise ValueError(
-                f"with {self._microbatch_collectives[0]} every rank must run equally many microbatches, and the ranks' "
-                f"batches make {numbers}: give num_microbatches instead of microbatch_size, or drop_last=True in the "
-                "dataloader"
+                f"{self._microbatch_collectives[0]} needs equally many microbatches on every rank, but the "
+                f"ranks' batches give {numbers}: give num_microbatches instead of microbatch_size, or "
+                "drop_last=True in the dataloader"
             )
 
     def to_compute(self, batch: Any) -> Any:
@@ -457,9 +457,9 @@ def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
         factor = 1 / (1 / previous + 1 / factor)  # by the sum of their weights, as of one larger batch
     elif previous is not None and (isinstance(previous, Tensor) or isinstance(factor, Tensor)):
         raise ValueError(
-            "a batch whose criterion returned (loss_sum, weight) was accumulated with another before "
-            "optimizer.step(), and the weights of both are not known together: give the plugin "
-            "gradient_accumulation_steps, and return the same kind in all calls, or step after each execute_pipeline"
+            "a batch whose criterion returned (loss_sum, weight) cannot be accumulated with another before "
+            "optimizer.step(): give the plugin gradient_accumulation_steps, and return the same kind in all "
+            "calls, or step after each execute_pipeline"
         )
     optimizer.gradient_factor = factor
 

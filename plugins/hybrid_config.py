@@ -180,7 +180,7 @@ class HybridConfig(ShardOptions):
         given = [(each.type, each.name, getattr(self, each.name)) for each in fields(self)]
         allowed: dict[Any, tuple[type, ...]] = {int: (int,), int | None: (int, type(None))}
         return [
-            f"{name}={value!r} must be a whole number"
+            f"{name}={value!r} must be an integer"
             for kind, name, value in given
             if kind in allowed and type(value) not in allowed[kind]
         ] + switch_errors({name: value for kind, name, value in given if kind in (bool, bool | str)})
@@ -213,9 +213,9 @@ class HybridConfig(ShardOptions):
         )
         yield (
             self.activation_offload and self.gradient_checkpoint_config is None,
-            "activation_offload=True moves the inputs of recomputed layers, and none are recomputed: give "
-            "gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0), or leave "
-            "it out",
+            "activation_offload=True offloads the inputs of recomputed layers, but none are recomputed: give "
+            "gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0), "
+            "or leave it out",
         )
         names = ("make_vocab_size_divisible_by", "gradient_accumulation_steps", "check_every")
         for name in (*names, "num_microbatches", "microbatch_size"):
@@ -224,8 +224,7 @@ class HybridConfig(ShardOptions):
         number, size = self.num_microbatches, self.microbatch_size
         yield (
             number is not None and size is not None,
-            f"num_microbatches={number} and microbatch_size={size} are both given: each follows from the other and "
-            "the batch, so give one",
+            f"num_microbatches={number} and microbatch_size={size} are both given: give one of them",
         )
         yield (
             self.pp_size > 1 and number is size is None,
@@ -237,18 +236,19 @@ class HybridConfig(ShardOptions):
         """List the options that cannot be combined with compiled layers."""
         yield (
             self.compile_layers and self.overlap_allgather,
-            "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters that are "
-            "still on their way. Leave one of them out",
+            "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters in "
+            "flight. Leave one of them out",
         )
         yield (
             self.compile_layers and self.fused.jit,
-            "compile_layers=True with enable_jit_fused=True (which enable_all_optimization=True turns on): it compiles "
-            "pieces of what is compiled whole. Leave it out, and name the other optimizations one by one",
+            "compile_layers=True with enable_jit_fused=True (which enable_all_optimization=True turns on): "
+            "both compile the same code. Leave enable_jit_fused out, and name the other optimizations one by "
+            "one",
         )
         yield (
             self.compile_layers and self.enable_sequence_regather,
-            "compile_layers=True with enable_sequence_regather=True: a compiled layer keeps what its backward needs, "
-            "and gathers nothing again. Leave one of them out, or recompute layers (gradient_checkpoint_config)",
+            "compile_layers=True with enable_sequence_regather=True: a compiled layer gathers nothing again "
+            "in backward. Leave one of them out, or recompute layers (gradient_checkpoint_config)",
         )
 
     def _stage_errors(self) -> list[str]:
@@ -260,8 +260,8 @@ class HybridConfig(ShardOptions):
         ]
         if not found and self.compile_layers and self.splits_backward:
             found.append(
-                f"pp_style={self.pp_style!r} with compile_layers=True: it computes weight gradients apart from the "
-                "rest of a layer's backward, which is one graph. Use '1f1b', or leave compile_layers out"
+                f"pp_style={self.pp_style!r} with compile_layers=True: a compiled layer cannot defer its "
+                "weight gradients. Use '1f1b', or leave compile_layers out"
             )
         num_stages = None if found or number != self.num_microbatches else len(self.stage_ranks)
         counts, recomputed = self.num_layers_per_stage, self.gradient_checkpoint_config
@@ -273,14 +273,15 @@ class HybridConfig(ShardOptions):
                 else f"each of {num_stages} stages (pp_size times those of a rank)"
             )
             found.append(
-                f"num_layers_per_stage={counts!r} must be a list of positive whole numbers, one for {many}"
+                f"num_layers_per_stage={counts!r} must be a list of positive integers, one for {many}"
             )
         if isinstance(recomputed, PipelineGradientCheckpointConfig):
             found += recomputed.errors(num_stages)
             if self.compile_layers and recomputed.recompute_modules is not None:
                 found.append(
-                    f"recompute_modules={recomputed.recompute_modules!r} with compile_layers=True: modules within a "
-                    "compiled layer are a part of its graph. Leave it out to recompute whole layers"
+                    f"recompute_modules={recomputed.recompute_modules!r} with compile_layers=True: modules "
+                    "within a compiled layer cannot be recomputed. Leave recompute_modules out to recompute "
+                    "whole layers"
                 )
         elif recomputed is not None:
             found.append(

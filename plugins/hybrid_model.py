@@ -307,8 +307,8 @@ def _refuse_backward(model: nn.Module) -> None:
 
 
 COMPILED = (
-    "torch.compile does not go with a tp_size, sp_size or wp_size above 1, whose layers talk to other ranks: leave it "
-    "out, and give the plugin compile_layers=True"
+    "torch.compile is not supported with a tp_size, sp_size or wp_size above 1: leave it out, and give the "
+    "plugin compile_layers=True"
 )
 
 
@@ -455,6 +455,6 @@ def refuse_pipeline(call: str, mesh: ParallelMesh) -> None:
     """
     if mesh.size("pp") > 1:
         raise RuntimeError(
-            f"{call} under a pipeline (pp_size={mesh.size('pp')}): no rank holds the whole model. Call "
+            f"{call} under a pipeline (pp_size={mesh.size('pp')}): no rank has the full model. Call "
             "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at pp_size=1 too"
         )

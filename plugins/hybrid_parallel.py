@@ -238,7 +238,7 @@ class HybridParallelPlugin(Plugin):
         refuse_pipeline("booster.backward(loss, optimizer)", self.mesh)
         sharded = require_boosted(optimizer, ShardedOptimizer, "booster.backward")
         if not isinstance(loss, Tensor):
-            raise ValueError(f"booster.backward takes a loss, a tensor, and got a {type(loss).__name__}")
+            raise ValueError(f"booster.backward takes a loss tensor, not a {type(loss).__name__}")
         if isinstance(loss, PipelineLoss):
             loss.backward()  # raises, with the reason
         if not loss.requires_grad:
@@ -323,8 +323,8 @@ class HybridParallelPlugin(Plugin):
         """Return the model; require that this plugin boosted it, together with the optimizer if one is given."""
         if isinstance(model, OptimizedModule):
             raise ValueError(
-                f"{call} takes the model that booster.boost returned, and not torch.compile's of it: call "
-                "model.compile(), which compiles in place"
+                f"{call} takes the model that booster.boost returned, not torch.compile's wrapper of it: "
+                "call model.compile(), which compiles in place"
             )
         if not isinstance(model, HybridParallelModule) or model.mesh is not self.mesh:
             raise ValueError(f"{call} takes the model that booster.boost returned")

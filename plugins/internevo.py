@@ -46,7 +46,7 @@ def _is_number(value: Any) -> bool:
 
 KINDS: dict[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
-    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "an integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "a number": _is_number,
     "a bool": lambda value: isinstance(value, bool),
     "a str": lambda value: isinstance(value, str),
@@ -54,32 +54,33 @@ KINDS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, (bool, int, float)) and 0 <= value <= 1
     ),
 }
-_ONE_SIZE = Key(
-    allowed=(1,), why="cannot be had: each rank has all experts, split by tensor parallelism alone; use 1"
-)
+_ONE_SIZE = Key(allowed=(1,), why="is not available: experts are sharded only by tensor parallelism; use 1")
 KEYS = {
-    "parallel.zero1.size": Key("a whole number"),
+    "parallel.zero1.size": Key("an integer"),
     "parallel.zero1.fsdp": Key(
-        allowed=(False,), why="is not of this plugin: use TorchFSDPPlugin, or leave it out"
+        allowed=(False,), why="is not supported by this plugin: use TorchFSDPPlugin, or leave it out"
     ),
-    "parallel.tensor.size": Key("a whole number"),
+    "parallel.tensor.size": Key("an integer"),
     "parallel.tensor.mode": Key("a str"),
     "parallel.sequence_parallel": Key("a bool"),
-    "parallel.weight.size": Key("a whole number"),
+    "parallel.weight.size": Key("an integer"),
     "parallel.weight.overlap": Key("a bool"),
     "parallel.weight.memory_pool": Key("a bool"),  # torch's allocator keeps buffers either way
-    "parallel.pipeline.size": Key("a whole number"),
+    "parallel.pipeline.size": Key("an integer"),
     "parallel.pipeline.mode": Key("a str"),
     "parallel.pipeline.interleaved_overlap": Key("a bool"),
     "parallel.sequence_2D.enable": Key(
         allowed=(False,),
-        why="cannot be had: use HybridParallelPlugin's own sequence_parallelism_mode, 'all_to_all' or 'ring_attn'",
+        why=(
+            "is not available: use HybridParallelPlugin's own sequence_parallelism_mode, 'all_to_all' or "
+            "'ring_attn'"
+        ),
     ),
     "parallel.expert.size": _ONE_SIZE,
     "parallel.expert_weight.size": _ONE_SIZE,
-    "num_chunks": Key("a whole number"),
-    "data.micro_num": Key("a whole number", "num_microbatches"),
-    "data.gradient_accumulation": Key("a whole number"),
+    "num_chunks": Key("an integer"),
+    "data.micro_num": Key("an integer", "num_microbatches"),
+    "data.gradient_accumulation": Key("an integer"),
     "hybrid_zero_optimizer.overlap_sync_grad": Key("a bool", "overlap_communication"),
     "hybrid_zero_optimizer.zero_overlap_communication": Key("a bool", "overlap_communication"),
     "hybrid_zero_optimizer.overlap_sync_param": Key("a bool", "overlap_allgather"),
@@ -88,24 +89,25 @@ KEYS = {
     "hybrid_zero_optimizer.clip_grad_norm": Key("a number", "max_norm"),
     "grad_scaler.fp16.initial_scale": Key("a number", "initial_scale"),
     "grad_scaler.fp16.min_scale": Key("a number", "min_scale"),
-    "grad_scaler.fp16.growth_interval": Key("a whole number", "growth_interval"),
+    "grad_scaler.fp16.growth_interval": Key("an integer", "growth_interval"),
     "grad_scaler.growth_factor": Key("a number", "growth_factor"),
     "grad_scaler.backoff_factor": Key("a number", "backoff_factor"),
     "grad_scaler.max_scale": Key("a number", "max_scale"),
-    "grad_scaler.hysteresis": Key("a whole number", "hysteresis"),
+    "grad_scaler.hysteresis": Key("an integer", "hysteresis"),
     "model.dtype": Key(),
-    "model.num_chunks": Key("a whole number"),
+    "model.num_chunks": Key("an integer"),
     "model.checkpoint": Key("a bool, or a number from 0 to 1"),
     "model.parallel_output": Key("a bool", "parallel_output"),
     "model.use_flash_attn": Key("a bool", "enable_flash_attention"),
     "model.embed_grad_scale": Key(
-        allowed=(1,), why="would change gradients, and the model is yours: scale there, and use 1"
+        allowed=(1,), why="is not available: scale gradients in the model itself, and use 1"
     ),
     "loss.label_smoothing": Key(
-        allowed=(0,), why="is not the plugin's: give execute_pipeline a criterion that has it, and use 0 here"
+        allowed=(0,), why="is not available: give execute_pipeline a criterion with it, and use 0 here"
     ),
     "use_fp32_norm": Key(
-        allowed=(False,), why="cannot be had: norms compute as the model does, with float32 masters"
+        allowed=(False,),
+        why="is not available: norms compute in the model's format, with float32 masters; use False",
     ),
 }
 SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""} | {"grad_scaler", "parallel"}
@@ -175,7 +177,7 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
     config = read_configuration(config)
     sections = {path.split(".")[0] for path in KEYS} | {*PARALLEL}
     errors = [
-        f"{name} is given twice, in the configuration and besides: give one"
+        f"{name} is given twice, in the configuration and as an argument: give one"
         for name in others
         if name in config
     ]
@@ -184,8 +186,8 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
     raise_errors([f"InternEvo's configuration: {error}" for error in errors])
     if given.ignored and not (dist.is_initialized() and dist.get_rank()):
         _LOG.info(
-            "InternEvo's configuration: these are no arguments of the plugin (optimizer, model, data and files are "
-            "given to Echelon as objects): %s",
+            "InternEvo's configuration: these are not arguments of the plugin (optimizer, model, data and "
+            "files are given to Echelon as objects): %s",
             ", ".join(given.ignored),
         )
     return found | {name: value for name, value in others.items() if name not in sections}
@@ -218,9 +220,7 @@ class _Given:
         bare = {name: config.pop(name) for name in PARALLEL if name in config}
         self._is_bare = "parallel" not in config
         errors += [
-            f"{name} is given beside parallel, which has it: leave one out"
-            for name in bare
-            if not self._is_bare
+            f"{name} is given twice, also in parallel: leave one out" for name in bare if not self._is_bare
         ]
         self._take("", {"parallel": bare} | config)
 
@@ -241,7 +241,7 @@ class _Given:
         return path.removeprefix("parallel.") if self._is_bare else path
 
     def _take(self, section: str, content: Any) -> None:
-        if f"{section}.size" in KEYS and KINDS["a whole number"](content):
+        if f"{section}.size" in KEYS and KINDS["an integer"](content):
             content = {"size": content}
         if not isinstance(content, Mapping):
             self.refuse(section, content, "must be a dict")
@@ -363,7 +363,10 @@ def _precision(given: _Given) -> str | None:
         return _DTYPES[name]
     why = f"must be one of {', '.join(f'torch.{each}' for each in _DTYPES)}"
     if name == "tf32":
-        why = "is float32 with other products: use torch.float32, and torch.set_float32_matmul_precision('high')"
+        why = (
+            "is float32 with faster matrix products: use torch.float32, and "
+            "torch.set_float32_matmul_precision('high')"
+        )
     given.refuse("model.dtype", dtype, why)
     return None
 
@@ -381,12 +384,12 @@ def read_configuration(source: Mapping[str, Any] | str | Path) -> dict[str, Any]
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, (str, Path)):
-        raise ValueError(f"an InternEvo configuration is a dict or the path of a file, and not {source!r}")
+        raise ValueError(f"an InternEvo configuration must be a dict or the path of a file, not {source!r}")
     path, name = Path(source), f"the InternEvo configuration {str(source)!r}"
     if path.suffix not in (".py", ".json"):
         raise ValueError(f"{name} must end in one of .py (run as Python) and .json")
     if not path.is_file():
-        raise ValueError(f"{name} is no file")
+        raise ValueError(f"{name} is not a file")
     if path.suffix == ".py":
         return {
             key: value
@@ -397,7 +400,7 @@ def read_configuration(source: Mapping[str, Any] | str | Path) -> dict[str, Any]
     try:
         found = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is no JSON: {error}") from error
+        raise ValueError(f"{name} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{name} must hold an object of sections")
     return found

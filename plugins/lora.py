@@ -79,7 +79,7 @@ def peft_model_errors(model: nn.Module) -> list[str]:
         for config in peft_model.peft_config.values()
     }
     return [
-        f"the model has adapters of peft's type {kind}, and only LoRA is trained here: use LoraConfig, or "
+        f"the model has adapters of peft's type {kind}, but only LoRA is supported: use LoraConfig, or "
         "TorchDDPPlugin"
         for kind in sorted(kinds - {"LORA"})
     ]
@@ -133,8 +133,8 @@ def enable_lora(
     rules = (
         (
             bnb_quantization_config is not None or quantize,
-            "bnb_quantization_config and quantize ask for weights of 4 or 8 bits, which cannot be split over ranks or "
-            "brought to another precision: leave them out",
+            "bnb_quantization_config and quantize are not supported: leave them out, since weights of 4 or 8 "
+            "bits cannot be sharded or cast",
         ),
         (
             (pretrained_dir is None) == (lora_config is None),
@@ -148,11 +148,11 @@ def enable_lora(
         ),
         (
             is_taken(model),
-            "the model is already boosted or split: call booster.enable_lora before booster.boost, which then splits",
+            "the model is already boosted or sharded: call booster.enable_lora before booster.boost",
         ),
         (
             is_of_peft(model) or next(adapted(model), None) is not None,
-            "the model has adapters of peft's already: give the plain transformers model, once",
+            "the model already has adapters of peft: give the plain transformers model, once",
         ),
     )
     raise_errors([message for is_wrong, message in rules if is_wrong])

@@ -24,7 +24,7 @@ from ..zero.precision import beyond_fp16
 # here at the scale and the number of consecutive overflows at which the other plugins fail by default.
 _LOWEST_SCALE = 1.0
 _MOST_OVERFLOWS = 2
-_RULE = EQUAL_OPTIONS + ", and the last step was made with these: go on from a checkpoint"
+_RULE = EQUAL_OPTIONS + ", but the last step used these: restart from a checkpoint"
 
 
 class ScaledOptimizer(Optimizer):
@@ -212,16 +212,17 @@ class ScaledOptimizer(Optimizer):
             return
         if not (self._is_scaled and self._has_gradients()):
             raise RuntimeError(
-                f"{call} in fp16 takes gradients of a scaled loss, and there are none: call booster.backward(loss, "
-                "optimizer) before it, not loss.backward(), and leave a GradScaler of your own out"
+                f"{call} in fp16 needs gradients of a scaled loss, but there are none: call "
+                "booster.backward(loss, optimizer) before it, not loss.backward(), and use no GradScaler of "
+                "your own"
             )
         self._watch_writes()
         if self._was_written is not None and self._was_written.item():
             raise RuntimeError(
-                f"{call} in fp16 takes gradients that carry the loss scale, and something else wrote to them: call "
+                f"{call} in fp16 needs gradients with the loss scale, but other code wrote to them: call "
                 "booster.backward(loss, optimizer) instead of loss.backward(), and "
-                "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead of torch's "
-                "clipping; optimizer.zero_grad() drops them"
+                "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead "
+                "of torch's clipping; optimizer.zero_grad() drops them"
             )
 
     def _compare_options(self) -> None:

@@ -131,8 +131,9 @@ class TorchFSDPPlugin(TorchPlugin):
         if optimizer.state:
             return [
                 *found,
-                f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which would be "
-                "lost: boost a new optimizer, before its first step, of a kind that makes its states in step()",
+                f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which "
+                "would be lost: boost a new optimizer before its first step, of a class that creates its "
+                "states in step()",
             ]
         try:
             # torch's DTensor accepts some other optimizers, but Muon's results then silently differ from one process.
@@ -164,7 +165,7 @@ def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:
     if shard_size is None or (type(shard_size) is int and shard_size in allowed):
         return []
     return [
-        f"shard_size={shard_size!r} does not divide the world size {world_size} into groups that shard: use one of "
+        f"shard_size={shard_size!r} must be a divisor above 1 of the world size {world_size}: use one of "
         f"{allowed}, None for all ranks, or TorchDDPPlugin"
     ]
 
@@ -379,6 +380,6 @@ class FSDPOptimizer(ScaledOptimizer):
     def _require_reduced(self, call: str) -> None:
         if self.model.unreduced_gradients():
             raise RuntimeError(
-                f"{call} after booster.no_sync alone: its gradients are reduced by a backward outside of the block. "
-                "Leave the last microbatch of a step out of no_sync, or drop them by zero_grad()"
+                f"{call} without a backward outside of booster.no_sync, which reduces gradients: leave the "
+                "last microbatch of a step out of no_sync, or drop them by zero_grad()"
             )

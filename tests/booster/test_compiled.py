@@ -57,9 +57,11 @@ def refuse_what_torch_compile_returned() -> None:
 
 
 def refuse_to_compile_layers_that_talk() -> None:
-    message = "torch.compile does not go with a tp_size, sp_size or wp_size above 1, .*compile_layers=True"
+    message = (
+        "torch.compile is not supported with a tp_size, sp_size or wp_size above 1: .*compile_layers=True"
+    )
     booster, whole = boosted(hybrid())
-    with pytest.raises(ValueError, match=r"not torch\.compile's of it: call model\.compile\(\)"):
+    with pytest.raises(ValueError, match=r"not torch\.compile's wrapper of it: call model\.compile\(\)"):
         booster.execute_pipeline(iter([{"input_ids": IDS}]), torch.compile(whole, **HOW))
     model = CHOICE.build()
     model.compile(**HOW)

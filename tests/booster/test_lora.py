@@ -245,7 +245,7 @@ def test_unsupported_arguments_are_refused(arguments: dict[str, Any], reported: 
 
 
 def test_a_model_with_adapters_takes_no_others() -> None:
-    with pytest.raises(ValueError, match="already: give the plain transformers model, once"):
+    with pytest.raises(ValueError, match="already has adapters of peft: give the plain"):
         enable_lora(LLAMA.build_peft(), None, LoraConfig(**LORA), None, False)
 
 

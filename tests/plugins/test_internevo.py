@@ -215,24 +215,24 @@ def test_all_errors_are_reported_at_once() -> None:
     first, *lines = str(refusal.value).splitlines()
     assert first == f"{len(lines)} errors:"
     expected = """
-        parallel.zero1.size='8' must be a whole number
-        parallel.zero1.fsdp=True is not of this plugin: use TorchFSDPPlugin
+        parallel.zero1.size='8' must be an integer
+        parallel.zero1.fsdp=True is not supported by this plugin: use TorchFSDPPlugin
         parallel.tensor.overlap is not understood: known are size, mode
         parallel.sequence_parallel=False contradicts tensor.mode='msp'
         parallel.weight.size=2 needs tensor=dict(mode='isp')
         parallel.pipeline.mode='gpipe' must be one of '1F1B', 'ZBH1', 'ZBV'
-        parallel.sequence_2D.enable=True cannot be had
-        parallel.expert.size=4 cannot be had
+        parallel.sequence_2D.enable=True is not available
+        parallel.expert.size=4 is not available
         data=4 must be a dict
         hybrid_zero_optimizer.clip_grad_norm='1' must be a number
         hybrid_zero_optimizer.overlap_sync_gard is not understood: write overlap_sync_grad
         grad_scaler.fp16.growth_factor is not understood: known are initial_scale, min_scale, growth_interval
-        model.dtype='torch.tf32' is float32 with other products
+        model.dtype='torch.tf32' is float32 with faster matrix products
         model.checkpoint=2 must be a bool, or a number from 0 to 1
-        model.embed_grad_scale=0.1 would change gradients
+        model.embed_grad_scale=0.1 is not available: scale gradients
         model.num_chunk is not understood: write num_chunks
-        use_fp32_norm=True cannot be had
-        loss.label_smoothing=0.1 is not the plugin's
+        use_fp32_norm=True is not available
+        loss.label_smoothing=0.1 is not available
         paralel is not understood: write parallel
     """
     starts = [f"- InternEvo's configuration: {start.strip()}" for start in expected.strip().splitlines()]
@@ -243,7 +243,7 @@ def test_all_errors_are_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("config", "others", "reported"),
     [
-        ({"parallel": {}, "zero1": 8}, {}, "zero1 is given beside parallel"),
+        ({"parallel": {}, "zero1": 8}, {}, "zero1 is given twice, also in parallel"),
         (ISSUE, {"weight": 2}, "weight is given twice"),
         ({"num_chunks": 2, "model": {"num_chunks": 3}}, {}, "num_chunks=2 and model.num_chunks=3 differ"),
         ({"pipeline": {"size": 2, "mode": "ZBH1"}, "num_chunks": 2}, {}, "ZBH1 has 1 chunk"),
@@ -261,8 +261,8 @@ def test_all_errors_are_reported_at_once() -> None:
             "is the older name of overlap_sync_grad=True",
         ),
         ("config.yaml", {}, "'config.yaml' must end in one of .py"),
-        ("none.py", {}, "'none.py' is no file"),
-        (7, {}, "is a dict or the path of a file, and not 7"),
+        ("none.py", {}, "'none.py' is not a file"),
+        (7, {}, "must be a dict or the path of a file, not 7"),
     ],
 )
 def test_contradictions_are_refused(config: Any, others: dict[str, Any], reported: str) -> None:
@@ -270,7 +270,7 @@ def test_contradictions_are_refused(config: Any, others: dict[str, Any], reporte
         plugin_arguments(config, **others)
 
 
-@pytest.mark.parametrize(("text", "reported"), [("{", "is no JSON"), ("[1]", "must hold an object")])
+@pytest.mark.parametrize(("text", "reported"), [("{", "is not JSON"), ("[1]", "must hold an object")])
 def test_other_json_is_refused(tmp_path: Path, text: str, reported: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)

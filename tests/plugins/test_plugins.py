@@ -58,7 +58,7 @@ def test_a_number_of_items_is_accepted_for_one_microbatch_and_refused_for_severa
     assert found == pytest.approx(expected, rel=1e-6)
     for error in pool.run_failing(2, count_items, 2):
         assert isinstance(error, ValueError)
-        assert "by which each of its 2 microbatches would divide its part" in str(error)
+        assert "by which each of its 2 microbatches would divide its loss" in str(error)
 
 
 def weigh() -> None:
@@ -89,7 +89,9 @@ def weigh() -> None:
     run(loss_of)
     assert norm() == pytest.approx(plain, rel=1e-6)
     run(weighted_by(8.0))
-    assert "was accumulated with another before optimizer.step()" in refused(lambda: run(weighted_by(8.0)))
+    assert "cannot be accumulated with another before optimizer.step()" in refused(
+        lambda: run(weighted_by(8.0))
+    )
 
 
 def test_weights_of_a_batch_are_its_own(pool: Pool) -> None:

@@ -65,7 +65,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
             "recompute_modules=('mlp',) with compile_layers=True",
             "overlap_allgather=True: compiled code does not wait for parameters",
             "enable_jit_fused=True (which enable_all_optimization=True turns on)",
-            "pp_style='zbh1' with compile_layers=True: it computes weight gradients apart",
+            "pp_style='zbh1' with compile_layers=True: a compiled layer cannot defer",
         ),
     ),
     (
@@ -111,11 +111,11 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
             hysteresis="b",
         ),
         (
-            "hysteresis='b' must be a whole number",
+            "hysteresis='b' must be an integer",
             "precision=3: use one of 'fp32'",
             "initial_scale='a': it must be a finite number",
-            "tp_size='2' must be a whole number\n- pp_size=1.5 must be a whole number",
-            "gradient_accumulation_steps='2' must be a whole number",
+            "tp_size='2' must be an integer\n- pp_size=1.5 must be an integer",
+            "gradient_accumulation_steps='2' must be an integer",
             "enable_sequence_parallelism='no' must be True or False",
         ),
     ),
@@ -130,7 +130,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         ),
         (
             "gradient_accumulation_steps=0 must be at least 1",
-            "num_layers_per_stage=[0] must be a list of positive whole numbers",
+            "num_layers_per_stage=[0] must be a list of positive integers",
             "zero_bucket_size_in_m=nan must be a number from 2**-20 (one element) to below 2**20",
             "communication_dtype='int8' must be one of None, fp32",
             "use zero_stage 1 or 2, or leave it out",
@@ -171,7 +171,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
             *(
                 "11 errors",
                 "'fp8'",
-                "shard_size=3 does not divide",
+                "shard_size=3 must be a divisor above 1 of",
                 "cpu_offload='yes'",
                 "reshard_after_forward=2",
             ),
@@ -195,7 +195,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         ("bucket_cap_mb=-1 must be", "static_graph='no' must be True or False", "fp8_communication=True"),
     ),
     (Booster, dict(device="cuda"), ("leave it out, and give it to the call that starts the process group",)),
-    (Booster, dict(plugin="hybrid"), ("plugin='hybrid' is no plugin: make one first",)),
+    (Booster, dict(plugin="hybrid"), ("plugin='hybrid' is not a plugin: create one first",)),
 ]
 
 
@@ -280,7 +280,7 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
                 "3 errors",
                 "optimizer='adamw'",
                 "criterion='loss'",
-                "lr_scheduler='linear' is none: give a scheduler",
+                "lr_scheduler='linear' is not valid: give a scheduler",
             ),
         ),
         "attention": (
@@ -289,11 +289,11 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         ),
         "width": (
             hybrid_boost(narrow.build(), narrow.build(), tp_size=2),
-            ("25 entries along dim 1 are not divisible by 2 ranks", "parameters that are not the model's"),
+            ("25 entries along dim 1 are not divisible by 2 ranks", "parameters are not in the model"),
         ),
         "sharded weights": (
             hybrid_boost(dropping.build(), BERT.build(), wp_size=2),
-            ("layerdrop=0.1 in the model's config", "parameters that are not the model's"),
+            ("layerdrop=0.1 in the model's config", "parameters are not in the model"),
         ),
         "unknown": (
             hybrid_boost(plain, tp_size=2),
@@ -311,7 +311,7 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         ),
         "foreign": (
             sharded(lambda _: make_optimizer(GPT2.build())),
-            ("parameters that are not the model's",),
+            ("parameters are not in the model",),
         ),
         "scalar and hook": (sharded(strange), ("2 errors", "is a scalar", "has hooks")),
         "boosted": (lambda: fsdp.boost(whole), ("already boosted",)),

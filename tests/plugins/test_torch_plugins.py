@@ -302,7 +302,7 @@ def drop_accumulated() -> tuple[str, float, float]:
 
 def test_gradients_that_were_never_reduced_are_reported_and_can_be_dropped(pool: Pool) -> None:
     for reported, after_dropping, alone in pool.run(2, drop_accumulated):
-        assert "step() after booster.no_sync alone" in reported
+        assert "step() without a backward outside of booster.no_sync" in reported
         assert after_dropping == alone
 
 
@@ -329,5 +329,5 @@ def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
 def test_a_step_without_scaled_gradients_is_reported_and_a_later_one_works(pool: Pool) -> None:
     for reported, changed in pool.run(2, step_without_scaled_gradients):
         for call, text in reported.items():
-            assert f"{call} in fp16 takes gradients of a scaled loss, and there are none" in text
+            assert f"{call} in fp16 needs gradients of a scaled loss, but there are none" in text
         assert changed

@@ -31,7 +31,7 @@ def run_unevenly() -> None:
 def test_ranks_with_other_numbers_of_microbatches_are_refused(pool: Pool) -> None:
     for error in pool.run_failing(2, run_unevenly):
         assert isinstance(error, ValueError)
-        assert "with wp_size=2 every rank must run equally many microbatches" in str(error)
+        assert "wp_size=2 needs equally many microbatches on every rank" in str(error)
         assert "2 for 4 samples, 3 for 6 samples" in str(error)
 
 
