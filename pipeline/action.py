@@ -89,12 +89,12 @@ def stage_rank_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
     if not found:
         return ["it has no forward"]
     named = {action.stage for actions in schedule for action in actions if action.op in COMPUTES}
-    errors = [f"there is no stage {stage}: the first is 0" for stage in sorted(named) if stage < 0]
-    errors += [f"no rank holds stage {stage}" for stage in range(1 + max(named)) if stage not in found]
+    errors = [f"stage {stage} is below 0, the first stage" for stage in sorted(named) if stage < 0]
+    errors += [f"no rank has stage {stage}" for stage in range(1 + max(named)) if stage not in found]
     for stage, ranks in sorted(found.items()):
         if len(ranks) > 1:
             each = (f"rank {rank} ({first})" for rank, first in ranks.items())
-            errors.append(f"stage {stage} is held by {' and by '.join(each)}")
+            errors.append(f"stage {stage} is on {' and on '.join(each)}")
     return errors
 
 

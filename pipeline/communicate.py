@@ -89,7 +89,7 @@ class _Layout:
                     else f"{need} (on no rank)"
                     for need in missing
                 ]
-                stuck.append(f"rank {rank} stands at {actions[at]}, which needs {' and '.join(waits)}")
+                stuck.append(f"rank {rank} waits at {actions[at]}, which needs {' and '.join(waits)}")
         if stuck:
             raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
 

@@ -93,14 +93,14 @@ def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if num_microbatches is None and microbatch_size is None:
-        raise ValueError("give num_microbatches or microbatch_size: neither says how to cut a batch")
+        raise ValueError("neither num_microbatches nor microbatch_size is given: give one of them")
     if microbatch_size is not None:
         full, rest = divmod(total, microbatch_size)
         lengths = [microbatch_size] * full + [rest] * (rest > 0)
         if num_microbatches not in (None, len(lengths)):
             raise ValueError(
-                f"microbatch_size={microbatch_size} cuts a batch of {total} samples into {len(lengths)} "
-                f"microbatches, and num_microbatches={num_microbatches}: give only one of the two"
+                f"microbatch_size={microbatch_size} splits a batch of {total} samples into {len(lengths)} "
+                f"microbatches, not into num_microbatches={num_microbatches}: give one of them"
             )
         return lengths
     assert num_microbatches is not None

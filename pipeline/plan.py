@@ -72,13 +72,14 @@ class StagePlan:
         if self.encoder is not None and not (self.module and self.encoder.module):
             raise ValueError(
                 f"the stage plan of an encoder (layers={self.encoder.layers!r}) and its decoder "
-                f"(layers={self.layers!r}) needs the module of both, which is called to run the layers"
+                f"(layers={self.layers!r}) needs a module for each of them, whose call runs the layers: set module in "
+                "both plans"
             )
         if self.encoder is not None and (self.applied or self.encoder.applied):
             raise ValueError("the layers of an encoder or its decoder run once each: leave applied out")
         if self.collecting and (self.encoder is not None or self.applied or len(self.entry) != 1):
             raise ValueError(
-                f"collecting={self.collecting} is for one stack of layers that run once, behind one entry: leave it out"
+                f"collecting={self.collecting} is for one stack of layers that run once, after one entry: leave it out"
             )
 
     def under(self, prefix: str) -> "StagePlan":
@@ -323,8 +324,8 @@ def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
 def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
     """Return errors for settings (of a batch, a config) that change results under a pipeline; empty if none do."""
     found = [
-        f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
-        f"leave it out or use pp_size=1"
+        f"{name}={settings[name]!r} in {source} collects the outputs of all layers, but a pipeline stage has only its "
+        "own: leave it out or use pp_size=1"
         for name in COLLECTING
         if settings.get(name)
     ]
@@ -336,8 +337,8 @@ def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
 def layer_drop_errors(settings: Mapping[str, Any], source: str, *, who: str, instead: str) -> list[str]:
     """Return errors for settings with which ranks would run different layers; empty if there are none."""
     return [
-        f"{name}={value!r} in {source} leaves out layers at random, and {who} would not leave out the same: set it to "
-        f"0 or {instead}"
+        f"{name}={value!r} in {source} drops layers at random, and {who} would not drop the same: set it to 0 or "
+        f"{instead}"
         for name, value in settings.items()
         if name.endswith("layerdrop") and value
     ]

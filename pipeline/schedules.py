@@ -215,8 +215,8 @@ def build_schedule(
     if required_stage_ranks is not None and stage_ranks(schedule) != tuple(required_stage_ranks):
         raise ValueError(
             f"the schedule's function places the stages on ranks {stage_ranks(schedule)} for {num_microbatches} "
-            f"microbatches, and the model was cut for {tuple(required_stage_ranks)}: they must not follow from the "
-            "number of microbatches"
+            f"microbatches, but the model was cut for {tuple(required_stage_ranks)}: placement must not depend on "
+            "the number of microbatches"
         )
     return schedule
 

@@ -24,7 +24,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if min(self.forward, self.backward_input, self.backward_weight) <= 0 or self.send < 0:
-            raise ValueError(f"{self}: computations must cost more than 0, and send not less than 0")
+            raise ValueError(f"{self}: computations must cost more than 0, and send at least 0")
 
     def of(self, op: Op) -> float:
         """Return the cost of a computation."""

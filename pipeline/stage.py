@@ -238,8 +238,8 @@ def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
     if not any(stage.is_computing for stage in stages.values()):
         local, in_all = list(stages), next(iter(stages.values())).num_stages
         raise RuntimeError(
-            f"this {type(model).__name__} holds stages {local} of {in_all} and was called by itself, or by generate(): "
-            "call booster.execute_pipeline, under torch.no_grad() to evaluate; to generate, save it by "
+            f"this {type(model).__name__} has only stages {local} of {in_all}, but was called directly or by "
+            "generate(): call booster.execute_pipeline, under torch.no_grad() to evaluate; to generate, save it by "
             "booster.save_model and load it at pp_size=1"
         )
 

@@ -162,6 +162,6 @@ def layer_errors(
     if len(given) == num_stages and sum(given) == num_layers and min(given) >= 1:
         return []
     return [
-        f"num_layers_per_stage={given} must give each of {num_stages} stages at least one layer and "
-        f"{num_layers} in all: {deal_layers(num_layers, num_stages, stage_size)} would"
+        f"num_layers_per_stage={given} must give each of {num_stages} stages at least one layer and {num_layers} in "
+        f"all: use {deal_layers(num_layers, num_stages, stage_size)}, for example"
     ]

@@ -108,7 +108,7 @@ class StandIn(nn.Module):
         self._modules[name] = module
 
     def extra_repr(self) -> str:
-        return f"for {type(self.__dict__['native']).__name__}, held by another stage"
+        return f"for {type(self.__dict__['native']).__name__}, of another stage"
 
 
 class Placeholder(StandIn):
@@ -216,7 +216,7 @@ class Absent(StandIn):
     """Stand-in for a module that only another stage runs: raises."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{type(self.native).__name__} was called on a stage that does not hold it")
+        raise AssertionError(f"{type(self.native).__name__} was called on a stage that does not have it")
 
 
 class Borrowed:

@@ -239,9 +239,9 @@ class Transport:
             self._channels[action.op, action.stage].describe(action, specs, key)
         elif known != specs:
             raise ValueError(
-                f"stage {action.stage} sends {_listed(specs)} for microbatch {action.microbatch}, and "
-                f"{_listed(known)} for an earlier one of the same names, shapes and dtypes: let what a stage sends "
-                "follow from the shapes of the microbatch alone"
+                f"stage {action.stage} sends {_listed(specs)} for microbatch {action.microbatch}, but {_listed(known)} "
+                "for an earlier one of the same names, shapes and dtypes: outputs of a stage must depend only on the "
+                "shapes of the microbatch"
             )
         self.send_gradients(action, tensors)
 
@@ -282,8 +282,8 @@ class Transport:
         """Raise RuntimeError if an earlier step was interrupted."""
         if self._failure is not None:
             raise RuntimeError(
-                f"an earlier step of this pipeline broke off ({self._failure}), and its ranks no longer "
-                "agree on what comes next: end the run and start it again from a checkpoint"
+                f"an earlier step of this pipeline failed ({self._failure}), and its ranks may be at different "
+                "actions: end the run and restart it from a checkpoint"
             )
 
     def _receiving(self, arrival: PendingTransfer) -> PendingTransfer:

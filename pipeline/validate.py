@@ -54,7 +54,7 @@ def _form_errors(schedule: Schedule) -> list[str]:
         ):
             # An Action with fields of wrong types has no repr.
             found = tuple(action) if isinstance(action, tuple) else action
-            return [f"a schedule is made of Action(Op, stage, microbatch), and it has {found!r:.100}"]
+            return [f"a schedule must consist of Action(Op, stage, microbatch), but has {found!r:.100}"]
         if not (0 <= action.stage < len(every) and 0 <= action.microbatch < len(every)):
             return [
                 f"the schedule's {len(every)} actions cannot have so many stages or microbatches: {action!r}"
@@ -64,7 +64,7 @@ def _form_errors(schedule: Schedule) -> list[str]:
         errors.append(f"the schedule has {transfers[0]}: leave sends and receives out, they are added")
     if all(action.op is Op.FORWARD for action in every):
         errors.append(
-            "the schedule has no backward: write the one for training, evaluation takes its forwards"
+            "the schedule has no backward: give the schedule for training, evaluation uses its forwards"
         )
     return errors
 
@@ -83,7 +83,7 @@ def _size_errors(
     stages = [len({action.stage for action in actions}) for actions in schedule]
     for rank, count in enumerate(stages):
         if not count:
-            yield f"the schedule gives rank {rank} nothing to do"
+            yield f"the schedule gives rank {rank} no actions"
     if num_chunks != 1 and set(stages) != {num_chunks}:
         yield f"num_model_chunks={num_chunks}, and the schedule's ranks have {stages} stages: leave it out"
 
@@ -98,7 +98,7 @@ def _count_errors(schedule: Schedule, num_microbatches: int) -> Iterator[str]:
         found = [op for op, action in backward.items() if (rank, action) in present]
         if _WHOLE in found and len(found) > 1:
             both = " and ".join(repr(backward[op]) for op in found)
-            yield f"there are {both}: a backward is done whole or in its two parts, not both"
+            yield f"there are {both}: use either a full backward or its two parts"
         wanted = found if _WHOLE in found else _PARTS if found else usual
         for op in (Op.FORWARD, *wanted):
             action = Action(op, stage, microbatch)

@@ -113,7 +113,7 @@ def refuse_a_call_of_a_stage() -> None:
     calls: tuple[Callable[[], Any], ...] = (lambda: model(ids), lambda: model.generate(ids, max_new_tokens=1))
     for call in calls:
         with pytest.raises(
-            RuntimeError, match=r"holds stages \[[01]\] of 2 and was called by itself, or by generate"
+            RuntimeError, match=r"has only stages \[[01]\] of 2, but was called directly or by generate"
         ):
             call()
     with torch.no_grad():

@@ -86,7 +86,7 @@ REFUSALS = {
         **at(zero_stage=7, precision="int8", num_microbatches=0),
     ),
     "weight parallelism beside tensor parallelism": Refusal(
-        needles=("wp_size=2 with tp_size=2",), **{**at(tp=2, wp_size=2), "num_ranks": 4}
+        needles=("wp_size=2 does not combine with tp_size=2",), **{**at(tp=2, wp_size=2), "num_ranks": 4}
     ),
     "a schedule of another name": Refusal(
         needles=("there is no schedule '1b1f'",), **at(pp=2, pp_style="1b1f")
@@ -105,7 +105,7 @@ REFUSALS = {
         model="granitemoe",
         settings=dict(NARROW_EXPERTS),
         needles=(
-            "tp_size=4 leaves 12 of the 48 columns of model.layers.0.block_sparse_moe.experts to a rank",
+            "tp_size=4 gives each rank 12 of the 48 columns of model.layers.0.block_sparse_moe.experts",
             "use tp_size=1 or 2 or 3, or call model.set_experts_implementation('eager') before boost",
         ),
         **at(tp=4, precision="fp16"),
@@ -150,7 +150,7 @@ REFUSALS = {
     "layers left out at random": Refusal(
         model="opt",
         settings={"layerdrop": 0.1},
-        needles=("layerdrop=0.1 in the model's config leaves out layers at random",),
+        needles=("layerdrop=0.1 in the model's config drops layers at random",),
         **at(pp=2),
     ),
     "products with parts of weights go with a pipeline": Refusal(
@@ -162,20 +162,22 @@ REFUSALS = {
     "layers of a decoder left out at random": Refusal(
         model="whisper",
         settings={"decoder_layerdrop": 0.1},
-        needles=("decoder_layerdrop=0.1 in the model's config leaves out layers at random",),
+        needles=("decoder_layerdrop=0.1 in the model's config drops layers at random",),
         **at(pp=2),
     ),
     "a head over all layers in a pipeline": Refusal(
         model="whisper",
         head="audio_classification",
         settings={"use_weighted_layer_sum": True},
-        needles=("use_weighted_layer_sum=True in the model's config collects over all layers",),
+        needles=("use_weighted_layer_sum=True in the model's config collects the outputs of all layers",),
         **at(pp=2),
     ),
     "outputs of all layers in a pipeline": Refusal(
         model="sam",
         settings={"vision_config": {"output_hidden_states": True}},
-        needles=("output_hidden_states=True in the model's config, vision_config collects over all layers",),
+        needles=(
+            "output_hidden_states=True in the model's config, vision_config collects the outputs of all layers",
+        ),
         **at(pp=2),
     ),
     "a head over all layers of parts of a sequence": Refusal(

@@ -92,10 +92,13 @@ def test_lengths_that_differ_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "sizes, fault",
     [
-        ((None, None), "give num_microbatches or microbatch_size"),
+        ((None, None), "neither num_microbatches nor microbatch_size is given"),
         ((0, None), "num_microbatches=0 must be at least 1"),
         ((None, 0), "microbatch_size=0 must be at least 1"),
-        ((3, 2), "microbatch_size=2 cuts a batch of 4 samples into 2 microbatches, and num_microbatches=3"),
+        (
+            (3, 2),
+            "microbatch_size=2 splits a batch of 4 samples into 2 microbatches, not into num_microbatches=3",
+        ),
     ],
 )
 def test_ambiguous_sizes_of_microbatches_are_refused(

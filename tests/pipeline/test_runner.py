@@ -234,7 +234,7 @@ def fail_in_criterion() -> None:
         pipeline.train(pieces(6, 3), criterion=lambda outputs, microbatch: 1 / 0)
     except ZeroDivisionError:
         with pytest.raises(
-            RuntimeError, match="an earlier step of this pipeline broke off \\(ZeroDivisionError"
+            RuntimeError, match="an earlier step of this pipeline failed \\(ZeroDivisionError"
         ):
             pipeline.train(pieces(6, 3))
         raise
@@ -249,7 +249,7 @@ LOST = "lost rank {} (pipeline stage {}) while receiving the {}"
         (
             train_with_changing_shapes,
             ValueError,
-            (0, "stage 0 sends float32 [2, 12] for microbatch 1, and float32 [2, 6] for an earlier one"),
+            (0, "stage 0 sends float32 [2, 12] for microbatch 1, but float32 [2, 6] for an earlier one"),
             (1, LOST.format(0, 0, "activations")),
         ),
         (train_on_different_batches, ValueError, (1, "give every rank of a pipeline the same batch"), None),

@@ -136,26 +136,26 @@ REFUSED: list[tuple[Any, int, int | None, str]] = [
     ("interleaved", 0, None, "num_model_chunks=0: a rank has at least 1 stage"),
     (None, 1, None, "a schedule is a list with a list of actions for every rank, not None"),
     ([None, []], 1, None, "a schedule is a list with a list of actions for every rank"),
-    ([[("F", 0, 0)], []], 1, None, "is made of Action(Op, stage, microbatch), and it has ('F', 0, 0)"),
-    ([[Action(FORWARD, 0.5, 0)]], 1, None, "is made of Action"),  # type: ignore[arg-type]
-    ([[Action("F", 0, 0)]], 1, None, "is made of Action"),  # type: ignore[arg-type]
+    ([[("F", 0, 0)], []], 1, None, "must consist of Action(Op, stage, microbatch), but has ('F', 0, 0)"),
+    ([[Action(FORWARD, 0.5, 0)]], 1, None, "must consist of Action"),  # type: ignore[arg-type]
+    ([[Action("F", 0, 0)]], 1, None, "must consist of Action"),  # type: ignore[arg-type]
     *(
         ([[*OWN[0], Action(FORWARD, stage, microbatch)], OWN[1]], 1, None, "cannot have so many stages or microbatches")
         for stage, microbatch in ((0, 10**7), (10**7, 0), (-1, 0))
     ),
     (written("0F0 0sF0 0rB0 0B0", "1rF0 1F0 1B0 1sB0"), 1, None, "has 0sF0: leave sends and receives out"),
-    (written("0F0", "1F0"), 1, None, "the schedule has no backward: write the one for training"),
+    (written("0F0", "1F0"), 1, None, "the schedule has no backward: give the schedule for training"),
     (written("0F0 0B0"), 1, None, "the schedule is for 1 ranks, and the pipeline has 2"),
-    (written("0F0 0B0", ""), 1, None, "the schedule gives rank 1 nothing to do"),
+    (written("0F0 0B0", ""), 1, None, "the schedule gives rank 1 no actions"),
     (written("0F0 0F1 0B0", "1F0 1F1 1B0 1B1"), 1, None, "the schedule is not valid: rank 0 lacks 0B1"),
-    (written("0F0 2F0 2B0 0B0", "3F0 3B0"), 1, None, "no rank holds stage 1"),
-    (written("0F0 0F1 0B0 0B1", "1F1 1F0 1B1 0F0 1B0"), 1, None, "stage 0 is held by rank 0 (0F0) and by rank 1"),
-    (written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), 1, None, "the schedule deadlocks: rank 0 stands at 0B0"),
-    (written("0F0 0W0 0I0", "1F0 1B0"), 1, None, "rank 0 stands at 0W0, which needs 0I0 (later on rank 0)"),
+    (written("0F0 2F0 2B0 0B0", "3F0 3B0"), 1, None, "no rank has stage 1"),
+    (written("0F0 0F1 0B0 0B1", "1F1 1F0 1B1 0F0 1B0"), 1, None, "stage 0 is on rank 0 (0F0) and on rank 1"),
+    (written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), 1, None, "the schedule deadlocks: rank 0 waits at 0B0"),
+    (written("0F0 0W0 0I0", "1F0 1B0"), 1, None, "rank 0 waits at 0W0, which needs 0I0 (later on rank 0)"),
     (written("1F0 1B0", "0F0 0B0 2F0"), 1, None, "the schedule is not valid: rank 1 lacks 2B0"),
     (written("0F0 0I0 0W0 0F1 0B1", "1F0 1I0 1F1 1B1"), 1, None, "the schedule is not valid: rank 1 lacks 1W0"),
     (written("0F0 0F0 0B0", "1F0 1B0"), 1, None, "rank 0 has 0F0 2 times"),
-    (written("0F0 0B0 0W0", "1F0 1B0"), 1, None, "there are 0B0 and 0W0: a backward is done whole or in its two"),
+    (written("0F0 0B0 0W0", "1F0 1B0"), 1, None, "there are 0B0 and 0W0: use either a full backward or its two"),
     (written("0F0 0B0 1W0", "1F0 1I0 1W0"), 1, None, "rank 0 has 1W0, which belongs to rank 1"),
     (OWN, 1, 3, "the schedule is for 2 microbatches, and a step has 3: give a function"),
     (OWN, 2, None, "num_model_chunks=2, and the schedule's ranks have [2, 1] stages: leave it out"),
@@ -190,7 +190,7 @@ def test_every_computation_that_is_dropped_repeated_or_moved_is_named(name: str)
             (error,) = own_schedule_errors(moved, 2, 3, 1)
             assert (
                 f"rank {1 - rank} has {action}, which belongs to rank {rank}" in error
-                or "is held by" in error
+                or "is on rank" in error
             )
 
 
@@ -200,6 +200,6 @@ def test_all_that_is_wrong_with_sizes_is_reported_at_once() -> None:
     ):
         build_schedule(OWN, 3, 4, 5)
     with pytest.raises(
-        ValueError, match=r"on ranks \(1, 0\) for 3 microbatches, and the model was cut for \(0, 1\)"
+        ValueError, match=r"on ranks \(1, 0\) for 3 microbatches, but the model was cut for \(0, 1\)"
     ):
         build_schedule(turning, 2, 3, 1, required_stage_ranks=(0, 1))

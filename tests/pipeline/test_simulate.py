@@ -194,5 +194,5 @@ def test_a_schedule_that_deadlocks_is_refused() -> None:
     "wrong", [{"forward": 0}, {"backward_input": -1}, {"backward_weight": 0}, {"send": -0.1}]
 )
 def test_costs_that_are_no_times_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="computations must cost more than 0, and send not less than 0"):
+    with pytest.raises(ValueError, match="computations must cost more than 0, and send at least 0"):
         Costs(**wrong)

@@ -221,10 +221,10 @@ ENCODER = StagePlan(layers="encoder.layers", entry=("shared",), module="encoder"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(encoder=replace(ENCODER, module="")), "needs the module of both"),
+        (dict(encoder=replace(ENCODER, module="")), "needs a module for each of them"),
         (dict(encoder=ENCODER, applied="count"), "run once each: leave applied out"),
         (dict(encoder=replace(ENCODER, applied="count")), "run once each: leave applied out"),
-        (dict(applied="count", collecting=("fpn",)), "one stack of layers that run once, behind one entry"),
+        (dict(applied="count", collecting=("fpn",)), "one stack of layers that run once, after one entry"),
     ],
 )
 def test_plans_that_contradict_themselves_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -106,6 +106,6 @@ def test_a_large_embedding_and_head_leave_fewer_layers_at_the_ends(
 
 def test_a_layer_count_that_does_not_fit_says_what_would() -> None:
     assert "at most 3 stages" in layer_errors(3, 4, None)[0]
-    assert "[1, 2, 1] would" in layer_errors(4, 3, [2, 2, 1])[0]
-    assert "[1, 1, 2] would" in layer_errors(4, 3, [2, 2, 1], by_weights([9, 9, 1, 1]))[0]
+    assert "use [1, 2, 1], for example" in layer_errors(4, 3, [2, 2, 1])[0]
+    assert "use [1, 1, 2], for example" in layer_errors(4, 3, [2, 2, 1], by_weights([9, 9, 1, 1]))[0]
     assert layer_errors(4, 3, [2, 1, 1]) == []

@@ -176,7 +176,7 @@ ROWS = {
     "layers of stages": Row(
         llama,
         {"num_stages": 2, "num_layers_per_stage": [2, 0]},
-        (("num_layers_per_stage=[2, 0]", "[1, 1] would"),),
+        (("num_layers_per_stage=[2, 0]", "use [1, 1], for example"),),
     ),
     "too few runs of one layer": Row(
         lambda: ModelChoice(model_type="albert", num_layers=4).build_on_meta(),
