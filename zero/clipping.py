@@ -195,8 +195,8 @@ def require_finite_norm(norm: float, norm_type: float) -> None:
     """Raise RuntimeError if a norm is infinite or NaN."""
     if not isfinite(norm):
         raise RuntimeError(
-            f"the gradients' norm (norm_type={norm_type}) is {norm} and error_if_nonfinite=True: under fp16 an "
-            "overflow now and then is usual and skips a step; leave error_if_nonfinite out to let it be"
+            f"the gradient norm (norm_type={norm_type}) is {norm}, and error_if_nonfinite=True: leave it out to skip "
+            "such a step, as is usual after an fp16 overflow"
         )
 
 

@@ -47,8 +47,8 @@ def require_elementwise(optimizer: Optimizer) -> None:
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = ", ".join(sorted(each.__name__ for each in KNOWN))
     advice = (
-        f"use one that updates every entry on its own, such as torch.optim's {known}; or TorchDDPPlugin, under which "
-        "every rank has all parameters whole"
+        f"use one that updates every element independently, such as torch.optim's {known}; or TorchDDPPlugin, which "
+        "does not shard parameters"
     )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -60,8 +60,8 @@ def require_elementwise(optimizer: Optimizer) -> None:
         ) from error
     if not alike:
         raise ValueError(
-            f"{name} is not element-wise: it updates a slice of a parameter otherwise than the whole, "
-            f"so its states cannot be sharded: {advice}"
+            f"{name} is not element-wise: it updates a slice of a parameter differently than the full one, so its "
+            f"states cannot be sharded: {advice}"
         )
 
 

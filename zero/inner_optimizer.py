@@ -23,7 +23,7 @@ NOT_PICKLED = (
     "booster.save_optimizer(optimizer, folder) on every rank, or copy the optimizer before boost"
 )
 PARTIAL_STATE = (
-    "this rank has only a part of this optimizer's state, which state_dict() would give for the whole: call "
+    "this rank has only a part of this optimizer's state, so state_dict() would be incomplete: call "
     "booster.save_optimizer(optimizer, folder) or booster.save_checkpoint on every rank"
 )
 
@@ -52,7 +52,7 @@ class StepGuard:
     def _require_entered(self, *_: Any) -> None:
         if not self._is_entered:
             raise RuntimeError(
-                "this optimizer was boosted: step the one that boost returned, which reduces gradients and knows the "
+                "this optimizer was boosted: step the one that boost returned, which reduces gradients and removes the "
                 "loss scale"
             )
 
@@ -90,7 +90,7 @@ class OptimizerWrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the layout of the flat memory is fixed."""
-        raise RuntimeError("add parameter groups to the optimizer before boost: its memory is laid out there")
+        raise RuntimeError("parameter groups cannot be added to a boosted optimizer: add them before boost")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(NOT_PICKLED)
@@ -114,7 +114,7 @@ def managed_groups(
     for managed in (managed for members in groups for managed in members):
         if managed.parameter.is_complex():
             raise ValueError(
-                f"{managed.name} is {managed.parameter.dtype}, and gradients and masters are float32: use a real "
+                f"{managed.name} is {managed.parameter.dtype}, but gradients and masters are float32: use a real "
                 "parameter with a last dimension of 2, and torch.view_as_complex in forward"
             )
         if not _is_fresh(optimizer.state.get(managed.parameter, {})):
@@ -241,8 +241,8 @@ def load_local_state(
         at = next((i for i, line in enumerate(shorter) if line != longer[i]), len(shorter))
         there, here = (lines[at] if at < len(lines) else "nothing" for lines in (saved, own))
         raise ValueError(
-            f"the optimizer state was saved under another layout: number {at} is {there} there and {here} "
-            "here. Load what booster.save_optimizer wrote under any layout by booster.load_optimizer"
+            f"the optimizer state was saved under another layout: entry {at} of its layout is {there}, not {here}. Use "
+            "booster.save_optimizer and booster.load_optimizer, which convert between layouts"
         )
     inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     choose_fused_kernels(inner, device)  # the state may come from a run without fused kernels

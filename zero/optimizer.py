@@ -334,9 +334,8 @@ class ShardedOptimizer(OptimizerWrapper):
         if 0 < self._num_calls < self.accumulation_steps:
             raise RuntimeError(
                 f"optimizer.step() after {self._num_calls} of gradient_accumulation_steps={self.accumulation_steps} "
-                f"calls: step after every {self.accumulation_steps} calls of execute_pipeline or booster.backward; "
-                "where the data ends before, go on with the next epoch's, or drop the gradients by "
-                "optimizer.zero_grad()"
+                f"calls: step after every {self.accumulation_steps} calls of execute_pipeline or booster.backward; if "
+                "the data ends earlier, continue with the next epoch's, or drop the gradients by optimizer.zero_grad()"
             )
         self.parameter_gather.wait()
         for slot in self.reducer.slots:

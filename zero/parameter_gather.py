@@ -151,8 +151,8 @@ class AwaitedParameters(dict[str, Parameter | None]):
 def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[str]:
     """Return errors for module attributes that refer to a parameter directly and would not wait for it."""
     return [
-        f"{path or 'the model'} ({type(module).__name__}) keeps {name}, which refers to parameters themselves, and "
-        "would not see that they are still on their way: use overlap_allgather=False"
+        f"{path or 'the model'} ({type(module).__name__}) keeps references to parameters in {name}, and may read them "
+        "while they are in flight: use overlap_allgather=False"
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name != "_parameters"
@@ -163,8 +163,8 @@ def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[s
 def _compile_errors(model: nn.Module) -> list[str]:
     """Return errors for compiled modules, whose code reads parameters without a look-up."""
     return [
-        f"{path or 'the model'} is compiled, and compiled code does not wait for parameters that are still on their "
-        "way: use overlap_allgather=False"
+        f"{path or 'the model'} is compiled, and compiled code does not wait for parameters in flight: use "
+        "overlap_allgather=False"
         for path, module in model.named_modules()
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None
     ]

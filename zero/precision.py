@@ -56,12 +56,12 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "growth_factor": (lambda value: value > 1, "it must be above 1"),
     "growth_interval": (
         lambda value: value >= 1 and value % 1 == 0,
-        "it must be a whole number of steps, at least 1",
+        "it must be an integer of at least 1 (steps)",
     ),
     "backoff_factor": (lambda value: 0 < value < 1, "it must lie between 0 and 1"),
     "hysteresis": (
         lambda value: value >= 1 and value % 1 == 0,
-        "it must be a whole number of overflows, at least 1",
+        "it must be an integer of at least 1 (overflows)",
     ),
 }
 
@@ -170,5 +170,5 @@ def beyond_fp16(in_a_row: int, where: str) -> RuntimeError:
     return RuntimeError(
         f"fp16 gradients are infinite or NaN for {in_a_row} steps in a row although the loss scale {where}, so scaling "
         "cannot help. Either the loss itself is not finite (print it; lower the learning rate, look for a division or "
-        "logarithm of zero), or the model leaves the range of fp16: use precision='bf16'"
+        "logarithm of zero), or the model exceeds the range of fp16: use precision='bf16'"
     )

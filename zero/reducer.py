@@ -286,13 +286,13 @@ class Reducer:
         if len({code for code, _ in states}) > 1:
             where = ", ".join(f"rank {rank} in {_CALLS[code]}" for rank, (code, _) in found.items())
             raise RuntimeError(
-                f"every backward averages its gradients, and the ranks are not in the same call: {where}. Every rank "
-                "must call backward equally often between two steps; inside no_sync it averages nothing"
+                f"ranks average gradients in different calls: {where}. Call backward equally often on every rank "
+                "between two steps; inside no_sync it averages nothing"
             )
         if len(set(states)) > 1:
             without = [rank for rank, (_, is_reduced) in found.items() if not is_reduced]
             raise RuntimeError(
-                f"rank(s) {without} hold no reduced gradients and other ranks do: call zero_grad and backward on "
+                f"rank(s) {without} have no reduced gradients, but other ranks have: call zero_grad and backward on "
                 "every rank alike"
             )
 

@@ -79,9 +79,8 @@ class WriteWatch:
         if self._has_unscaled or self._has_assigned():
             how = "loss.backward()" if self._has_unscaled else "an assignment to parameter.grad"
             raise RuntimeError(
-                f"gradients come from {how} and lack the loss scale that fp16 divides by: call "
-                "booster.backward(loss, optimizer) or optimizer.backward(loss) instead, or optimizer.zero_grad() to "
-                "drop them"
+                f"gradients come from {how} and lack the loss scale of fp16: call booster.backward(loss, optimizer) or "
+                "optimizer.backward(loss) instead, or optimizer.zero_grad() to drop them"
             )
 
     def _has_assigned(self) -> bool:
@@ -100,8 +99,8 @@ class WriteWatch:
             if not is_same and bucket.gradients is not None and bucket.gradients.any():
                 names = ", ".join(slot.managed.name for slot in bucket.slots[:3])
                 raise RuntimeError(
-                    f"gradients ({names}, …) were written to between backward and step, where they are not the true "
-                    "ones yet: call optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) "
+                    f"gradients ({names}, …) were written to between backward and step, before they are unscaled and "
+                    "averaged: call optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) "
                     "instead of torch's clipping, or give the plugin max_norm; any other change belongs into a hook of "
                     "the parameter (parameter.register_hook), which runs inside backward"
                 )
@@ -121,10 +120,9 @@ class WriteWatch:
             if is_replaced or is_dropped or (reduced and not had and gradient is not None):
                 raise RuntimeError(
                     f"the gradient of {slot.managed.name} was {'dropped' if gradient is None else 'replaced'} after "
-                    "booster.backward, which had reduced it already, and the step would not see it: call "
-                    "optimizer.zero_grad() to drop all; change single ones in a hook of the parameter "
-                    "(parameter.register_hook), or give the plugin overlap_communication=False and a stage below 2, "
-                    "with which gradients are reduced in step()"
+                    "booster.backward, which had already reduced it: call optimizer.zero_grad() to drop all; change "
+                    "single ones in a hook of the parameter (parameter.register_hook), or give the plugin "
+                    "overlap_communication=False and a stage below 2, with which gradients are reduced in step()"
                 )
 
     @property

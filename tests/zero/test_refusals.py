@@ -179,7 +179,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "references to parameters": (
         lambda: overlapped(lambda model: model.append(nn.LSTM(3, 4))),
-        rf"3 \(LSTM\) keeps _flat_weights.*{LATE}",
+        rf"3 \(LSTM\) keeps references to parameters in _flat_weights.*{LATE}",
     ),
     "a wrapped compiled module": (
         lambda: overlapped(lambda model: setattr(model, "2", torch.compile(model[2], backend="eager"))),
@@ -226,7 +226,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "forgotten on one rank": (
         after_backward(lambda _, optimizer: dist.get_rank() or optimizer.zero_grad(), step),
-        r"rank\(s\) \[0\] hold no reduced gradients",
+        r"rank\(s\) \[0\] have no reduced gradients",
     ),
 }
 
