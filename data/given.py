@@ -53,8 +53,8 @@ class Streams:
         """
         if len(state["given"]) != len(self._given):
             raise ValueError(
-                f"the position in the data is one of {len(state['given'])} generators, and this dataloader has "
-                f"{len(self._given)}: give the same generator to both"
+                f"the position in the data has {len(state['given'])} generators, but this dataloader has "
+                f"{len(self._given)}: use the same generators as the saved run"
             )
         self.apart |= state["apart"]
         self._own = state["own"]
@@ -179,8 +179,8 @@ class GivenSampler(Sampler[int], StatefulSampler):
         raise_errors(key_errors(state, (*Place._fields, "size")))
         if state["size"] != self._size:
             raise ValueError(
-                f"the position in the data is one of size={state['size']}, and this dataloader has "
-                f"size={self._size}: give the same data as the run that was saved, or leave its position and begin anew"
+                f"the position in the data is of size={state['size']}, but this dataloader has size={self._size}: use "
+                "the same data as the saved run, or start without the position"
             )
         self.position = Place(*(state[name] for name in Place._fields))
         self._is_loaded = True

@@ -22,12 +22,12 @@ def dataset_errors(dataset: Any) -> list[str]:
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         return [
-            f"the data set ({name}) gives its samples in an order of its own or has no length, so it cannot be "
-            "sharded: give one with __len__ and __getitem__"
+            f"the data set ({name}) is iterable-style or has no length, so it cannot be sharded: give one with __len__ "
+            "and __getitem__"
         ]
     if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
         keys = ", ".join(map(repr, list(dataset)[:4]))
-        return [f"the data set ({name}) has samples {keys} and none at 0: give one of the data sets in it"]
+        return [f"the data set ({name}) has the keys {keys} and no sample 0: give one of the data sets in it"]
     if not hasattr(dataset, "__getitem__"):
         return [f"the data set ({name}) has no __getitem__: give one with __len__ and __getitem__"]
     return []
@@ -48,7 +48,7 @@ _KNOWN = {*_LOWEST, *_SWITCHES, *inspect.signature(DataLoader).parameters}
 def argument_errors(given: Mapping[str, Any]) -> list[str]:
     """Return the errors of a sharded dataloader's arguments, except the data set."""
     errors = [
-        f"{name}={given[name]!r} must be a whole number from {lowest}"
+        f"{name}={given[name]!r} must be an integer of at least {lowest}"
         for name, lowest in _LOWEST.items()
         if name in given and not (type(given[name]) is int and given[name] >= lowest)
     ]
@@ -57,12 +57,14 @@ def argument_errors(given: Mapping[str, Any]) -> list[str]:
         for name in _SWITCHES
         if name in given and not isinstance(given[name], bool)
     ]
-    errors += [f"{name} is no argument of a DataLoader" for name in given if name not in _KNOWN]
-    errors += [f"{name} is not taken: {why}" for name, why in _REFUSED.items() if given.get(name) is not None]
+    errors += [f"{name} is not an argument of a DataLoader" for name in given if name not in _KNOWN]
+    errors += [
+        f"{name} is not supported: {why}" for name, why in _REFUSED.items() if given.get(name) is not None
+    ]
     if not given.get("in_order", True):
         errors.append(
-            "in_order=False would give the ranks of a replica batches in other orders, and no place to go on from: "
-            "leave it out"
+            "in_order=False would give the ranks of a replica different batches, and no position to resume from: leave "
+            "it out"
         )
     return errors
 
@@ -76,9 +78,11 @@ def loader_errors(loader: Any) -> list[str]:
     if errors := dataset_errors(loader.dataset):
         return errors
     if loader.batch_sampler is None:
-        return ["it has batch_size=None, so its batches are the data set's own"]
+        return ["it has batch_size=None, so the data set makes the batches itself"]
     if type(loader.batch_sampler) is not BatchSampler:
-        return [f"its batch_sampler is a {type(loader.batch_sampler).__name__}, whose batches are its own"]
+        return [
+            f"its batch_sampler is a {type(loader.batch_sampler).__name__}, which chooses the batches itself"
+        ]
     return argument_errors({"batch_size": loader.batch_sampler.batch_size, "in_order": loader.in_order})
 
 

@@ -187,18 +187,20 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         if errors := key_errors(state, now):
             return errors
         errors = [
-            f"the position in the data has {name}={state[name]!r} and must have a whole number from 0"
+            f"the position in the data has {name}={state[name]!r}, which must be an integer of at least 0"
             for name in ("epoch", "samples")
             if not isinstance(state[name], int) or isinstance(state[name], bool) or state[name] < 0
         ]
         errors += [
-            f"the position in the data is one of {name}={state[name]!r}, and this dataloader has {now[name]!r}: "
-            "prepare the same data as the run that was saved, or leave its position and begin anew"
+            f"the position in the data is of {name}={state[name]!r}, but this dataloader has {now[name]!r}: prepare "
+            "the same data as the saved run, or start without the position"
             for name in ("size", "seed", "shuffle")
             if state[name] != now[name]
         ]
         if not errors and state["samples"] > self.size:
-            errors.append(f"the position in the data is after {state['samples']} of {self.size} samples")
+            errors.append(
+                f"the position in the data, sample {state['samples']}, is beyond its {self.size} samples"
+            )
         return errors
 
 

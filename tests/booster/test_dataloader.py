@@ -195,7 +195,7 @@ class OwnLoader(DataLoader):
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream": (
         lambda: DataLoader(Stream(), 2),
-        "boost cannot shard the dataloader: the data set (Stream) gives its samples in an order of its own",
+        "boost cannot shard the dataloader: the data set (Stream) is iterable-style or has no length",
     ),
     "buckets": (
         lambda: DataLoader(Numbers(), batch_sampler=Buckets()),

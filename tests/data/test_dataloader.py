@@ -322,26 +322,24 @@ class Stream(IterableDataset):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    r"the data set \(Stream\) gives its samples in an order of its own": {"dataset": Stream()},
-    r"\(generator\) gives its samples in an order of its own or has no length": {
-        "dataset": (one for one in "ab")
-    },
+    r"the data set \(Stream\) is iterable-style or has no length": {"dataset": Stream()},
+    r"\(generator\) is iterable-style or has no length": {"dataset": (one for one in "ab")},
     r"the data set \(set\) has no __getitem__": {"dataset": {1, 2}},
-    r"\(DatasetDict\) has samples 'train', 'test' and none at 0": {
+    r"\(DatasetDict\) has the keys 'train', 'test' and no sample 0": {
         "dataset": datasets.DatasetDict(
             train=datasets.Dataset.from_dict({}), test=datasets.Dataset.from_dict({})
         )
     },
-    "batch_size=0 must be a whole number from 1": {"batch_size": 0},
+    "batch_size=0 must be an integer of at least 1": {"batch_size": 0},
     "batch_size=None must be": {"batch_size": None},
-    "sampler is not taken: samples are sharded.*\n.*batch_sampler is not taken.*\n.*generator is not taken": {
+    "sampler is not supported: samples are sharded.*\n.*batch_sampler is not supported.*\n.*generator is not": {
         "sampler": range(3),
         "batch_sampler": [[1]],
         "generator": torch.Generator(),
     },
-    "in_order=False would give the ranks of a replica batches in other orders": {"in_order": False},
+    "in_order=False would give the ranks of a replica different batches": {"in_order": False},
     r"\(set\) has no __getitem__.*\n.*batch_size=1.5": {"dataset": {1, 2}, "batch_size": 1.5},
-    "num_workers=-1 must be a whole number.*\n.*seed='1' must be.*\n.*drop_last='no' must be .*\n.*num_worker is no": {
+    "num_workers=-1 must be an integer.*\n.*seed='1' must be.*\n.*drop_last='no' must be .*\n.*num_worker is not": {
         "num_workers": -1,
         "seed": "1",
         "drop_last": "no",

@@ -137,14 +137,14 @@ def test_set_epochs_and_passes_follow_the_position(name: str) -> None:
 
 
 FAULTS = {
-    "the position in the data is one of size=9, and this dataloader has 8": {"size": 9},
-    "the position in the data is one of seed=4, and this dataloader has 3": {"seed": 4},
-    "the position in the data is one of shuffle=False, and this dataloader has True": {"shuffle": False},
+    "the position in the data is of size=9, but this dataloader has 8": {"size": 9},
+    "the position in the data is of seed=4, but this dataloader has 3": {"seed": 4},
+    "the position in the data is of shuffle=False, but this dataloader has True": {"shuffle": False},
     "the position in the data has unknown batches: it must have exactly epoch, samples": {"batches": 1},
-    "the position in the data has samples=-1 and must have a whole number from 0": {"samples": -1},
-    "the position in the data has epoch='1' and must have a whole number from 0": {"epoch": "1"},
-    "the position in the data is after 9 of 8 samples": {"samples": 9},
-    "has epoch=None.*\n.*one of size=9.*\n.*one of seed=4": {"epoch": None, "size": 9, "seed": 4},
+    "the position in the data has samples=-1, which must be an integer of at least 0": {"samples": -1},
+    "the position in the data has epoch='1', which must be an integer of at least 0": {"epoch": "1"},
+    "the position in the data, sample 9, is beyond its 8 samples": {"samples": 9},
+    "has epoch=None.*\n.*is of size=9.*\n.*is of seed=4": {"epoch": None, "size": 9, "seed": 4},
 }
 
 

@@ -32,7 +32,7 @@ class Stream(IterableDataset):
 
 def refuse_data() -> None:
     shard_former = formed()
-    with pytest.raises(ValueError, match=r"Stream\) gives its samples in an order of its own"):
+    with pytest.raises(ValueError, match=r"Stream\) is iterable-style or has no length"):
         shard_former.shard_dataset(Stream(), batch_size=1)
     loader = DataLoader([1, 2], sampler=SubsetRandomSampler([0]))
     with pytest.raises(
