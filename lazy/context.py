@@ -105,8 +105,8 @@ class LazyInitContext(TorchDispatchMode):
     def __enter__(self) -> "LazyInitContext":
         if (device := torch.get_default_device()).type != "cpu":
             raise ValueError(
-                f"LazyInitContext draws as a model that is built on the CPU, and torch's default device is "
-                f"{device}: leave out torch.set_default_device, and torch.device around it; boosting moves the model"
+                f"torch's default device is {device}, but LazyInitContext draws values as on the CPU: leave out "
+                "torch.set_default_device, and torch.device around it; boosting moves the model"
             )
         with ExitStack() as stack:
             stack.enter_context(reading_lazily())
@@ -166,7 +166,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _errors(name: str, tensor: Tensor) -> list[str]:
     """Return errors if a tensor of a lazily built model cannot be materialized."""
     if not isinstance(tensor, LazyTensor):
-        return [f"{name} is on the meta device and holds nothing"] if tensor.is_meta else []
+        return [f"{name} is on the meta device and has no values"] if tensor.is_meta else []
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         return [f"{name} has hooks, which would be lost: register them once the model is materialized"]
     return []
@@ -283,6 +283,6 @@ def refuse_quantized(folder: Path) -> None:
     if found := config.get("quantization_config"):
         method = found.get("quant_method") or "an unknown method"
         raise ValueError(
-            f"the weights in {folder} are quantized ({method}): quantized weights can neither be split nor trained, "
-            "so use the folder of the model before it was quantized, or dequantize it with transformers and save it"
+            f"the weights in {folder} are quantized ({method}) and can be neither sharded nor trained: use the folder "
+            "of the model before it was quantized, or dequantize it with transformers and save it"
         )

@@ -40,7 +40,7 @@ def _of_safetensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
+        raise ValueError(f"{path} is damaged, or not a safetensors file: {error}") from error
 
 
 def _of_torch(path: Path, *, is_mapped: bool) -> dict[str, Tensor]:
@@ -54,9 +54,9 @@ def _of_torch(path: Path, *, is_mapped: bool) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
         entries = type(found).__name__ if not isinstance(found, dict) else sorted(map(str, found))[:8]
         raise ValueError(
-            f"{path} holds something else than tensors by name ({entries}): save a state_dict alone"
+            f"{path} contains other values than named tensors ({entries}): save a state_dict alone"
         )
     odd = [name for name, each in found.items() if each.layout is not torch.strided or each.is_quantized]
     if odd:
-        raise ValueError(f"{path} holds sparse or quantized tensors: {', '.join(odd)}: save dense ones")
+        raise ValueError(f"{path} contains sparse or quantized tensors: {', '.join(odd)}: save dense ones")
     return {name: each.detach() for name, each in found.items()}

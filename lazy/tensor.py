@@ -111,7 +111,7 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a lazily built tensor holds no numbers to save or to send: boost its model first, or materialize it by "
+            "a lazily built tensor has no values to save or send: boost its model first, or materialize it by "
             "LazyInitContext.materialize(model)"
         )
 
@@ -263,7 +263,7 @@ def _call(
             return Read(None if storage is written else content_of(tensor).value, Geometry.of(tensor))
         if tensor.is_meta:
             raise ValueError(
-                f"{function} was called with a lazily built tensor and one on the meta device, which holds nothing: "
+                f"{function} was called with a lazily built tensor and one on the meta device, which has no values: "
                 "build all parts of a model inside of LazyInitContext and none by torch.device('meta')"
             )
         return tensor.detach().to(_CPU, copy=True)  # the original may change later

@@ -267,7 +267,7 @@ def of_an_adapter(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "message"),
     [
-        (truncated, ValueError, "is damaged, or no safetensors file: .* not fully covered"),
+        (truncated, ValueError, "is damaged, or not a safetensors file: .* not fully covered"),
         (without_a_shard, FileNotFoundError, "missing: model-00002-of-00002.safetensors"),
         (with_an_index_of_more, FileNotFoundError, "missing: model-00001-of-00001.safetensors"),
         (twice, ValueError, r"another file .* holds too: \['a'\]"),
@@ -276,7 +276,7 @@ def of_an_adapter(folder: Path) -> None:
         (
             of({"epoch": 3, "model": {}}),
             ValueError,
-            r"something else than tensors by name \(\['epoch', 'model'\]",
+            r"other values than named tensors \(\['epoch', 'model'\]",
         ),
         (of({"a": random.Random(0)}), ValueError, "torch cannot load"),
         (of_an_adapter, ValueError, "holds an adapter"),
