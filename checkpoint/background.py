@@ -92,7 +92,9 @@ class Save:
     def _fail(self, error: Exception) -> None:
         self.failure = error
         if not dist.is_initialized() or dist.get_rank() == 0:
-            _logger.error("saving to %s failed: %s. What was complete before stands", self.path, error)
+            _logger.error(
+                "saving to %s failed: %s. Earlier complete checkpoints are unaffected", self.path, error
+            )
 
 
 class Saver:

@@ -140,11 +140,11 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 def coverage_errors(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     """Return errors if the boxes do not cover every entry of a tensor of this shape exactly once."""
     whole = Box.whole(shape)
-    errors = [f"{box} reaches out of it" for box in boxes if box.numel and box.common(whole) != box]
+    errors = [f"{box} is out of its bounds" for box in boxes if box.numel and box.common(whole) != box]
     errors += [f"{a} and {b} overlap" for a, b in _overlaps(boxes)]
     covered = sum(box.numel for box in boxes)
     if not errors and covered != whole.numel:
-        errors.append(f"{whole.numel - covered} of its {whole.numel} entries are nowhere")
+        errors.append(f"{whole.numel - covered} of its {whole.numel} entries are missing")
     return errors
 
 

@@ -57,12 +57,12 @@ def _is_count(value: Any, *, least: int) -> bool:
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("checkpoint", "directory"),
-        (_is_path, "must be a path, a text that is not empty or a pathlib.Path: give one"),
+        (_is_path, "must be a path: give a str that is not empty, or a pathlib.Path"),
     ),
-    "step": (lambda value: _is_count(value, least=0), "must be a whole number, at least 0"),
+    "step": (lambda value: _is_count(value, least=0), "must be an integer of at least 0"),
     "keep_last": (
         lambda value: value is None or _is_count(value, least=1),
-        "must be a whole number, at least 1, or None to keep all",
+        "must be an integer of at least 1, or None to keep all",
     ),
     "size_per_shard": (
         lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
@@ -74,7 +74,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "gather_dtensor": (
         lambda value: value is True,
-        "is not offered, since files hold whole tensors, which no rank gathers to write: leave it out",
+        "is not available: leave it out",
     ),
     "resume": (
         lambda value: value in (None, "auto", "must") or _is_count(value, least=0),

@@ -186,7 +186,7 @@ class Checkpoints:
         """See `Booster.save_optimizer`."""
         if shard is not True:
             raise ValueError(
-                f"shard={shard!r}: an optimizer is saved as a folder, to which each rank adds; leave it out"
+                f"shard={shard!r} is not available: an optimizer is always saved as a folder; leave it out"
             )
         group, path = self.group, Path(checkpoint).absolute()  # the script may change its folder meanwhile
         with self._keeping(use_async) as keep:

@@ -171,8 +171,7 @@ def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str])
         if not (path / _COMPLETE).exists():
             raise
         raise OSError(
-            f"another run has saved to {path} at this moment, and what it saved stands: give each run a folder of its "
-            "own"
+            f"another run saved to {path} at the same time, and its files were kept: give each run its own folder"
         ) from error
     try:
         sync_folder(path)
@@ -332,8 +331,8 @@ def _lock(descriptor: int, folder: Path) -> bool:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise OSError(
-                    f"another process has been giving files in {folder} their names for {_PATIENCE:.0f} s: see whether "
-                    "it still runs (fuser says which it is), and end it, or give another folder"
+                    f"another process has been committing files in {folder} for {_PATIENCE:.0f} s: check whether it "
+                    "still runs (fuser shows which it is) and end it, or give another folder"
                 ) from None
             time.sleep(0.01)
         except OSError:

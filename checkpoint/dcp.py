@@ -205,8 +205,8 @@ class _Writer(FileSystemWriter):
         """
         if len(results) != self._num_ranks:
             raise ValueError(
-                "the process group was destroyed before the optimizer's states were written: let a save with use_async "
-                "end, by its wait(), before that"
+                "the process group was destroyed before the optimizer's states were written: call wait() of a save "
+                "with use_async before"
             )
         places = {result.index: result.storage_data for each in results for result in each}
         listing = {

@@ -83,7 +83,7 @@ class Comparison:
         self._stores: list[tuple[str, Stored | None, Stored | None]] = [("model", a.model, b.model)]
         self._values: list[tuple[str, Any, Any]] = [("config", _config_of(a), _config_of(b))]
         if a.manifest is None or b.manifest is None:
-            self.notes.append("a Hugging Face folder has no optimizer: models alone are compared")
+            self.notes.append("a Hugging Face folder has no optimizer: only models are compared")
             return
         self._stores.append(("optimizer", a.optimizer, b.optimizer))
         for part in ("scalars", "groups"):

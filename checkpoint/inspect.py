@@ -62,7 +62,7 @@ def find_folder(path: Path) -> Path:
     """
     if not path.is_dir():
         raise ValueError(
-            f"{path} is no folder: give a step-… folder, the one above, or a Hugging Face folder"
+            f"{path} is not a folder: give a step-… folder, the one above, or a Hugging Face folder"
         )
     if (path / MANIFEST).is_file():
         return path
@@ -72,8 +72,8 @@ def find_folder(path: Path) -> Path:
     if any(True for pattern in _PATTERNS for _ in path.glob(pattern)):
         return path
     raise ValueError(
-        f"{path} is no complete checkpoint (it has no {MANIFEST}), holds none (step-…), and is no Hugging Face folder "
-        "(it has no model.safetensors or the like)"
+        f"{path} is not a complete checkpoint (it has no {MANIFEST}), contains none (step-…), and is not a Hugging "
+        "Face folder (it has no model.safetensors or the like)"
     )
 
 
@@ -108,7 +108,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         return _mapping(json.loads(path.read_bytes()), path)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON, it is damaged: {error}") from error
+        raise ValueError(f"{path} is not JSON, so it is damaged: {error}") from error
 
 
 def _read_mapping(path: Path) -> Mapping[str, Any]:
@@ -117,7 +117,7 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
 
 def _mapping(found: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise ValueError(f"{path} has a {type(found).__name__}, and no values by name: it is damaged")
+        raise ValueError(f"{path} has a {type(found).__name__}, not named values: it is damaged")
     return found
 
 
@@ -254,7 +254,7 @@ def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
     except (ValueError, OSError) as error:  # names the file
         return [str(error)]
     except Exception as error:
-        return [f"{path} lacks what it should have, or has it in another form: {error!r}"]
+        return [f"{path} lacks required entries, or has them in another form: {error!r}"]
 
 
 def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
@@ -272,18 +272,20 @@ def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
         return
     class_name = next(iter(_read_json(path).get("architectures") or ()), None)
     if (model_class := getattr(transformers, str(class_name), None)) is None:
-        notes.append(f"{path} is of no class of transformers ({class_name}): not compared")
+        notes.append(f"{path} names no class of transformers ({class_name}): not compared")
         return
     try:
         built = outline_of(model_class, AutoConfig.from_pretrained(folder))
     except Exception as error:  # a class may raise anything, also for a missing package
-        notes.append(f"{path} makes no {class_name} without memory, so it is not compared: {error!r}")
+        notes.append(
+            f"{path} cannot build a {class_name} on the meta device, so it is not compared: {error!r}"
+        )
         return
     names = TensorNames.of(built)
     shapes = {names.first[name]: tuple(each.shape) for name, each in built.state_dict().items()}
     unknown = [name for name in model.names if name not in names.first]
     if unknown:  # adapters, other heads, names of the hub: transformers may be able to load them
-        notes.append(f"{len(unknown)} tensors are none of a {class_name}'s: {unknown[0]}, …")
+        notes.append(f"{len(unknown)} tensors are not in a {class_name}: {unknown[0]}, …")
     errors = fitting_errors(shapes, model, names, strict=not unknown)
     yield from (f"{folder} does not fit its config.json: {error}" for error in errors)
 

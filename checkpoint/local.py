@@ -168,8 +168,8 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     ]
     if extra:
         raise ValueError(
-            f"{', '.join(extra)} cannot be saved or loaded: a model's files hold parameters and buffers alone. Make a "
-            "buffer of what get_extra_state returns, or keep it in `user` of save_checkpoint"
+            f"{', '.join(extra)} cannot be saved or loaded: a model's files contain only parameters and buffers. Make "
+            "a buffer of what get_extra_state returns, or keep it in `user` of save_checkpoint"
         )
     return local_tensors(model)
 

@@ -202,7 +202,8 @@ def config_errors(model: nn.Module) -> list[str]:
             as_json(model)
         except Exception as error:  # a config may contain any object
             errors.append(
-                f"the model's {name} cannot be written as JSON ({error}): take out of it what is no plain value"
+                f"the model's {name} cannot be written as JSON ({error}): remove values other than numbers, str, lists "
+                "and dicts"
             )
     return errors
 

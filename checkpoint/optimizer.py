@@ -193,7 +193,7 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
 def _described(folder: Path) -> Mapping[str, Any]:
     if not (folder / GROUPS).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no optimizer: give that of save_optimizer, or `optimizer` in that of a step"
+            f"{folder} contains no optimizer: give the folder of save_optimizer, or `optimizer` in the folder of a step"
         )
     described: Mapping[str, Any] = read_values(folder / GROUPS)
     return described
@@ -220,9 +220,9 @@ def _errors(
 ) -> list[str]:
     own = type(trained.inner).__name__
     if described["optimizer"] != own:
-        return [f"it is of {described['optimizer']}, and {own} is to go on from it"]
+        return [f"it is of {described['optimizer']}, but {own} would load it"]
     if len(described["groups"]) != len(members):
-        return [f"it has {len(described['groups'])} parameter groups, and there are {len(members)} here"]
+        return [f"it has {len(described['groups'])} parameter groups, but there are {len(members)} here"]
     there = _group_of([each["parameters"] for each in described["groups"]])
     here = _group_of(members)
     errors = [f"{name} is in no group there" for name in here if name not in there]
@@ -237,7 +237,7 @@ def _errors(
     if not trained.is_whole:
         errors += [
             f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such states load "
-            "under TorchDDPPlugin alone"
+            "only under TorchDDPPlugin"
             for name, values in described["scalars"].items()
             for key, value in values.items()
             if isinstance(value, Tensor) and value.dim() > 0

@@ -51,7 +51,7 @@ class Weights:
             tensors = open_tensors(file)
             if twice := sorted(self.paths.keys() & tensors.keys()):
                 raise ValueError(
-                    f"{file} holds tensors that another file of {file.parent} holds too: {twice}"
+                    f"{file} contains tensors that another file of {file.parent} contains too: {twice}"
                 )
             self.paths |= dict.fromkeys(tensors, file)
             self.tensors |= tensors
@@ -126,14 +126,14 @@ def tensor_files(path: Path) -> list[Path]:
             return tensor_files(path / name)
     if (path / "adapter_config.json").is_file():
         raise ValueError(
-            f"{path} holds an adapter, and no model: give the folder of the model that it belongs to"
+            f"{path} contains an adapter, not a model: give the folder of the model that it belongs to"
         )
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
         if found := sorted(path.glob(pattern)):
             return _all_of_several(found)
     present = sorted(each.name for each in path.iterdir())[:20]
     raise FileNotFoundError(
-        f"{path} holds no model: expected one of {', '.join(_NAMES)} or other safetensors files, and found {present}"
+        f"{path} contains no model: expected one of {', '.join(_NAMES)} or other safetensors files, but found {present}"
     )
 
 
@@ -145,7 +145,7 @@ def _of_index(path: Path) -> list[Path]:
         raise ValueError(f"{path} is no index of tensors: {type(error).__name__}: {error}") from error
     files = [path.parent / name for name in sorted(names)]
     if not files:
-        raise ValueError(f"{path} is no index of tensors: it names no file")
+        raise ValueError(f"{path} is not an index of tensors: it names no file")
     if missing := [each.name for each in files if not each.is_file()]:
         raise FileNotFoundError(f"files that {path} names are missing: {', '.join(missing)}")
     return files
@@ -206,8 +206,8 @@ def outline_of(model_class: Any, config: Any) -> Any:
             return outline
     except TypeError as error:
         raise ValueError(
-            f"{model_class.__name__} cannot be built from its config alone ({error}), which shows how its weights are "
-            "named: let it take a config"
+            f"{model_class.__name__} cannot be built from only its config ({error}), as the names of its weights "
+            "require: make its constructor take one"
         ) from error
 
 

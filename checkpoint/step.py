@@ -44,8 +44,8 @@ Resume = int | Literal["auto", "must"] | None
 _NEWEST = ("auto", "must")
 
 _LATER = (
-    "going on from %s, which leaves later steps behind: %s. They stay, unless this run saves a step of the same "
-    'number. resume="auto" takes what this run saves before them; give a number to go on from one of them'
+    "resuming from %s, although there are later steps: %s. They are kept, unless this run saves a step of the same "
+    'number. resume="auto" prefers steps that this run saves; give a number to resume from one of them'
 )
 
 _logger = logging.getLogger(__name__)
@@ -185,7 +185,9 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
     candidates = on_first_rank(lambda: _candidates(directory, resume), group)
     if not candidates:
         if group.rank() == 0:
-            _logger.warning('%s: the run begins anew, and resume="must" would refuse to', _none_in(directory))
+            _logger.warning(
+                '%s: the run starts from scratch; resume="must" would raise an error', _none_in(directory)
+            )
         return None
     passed: list[str] = []
     verb = "passed over" if resume in _NEWEST else "refused"
@@ -194,7 +196,7 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
         if not damage:
             if group.rank() == 0:
                 for each in passed:
-                    _logger.warning("%s: going on from %s instead", each, path)
+                    _logger.warning("%s: resuming from %s instead", each, path)
                 later = [each.name for each in later_than(path) if each not in candidates[: len(passed)]]
                 if later:
                     _logger.warning(_LATER, path, ", ".join(later))
@@ -203,7 +205,7 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
     if resume not in _NEWEST:
         raise ValueError("; ".join(passed))
     raise ValueError(
-        f"no checkpoint to go on from: {'; '.join(passed)}. Remove the damaged folders to begin anew"
+        f"no checkpoint to resume from: {'; '.join(passed)}. Remove the damaged folders to start from scratch"
     )
 
 
@@ -216,7 +218,9 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
 
     def share() -> list[str]:
         if not path.is_dir():
-            raise OSError(f"{path} is not seen here: load from a file system that all machines share")
+            raise OSError(
+                f"{path} is not visible on this rank: load from a file system that all machines share"
+            )
         try:
             files = manifest_of(path)["files"]
             order = sorted(files, key=lambda name: (-files[name].bytes, name))
@@ -227,8 +231,8 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
             ]
         except PermissionError as error:
             raise OSError(
-                f"{error}: whoever runs this may not read {path}, which may be sound. Let them read it, or give the "
-                "number of another step as `resume`"
+                f"{error}: this process may not read {path}, which may be intact. Permit it, or give the number of "
+                "another step as `resume`"
             ) from error
         except (ValueError, OSError) as error:  # read errors of the disk are damage, too
             return [str(error)]
@@ -308,7 +312,8 @@ def _candidates(directory: Path, resume: Resume) -> list[Path]:
         candidates = newest_first(directory) if resume in _NEWEST else [step_path(directory, int(resume))]
     if not candidates and resume == "must":
         raise FileNotFoundError(
-            f'{_none_in(directory)}: give the folder that save_checkpoint was given, or resume="auto" to begin anew'
+            f'{_none_in(directory)}: give the folder that save_checkpoint was given, or resume="auto" to start from '
+            "scratch"
         )
     missing = [path for path in candidates if not path.is_dir()]
     if missing:
@@ -347,7 +352,7 @@ def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:
     if isinstance(state, Mapping) and not missing:
         return []
     kind = type(lr_scheduler).__name__
-    return [f"{what} is no state of a {kind}: it lacks {', '.join(missing)}"]
+    return [f"{what} is not a state of a {kind}: it lacks {', '.join(missing)}"]
 
 
 def random_state(mesh: ParallelMesh) -> bytes:

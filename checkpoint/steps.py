@@ -213,7 +213,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         files = {name: FileRecord(**each) for name, each in manifest["files"].items()}
     except FileNotFoundError:
         raise ValueError(
-            f"{path} is missing: the checkpoint is not complete, or is none of Echelon's"
+            f"{path} is missing: the checkpoint is not complete, or not written by Echelon"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read, it is damaged: {error!r}") from error
@@ -223,7 +223,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
             f"{FORMAT} with {ALGORITHM}"
         )
     if seal != _seal(manifest) or content != _sealed(manifest):
-        raise ValueError(f"{path} is damaged: it is not what its own hash says")
+        raise ValueError(f"{path} is damaged: its contents do not match its own hash")
     return {**manifest, "files": files}
 
 

@@ -215,14 +215,14 @@ def dtype_of(name: str) -> torch.dtype:
     """
     found = {dtype_name(dtype): dtype for dtype in _NAMES}.get(name)
     if found is None:
-        raise ValueError(f"{name!r} is no format of tensors in files")
+        raise ValueError(f"{name!r} is not a format of tensors in files")
     return found
 
 
 def dtype_errors(dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """Return an error for each tensor whose dtype safetensors does not support."""
     return [
-        f"{name} is {dtype}, which safetensors files cannot hold: use another format"
+        f"{name} is {dtype}, which safetensors files cannot store: use another format"
         for name, dtype in dtypes.items()
         if dtype not in _NAMES
     ]
@@ -283,8 +283,8 @@ def saved_bytes(values: Any) -> bytes:
         torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # torch raises several kinds, of pickle and its own
         raise ValueError(
-            "a checkpoint holds plain values and tensors alone: numbers, texts, lists, tuples, dicts. "
-            f"This is none: {_unsafe(error)}"
+            "a checkpoint can contain only tensors and plain values (numbers, str, lists, tuples, dicts), but got "
+            f"{_unsafe(error)}"
         ) from error
     return content
 
@@ -329,5 +329,5 @@ def read_values(path: Path) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises several kinds, of zip, pickle and its own
         raise ValueError(
-            f"{path} cannot be read, it is damaged or no file of Echelon's: {_unsafe(error)}"
+            f"{path} cannot be read, it is damaged or not written by Echelon: {_unsafe(error)}"
         ) from error

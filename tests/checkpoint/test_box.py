@@ -120,13 +120,13 @@ def test_an_overlap_is_reported_if_as_many_entries_are_missing() -> None:
     assert coverage_errors((4, 4), [Box((0, 0), (4, 2)), Box((0, 1), (4, 2))]) == [
         "[0:4, 0:2] and [0:4, 1:3] overlap"
     ]
-    assert coverage_errors((), []) == ["1 of its 1 entries are nowhere"]
+    assert coverage_errors((), []) == ["1 of its 1 entries are missing"]
     assert coverage_errors((), [Box((), ()), Box((), ())]) == ["[] and [] overlap"]
 
 
 def test_a_box_outside_of_the_tensor_is_reported() -> None:
     boxes = list(flat_boxes(0, 8, (2, 4)))
-    assert coverage_errors((2, 3), boxes) == ["[0:2, 0:4] reaches out of it"]
+    assert coverage_errors((2, 3), boxes) == ["[0:2, 0:4] is out of its bounds"]
 
 
 def entry(name: str, rows: int) -> Entry:

@@ -48,8 +48,8 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "user": ("save_checkpoint", D | {"step": 0, "user": {"seen": 1}}, {"user": {"seen": 2}}, USER),
     "user of one": ("save_checkpoint", D | {"step": 0}, {"user": [2]}, USER),
 }  # fmt: skip
-NO_PATH = "must be a path, a text that is not empty or a pathlib.Path: give one"
-PLAIN = "cannot be saved: a checkpoint holds plain values and tensors alone"
+NO_PATH = "must be a path: give a str that is not empty, or a pathlib.Path"
+PLAIN = "cannot be saved: a checkpoint can contain only tensors and plain values"
 NO_PART = "which has no state_dict and load_state_dict"
 # An invalid call, and its error.
 IMPOSSIBLE: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -58,19 +58,19 @@ IMPOSSIBLE: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("load_checkpoint", {"directory": 3}, f"directory=3 {NO_PATH}"),
     ("save_model", MODEL | {"shard": True, "prefix": "a/b"}, "prefix='a/b' must be letters, digits"),
     ("save_model", MODEL | {"prefix": "ema"}, "prefix='ema' is for the files of a folder: give shard=True"),
-    ("save_model", MODEL | {"gather_dtensor": False}, "gather_dtensor=False is not offered, since files hold whole"),
-    ("save_optimizer", OTHER | {"shard": False}, "shard=False: an optimizer is saved as a folder"),
+    ("save_model", MODEL | {"gather_dtensor": False}, "gather_dtensor=False is not available: leave it out"),
+    ("save_optimizer", OTHER | {"shard": False}, "shard=False is not available: an optimizer is always"),
     ("load_optimizer", {"checkpoint": 0}, f"checkpoint=0 {NO_PATH}"),
     ("save_lr_scheduler", {"checkpoint": "", "lr_scheduler": 5}, f"lr_scheduler is 5, {NO_PART}: give the scheduler"),
     ("save_lr_scheduler", {"checkpoint": "", "lr_scheduler": 5}, f"checkpoint='' {NO_PATH}"),
     ("load_lr_scheduler", MODEL | {"lr_scheduler": None}, f"lr_scheduler is None, {NO_PART}"),
-    ("save_checkpoint", D | {"step": -1}, "step=-1 must be a whole number, at least 0"),
-    ("save_checkpoint", D | {"step": "x"}, "step='x' must be a whole number, at least 0"),
-    ("save_checkpoint", D | {"step": 1, "keep_last": True}, "keep_last=True must be a whole number, at least 1, or"),
+    ("save_checkpoint", D | {"step": -1}, "step=-1 must be an integer of at least 0"),
+    ("save_checkpoint", D | {"step": "x"}, "step='x' must be an integer of at least 0"),
+    ("save_checkpoint", D | {"step": 1, "keep_last": True}, "keep_last=True must be an integer of at least 1, or"),
     ("save_checkpoint", D | {"step": 1, "dataloader": [1]}, f"dataloader is a list, {NO_PART}: it does not know"),
     ("load_checkpoint", D | {"resume": "newest"}, "resume='newest' must be"),
     ("save_checkpoint", D | {"step": 1, "user": {"a": print}}, f"`user` {PLAIN}"),
-    ("save_checkpoint", D | {"step": 1, "user": Path("x")}, "This is none: pathlib"),
+    ("save_checkpoint", D | {"step": 1, "user": Path("x")}, "but got pathlib"),
 )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def choose(directory: Path) -> dict[str, Any]:
 def test_a_run_resumes_from_the_newest_step_and_names_later_ones(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(1, choose, tmp_path)[0]
     for line, why in zip(found["none"], ("which does not exist", "which has no folder step-…"), strict=True):
-        assert line.startswith("no checkpoint in ") and f"{why}: the run begins anew" in line
+        assert line.startswith("no checkpoint in ") and f"{why}: the run starts from scratch" in line
     for key in ("of a step", "a number of a step"):
         assert (
             f"step-00000003 is the folder of a step: give {tmp_path / 'damaged'}, that of all" in found[key]
@@ -203,7 +203,7 @@ def test_a_run_resumes_from_the_newest_step_and_names_later_ones(pool: Pool, tmp
     assert f"no checkpoint in {tmp_path / 'none'}" in found["must"] and 'or resume="auto"' in found["must"]
     assert "beside it there are step-00000003" in found["another"]
     assert (found["6 auto"], found["None 12"]) == (("step-00000006", ""), ("step-00000012", ""))
-    behind = "which leaves later steps behind: step-00000012. They stay"
+    behind = "although there are later steps: step-00000012. They are kept"
     for key, number in (("12 6", 6), ("9 auto", 9), ("None 9", 9)):
         assert found[key][0] == f"step-0000000{number}" and behind in found[key][1]
 
@@ -243,9 +243,11 @@ def test_a_step_that_a_rank_may_not_read_or_does_not_see_is_no_damage(pool: Pool
     for made.step in (1, 2):
         newer = made.write(tmp_path)
     for not_read, not_seen in pool.run(2, chosen, tmp_path, newer):
-        assert "not for you" in not_read and "step-00000002, which may be sound" in not_read
+        assert "not for you" in not_read and "step-00000002, which may be intact" in not_read
         assert not_read.endswith("(rank 1)") and "Remove" not in not_read
-        assert not_seen.startswith(f"{newer} is not seen here: load from a file system that all machines")
+        assert not_seen.startswith(
+            f"{newer} is not visible on this rank: load from a file system that all machines"
+        )
 
 
 def test_examples_refuse_folders_that_they_may_not_look_into(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_a_lock_is_not_kept_by_a_forked_process_and_is_waited_for_a_while(tmp_pa
     with mock.patch.object(os, "open", opened), locked(tmp_path):
         pass
     with mock.patch.object(module, "_PATIENCE", 0.0), locked(tmp_path):
-        expected = f"another process has been giving files in {tmp_path} their names"
+        expected = f"another process has been committing files in {tmp_path} for 0 s"
         with pytest.raises(OSError, match=expected), locked(tmp_path):
             pass
     for descriptor in kept:

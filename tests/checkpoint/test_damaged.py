@@ -31,7 +31,7 @@ def require_skipped(run: Run, directory: Path, path: Path, part: str) -> None:
     assert chosen == directory / "step-00000001"
     if dist.get_rank() == 0:
         assert len(lines) == 1 and f"{path}" in lines[0] and part in lines[0], (lines, part)
-        assert lines[0].endswith(f"going on from {chosen} instead")
+        assert lines[0].endswith(f"resuming from {chosen} instead")
     else:
         assert lines == []
 
@@ -66,7 +66,7 @@ HARMS: tuple[tuple[str, Harm, str], ...] = (
     ("manifest.json", cut, "is damaged"),
     ("manifest.json", lambda path: path.write_bytes(b""), "is damaged"),
     ("manifest.json", other_format, "is of format 2 "),
-    ("manifest.json", forget_a_tensor, "is not what its own hash says"),
+    ("manifest.json", forget_a_tensor, "do not match its own hash"),
 )
 
 

@@ -67,7 +67,7 @@ def test_what_is_no_file_of_values_is_refused_without_advice_to_run_its_code(
     path.write_bytes(content)
     with pytest.raises(ValueError) as error:
         read_values(path)
-    assert str(error.value).startswith(f"{path} cannot be read, it is damaged or no file of Echelon's: ")
+    assert str(error.value).startswith(f"{path} cannot be read, it is damaged or not written by Echelon: ")
     assert "weights_only" not in str(error.value)
     with pytest.raises(IsADirectoryError):
         read_values(tmp_path)

@@ -270,7 +270,7 @@ def of_an_adapter(folder: Path) -> None:
         (truncated, ValueError, "is damaged, or not a safetensors file: .* not fully covered"),
         (without_a_shard, FileNotFoundError, "missing: model-00002-of-00002.safetensors"),
         (with_an_index_of_more, FileNotFoundError, "missing: model-00001-of-00001.safetensors"),
-        (twice, ValueError, r"another file .* holds too: \['a'\]"),
+        (twice, ValueError, r"another file .* contains too: \['a'\]"),
         (quantized, ValueError, r"quantized \(gptq\)"),
         (of_text, ValueError, "neither a safetensors nor a torch file"),
         (
@@ -279,8 +279,8 @@ def of_an_adapter(folder: Path) -> None:
             r"other values than named tensors \(\['epoch', 'model'\]",
         ),
         (of({"a": random.Random(0)}), ValueError, "torch cannot load"),
-        (of_an_adapter, ValueError, "holds an adapter"),
-        (of(None), FileNotFoundError, "holds no model: expected one of model.safetensors"),
+        (of_an_adapter, ValueError, "contains an adapter"),
+        (of(None), FileNotFoundError, "contains no model: expected one of model.safetensors"),
     ],
 )
 def test_what_cannot_be_read_is_refused(

@@ -47,7 +47,7 @@ def test_a_scheduler_loads_only_states_of_its_own_kind() -> None:
         found = {each: scheduler_errors(make(optimizer), state, "FILE") for each, state in states.items()}
         assert [each for each, errors in found.items() if not errors] == [name]
         assert all(
-            error.startswith("FILE is no state of a ") for errors in found.values() for error in errors
+            error.startswith("FILE is not a state of a ") for errors in found.values() for error in errors
         )
 
 
@@ -110,12 +110,12 @@ def test_what_no_checkpoint_can_hold_is_refused_at_boost(pool: Pool, kind: str) 
     for needle in (
         "the model's config cannot be written as JSON",
         "the model's generation_config cannot be written as JSON",
-        "model.memory._extra_state cannot be saved or loaded: a model's files hold parameters and buffers alone. Make",
+        "model.memory._extra_state cannot be saved or loaded: a model's files contain only parameters and buffers",
         "the option 'rule' of a parameter group cannot be saved",
         "the state of the Stubborn cannot be saved",
     ):
         assert needle in first
-    assert "phases is torch.complex128, which safetensors files cannot hold" in second
+    assert "phases is torch.complex128, which safetensors files cannot store" in second
 
 
 def spoil_a_config(folder: Path) -> tuple[str, list[str], int]:
@@ -184,7 +184,7 @@ def load_with_a_hole(folder: Path) -> None:
             each["boxes"].pop()
         (folder / "index.json").write_text(json.dumps(index))
     dist.barrier()
-    with pytest.raises(ValueError, match=r"exp_avg/\S+: \d+ of its \d+ entries are nowhere"):
+    with pytest.raises(ValueError, match=r"exp_avg/\S+: \d+ of its \d+ entries are missing"):
         run.booster.load_optimizer(run.optimizer, folder)
     assert all(torch.equal(each, before[name]) for name, each in run.whole().items())
 
