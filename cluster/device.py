@@ -69,14 +69,14 @@ def choose_device(
     if found is None or device.type != found.type or (device.index or 0) >= count:
         seen = "no GPU" if found is None else f"{count} of {found.type}, numbered from 0"
         raise ValueError(
-            f"device={str(device)!r} is not there, this process sees {seen}: use one of those, device='cpu', or leave "
-            "it out; CUDA_VISIBLE_DEVICES says what each process sees"
+            f"device={str(device)!r} is not available, this process sees {seen}: use one of those, device='cpu', or "
+            "leave it out; CUDA_VISIBLE_DEVICES limits what each process sees"
         )
     if device.index is None:
         is_shared = 1 < count < num_local_ranks  # a process that sees one may have it for itself
         if is_shared and is_cuda(device) and backend in (None, "nccl") and not shares_gpus:
             raise ValueError(
-                f"{num_local_ranks} processes of this machine see {count} GPUs, and NCCL takes one rank for each: "
+                f"{num_local_ranks} processes of this machine see {count} GPUs, but NCCL allows one rank per GPU: "
                 f"start {count} processes, or use backend='gloo'"
             )
         device = torch.device(device.type, local_rank % count)
@@ -93,7 +93,7 @@ def device_errors(given: object) -> list[str]:
     if given is None or is_number or isinstance(given, torch.device):
         return []
     return [
-        f"device={given!r} is no device: use 'cpu', 'cuda', a GPU by its number as in 'cuda:1' or 1, or leave it out"
+        f"device={given!r} is not a device: use 'cpu', 'cuda', a GPU by its number as in 'cuda:1' or 1, or leave it out"
     ]
 
 

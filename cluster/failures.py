@@ -273,7 +273,7 @@ class _Watch:
             call.is_announced = True
             if self.rank == min(set(members(own.group)) - set(absent)):
                 here = f"rank {self.rank} has waited {now - call.entered:.0f} s in {own.action} (call {own.calls})"
-                _say(f"{here} for ranks that have not come: {places(absent, beats)}")
+                _say(f"{here} for ranks that have not joined: {places(absent, beats)}")
         sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
         error = self._absence(call, own, absent, sure) or self._mismatch(call, beats)
         if error is None or call.unmatched is None:
@@ -331,7 +331,7 @@ class _Watch:
         if now - min(starts) > STUCK_SECONDS:
             if call.unmatched is not None:
                 self.fail(call.unmatched)
-            _say(f"rank {self.rank} could not be freed and ends here")
+            _say(f"rank {self.rank} could not be interrupted and exits")
             with suppress(OSError, ValueError):  # standard error is closed, or is no file
                 faulthandler.dump_traceback(file=sys.stderr)
             os._exit(1)

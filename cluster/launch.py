@@ -95,7 +95,7 @@ def _value_errors(*, backend: object, device: object, seed: object, timeout_seco
     is_time = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
     rows = (
         *(
-            (not value.isdecimal(), f"{name}={value!r} in the environment must be a whole number")
+            (not value.isdecimal(), f"{name}={value!r} in the environment must be an integer")
             for name, value in numbers.items()
         ),
         (
@@ -104,7 +104,7 @@ def _value_errors(*, backend: object, device: object, seed: object, timeout_seco
         ),
         (
             not is_seed,
-            f"seed={seed!r} must be a whole number from -2**63 to below 2**64",
+            f"seed={seed!r} must be an integer from -2**63 to below 2**64",
         ),
         (
             not (is_time and 0 < timeout_seconds <= _LONGEST),  # type: ignore[operator]

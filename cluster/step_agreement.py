@@ -105,7 +105,7 @@ class StepAgreement:
             self._explain()
         finally:
             self.clear()
-        raise AssertionError("sums of codes differ between ranks, and a full comparison finds no difference")
+        raise AssertionError("checksums differ between ranks, but a full comparison finds no difference")
 
     def _explain(self) -> None:
         if float(self._deviation) > 0:

@@ -85,14 +85,14 @@ def test_a_process_takes_a_device_that_it_sees(
             (0, 1),
             "cuda:4",
             None,
-            "device='cuda:4' is not there, this process sees 4 of cuda, numbered from 0",
+            "device='cuda:4' is not available, this process sees 4 of cuda, numbered from 0",
         ),
         (
             0,
             (0, 1),
             "cuda",
             None,
-            "device='cuda' is not there, this process sees no GPU: .*CUDA_VISIBLE_DEVICES",
+            "device='cuda' is not available, this process sees no GPU: .*CUDA_VISIBLE_DEVICES",
         ),
         (
             4,

@@ -121,7 +121,7 @@ def test_one_rank_runs_a_block_before_the_others(pool: Pool, tmp_path: os.PathLi
 
 @pytest.mark.parametrize("device", ["gpu", "", -1, 1.5, True, []], ids=repr)
 def test_a_device_that_is_none_is_refused(bare_environment: pytest.MonkeyPatch, device: object) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"device={device!r} is no device: use 'cpu', 'cuda'")):
+    with pytest.raises(ValueError, match=re.escape(f"device={device!r} is not a device: use 'cpu', 'cuda'")):
         launch_from_torch(device=device)  # type: ignore[arg-type]
     assert not dist.is_initialized()
 
@@ -139,11 +139,11 @@ def test_all_that_is_wrong_with_a_start_is_said_at_once(bare_environment: pytest
     with pytest.raises(ValueError) as caught:
         launch_from_torch(device="gpu", backend="foo", seed=2**70, timeout_seconds=-1)
     for expected in (
-        "WORLD_SIZE='two' in the environment must be a whole number",
-        "LOCAL_RANK='x' in the environment must be a whole number",
-        "device='gpu' is no device",
+        "WORLD_SIZE='two' in the environment must be an integer",
+        "LOCAL_RANK='x' in the environment must be an integer",
+        "device='gpu' is not a device",
         "backend='foo' is unknown: use 'nccl', 'gloo'",
-        f"seed={2**70} must be a whole number from",
+        f"seed={2**70} must be an integer from",
         "timeout_seconds=-1 must be",
     ):
         assert expected in str(caught.value)

@@ -29,7 +29,7 @@ FAULTS = {
         LLAMA,
         Layout(tp=2),
         num_steps=5,
-        notice="AssertionError: sums of codes differ",
+        notice="AssertionError: checksums differ",
     ),
     "the codes of batches are not reduced with the norm": fault(
         NORM,
