@@ -22,7 +22,7 @@ FOLDER_HELP = "A step-… folder, the folder above (its newest complete step), o
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help=FOLDER_HELP, show_default=False)]
 
 checkpoint = typer.Typer(
-    help="Look into checkpoints, compare and check them; no process group, one tensor in memory at a time.",
+    help="Inspect, compare and check checkpoints, without a process group, with one tensor in memory at a time.",
     no_args_is_help=True,
 )
 
@@ -33,7 +33,8 @@ def inspect(
     pattern: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PATTERN]", help="With --tensors: of their names, as a shell's: '*.layers.0.*'."
+            metavar="[PATTERN]",
+            help="With --tensors: only names that match this shell pattern: '*.layers.0.*'.",
         ),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List tensors, with their files.")] = False,
@@ -68,10 +69,17 @@ def inspect(
 @checkpoint.command()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help=FOLDER_HELP, show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Likewise; another layout may have written it.")],
+    b: Annotated[
+        Path,
+        typer.Argument(
+            metavar="B", help="The checkpoint to compare with; another layout may have written it."
+        ),
+    ],
     tolerance: Annotated[
         float,
-        typer.Option(help="Let |a − b| be this share of a tensor's largest entry; with 0 every bit counts."),
+        typer.Option(
+            help="Allowed |a − b|, as a fraction of the tensor's largest entry; 0 compares every bit."
+        ),
     ] = 0.0,
 ) -> None:
     """Compare two checkpoints: tensors, options of the optimizer, scheduler, position in the data, and all other state.
@@ -83,7 +91,7 @@ def diff(
     from ..checkpoint.inspect import open_folder
 
     is_wrong = not (isfinite(tolerance) and tolerance >= 0)
-    errors = [f"tolerance={tolerance} must be a number from 0 on"] * is_wrong
+    errors = [f"tolerance={tolerance} must be a number of at least 0"] * is_wrong
     folders = found_folders("diff", a, b, errors=errors)
     with reported("diff"):
         first, second = map(open_folder, folders)
@@ -98,7 +106,7 @@ def diff(
         verdict = f"{len(differences)} differences"
     else:
         verdict = (
-            f"nothing differs by more than {tolerance:g} of its tensor" if tolerance else "equal to the bit"
+            f"no entry differs by more than {tolerance:g} of its tensor" if tolerance else "equal to the bit"
         )
     typer.echo(verdict)
     raise typer.Exit(1 if differences else 0)

@@ -37,16 +37,16 @@ Made by `echelon models --markdown` from the last results of the tests (`make te
 {versions}.
 
 "yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated
-weight, over three AdamW steps with microbatches of unequal size, in fp32 where nothing else is said.
-"3 of 4": so many heads do. Nothing: not tried. By "table": `shardformer/tables`; by "plan": derived from
-transformers' own. TP and PP are two ranks of the one axis. Of a model made of several (BLIP-2, Gemma 3 with
-images) a pipeline cuts the language model alone; the others stand whole in front of it, on its first stage.
+weight, over three AdamW steps with microbatches of unequal size, in fp32 unless stated otherwise.
+"3 of 4": 3 of 4 heads do. Empty: not tried. By "table": `shardformer/tables`; by "plan": derived from
+transformers' own. TP and PP are two ranks of that axis alone. Of a model with several parts (BLIP-2, Gemma 3 with
+images) only the language model is divided into pipeline stages; the other parts run on its first stage.
 
-Features are tried with the usual head, by the same comparison with a process that has none of them: flash
-attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what
-computes there; in the place of the xFormers package stood one of its signature. The modes of sequence
+Features are tried with the usual head, compared in the same way with a process that has none of them: flash
+attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says which
+kernel computes there; the xFormers package was replaced by one with its signature. The modes of sequence
 parallelism are tried on two ranks: [sequence.md](sequence.md). "–": refused, or nothing to be done; the
-reasons stand at the end.
+reasons are at the end.
 """
 SHARDED_PAGE = """
 ## Sequences and weights sharded over ranks, beside other axes
@@ -244,9 +244,11 @@ One model type in full, with heads, layouts and reasons: echelon models llama"""
 def models(
     name: Annotated[
         str | None,
-        typer.Argument(help="Show this model type in full; or all whose names begin so.", show_default=False),
+        typer.Argument(
+            help="Show this model type in full, or all that start with this prefix.", show_default=False
+        ),
     ] = None,
-    markdown: Annotated[bool, typer.Option(help="Print the page that docs/models.md is.")] = False,
+    markdown: Annotated[bool, typer.Option(help="Print the page docs/models.md.")] = False,
 ) -> None:
     """Show the last results of the parity check: every model type, all its heads, tied and untied, and its features.
 
@@ -259,7 +261,7 @@ def models(
     if name is not None:
         named = [] if markdown else rows_named(name, rows)
         unknown = (
-            f"--markdown is of all model types: leave {name!r} out" if markdown else _unknown(name, rows)
+            f"--markdown prints all model types: leave {name!r} out" if markdown else _unknown(name, rows)
         )
         refuse("models", [] if named else [unknown])
         for row in named:

@@ -97,25 +97,31 @@ def timeline(
     costs: Annotated[
         str,
         typer.Option(
-            help="F,B,W: cost of a microbatch's forward, input gradient and weight gradient through all that a "
-            "rank holds. A chunk costs its share, a backward in one part B + W."
+            help=(
+                "F,B,W: cost of a microbatch's forward, input gradient and weight gradient over all layers of a rank. "
+                "A chunk costs its fraction, a full backward B + W."
+            )
         ),
     ] = "1,1,1",
     out: Annotated[Path, typer.Option(help=f"File to draw to: {', '.join(SUFFIXES)}.")] = Path(
         "timeline.png"
     ),
     measured: Annotated[
-        bool, typer.Option("--measure", help="Train a small model on local processes, and draw that beside.")
+        bool,
+        typer.Option(
+            "--measure", help="Train a small model on local processes, and draw its timeline beside."
+        ),
     ] = False,
     model: Annotated[str, typer.Option(help="With --measure: model type of transformers.")] = "llama",
     layers: Annotated[
-        int | None, typer.Option(help=f"With --measure: its layers; else {LAYERS_PER_STAGE} for each stage.")
+        int | None,
+        typer.Option(help=f"With --measure: its number of layers; default {LAYERS_PER_STAGE} per stage."),
     ] = None,
     hidden: Annotated[int, typer.Option(help="With --measure: its hidden size.")] = 256,
-    steps: Annotated[int, typer.Option(help="With --measure: steps, of which the median is drawn.")] = 5,
+    steps: Annotated[int, typer.Option(help="With --measure: number of steps; the median is drawn.")] = 5,
     seed: Annotated[int, typer.Option(help="With --measure: seed of weights and batch.")] = 0,
     timeout: Annotated[
-        float, typer.Option(help="With --measure: seconds until a process that hangs is given up.")
+        float, typer.Option(help="With --measure: seconds until a hanging process is ended.")
     ] = 300.0,
 ) -> None:
     """Draw the computations of each rank of a pipeline over time, and print bubbles and peak activations.

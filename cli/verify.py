@@ -31,7 +31,8 @@ def verify(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Model type of transformers: llama, bert, t5, ...")] = "llama",
     head: Annotated[
-        str | None, typer.Option(help="causal, classification, seq2seq, ...; the usual one of the model")
+        str | None,
+        typer.Option(help="causal, classification, seq2seq, ...; default: the usual head of the model"),
     ] = None,
     tied: Annotated[bool, typer.Option(help="Share the embedding's weight with the head.")] = False,
     layers: Annotated[int, typer.Option(help="Layers of the small model; of encoder and decoder each.")] = 4,
@@ -51,16 +52,20 @@ def verify(
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
     chunks: Annotated[int, typer.Option(help="Pipeline stages per rank: interleaved and gpipe.")] = 1,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a batch, of unequal size.")] = 3,
-    recompute: Annotated[float, typer.Option(help="Share of each stage's layers computed again.")] = 0.0,
-    max_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 does not.")] = 0.0,
+    recompute: Annotated[
+        float, typer.Option(help="Fraction of each stage's layers that is recomputed.")
+    ] = 0.0,
+    max_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 disables clipping.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds until a process that hangs is given up.")] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds until a hanging process is ended.")] = 300.0,
     then: Annotated[
         list[str] | None,
         typer.Option(
-            help='Save, and go on in new processes under this layout, "--pp 2 --zero 1" for example; any number of '
-            "times. Precision, microbatches and steps stay where they are not given."
+            help=(
+                'Save, and resume in new processes under this layout, for example "--pp 2 --zero 1"; repeatable. '
+                "Precision, microbatches and steps stay the same unless given."
+            )
         ),
     ] = None,
 ) -> None:
@@ -121,7 +126,7 @@ def further_options(
             name for name in own.params if getattr(own.get_parameter_source(name), "name", "") != "DEFAULT"
         }
         errors += [
-            f"--then {text!r}: --{name.replace('_', '-')} is of the whole run: give it before --then"
+            f"--then {text!r}: --{name.replace('_', '-')} applies to the whole run: give it before --then"
             for name in OF_THE_RUN
             if name in given
         ]

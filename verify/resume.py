@@ -166,7 +166,7 @@ def run_part(relay: Relay, number: int, folder: Path) -> None:
     if number:
         resumed = run.booster.load_checkpoint(folder, model=run.model, optimizer=run.optimizer)
         if resumed is None or resumed.step != first:
-            raise AssertionError(f"part {number} was to go on from step {first} and found {resumed}")
+            raise AssertionError(f"part {number} should resume from step {first}, but found {resumed}")
         loaded = contents_of(run.model, run.optimizer)
     records = take_steps(run, relay.training, batches, first_step=first)
     if number + 1 < len(relay.parts):

@@ -127,7 +127,7 @@ def test_diff_ignores_layouts_and_reports_differences(step: Path, tmp_path: Path
         ["training", "data.samples", "400 in A, 401 in B", "", "", ""],
     ]
     status, output = call("diff", a / "model", b / "model", "--tolerance", 0.2)
-    assert status == 0 and "nothing differs by more than 0.2 of its tensor" in output
+    assert status == 0 and "no entry differs by more than 0.2 of its tensor" in output
 
 
 def test_verify_names_the_damaged_tensor(step: Path) -> None:
@@ -165,13 +165,16 @@ def test_a_removed_command_names_its_replacement(step: Path, command: str, inste
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
-        (("inspect", "nonesuch"), ("nonesuch is no folder",)),
-        (("inspect", "."), ("is no complete checkpoint (it has no manifest.json), holds none (step-…)",)),
+        (("inspect", "nonesuch"), ("nonesuch is not a folder",)),
+        (
+            ("inspect", "."),
+            ("is not a complete checkpoint (it has no manifest.json), contains none (step-…)",),
+        ),
         (("inspect", "STEP", "*norm*"), ("give --tensors too",)),
-        (("diff", "nonesuch", "missing"), ("nonesuch is no folder", "missing is no folder")),
-        (("diff", "STEP", "STEP", "--tolerance", "-1"), ("tolerance=-1.0 must be a number from 0 on",)),
+        (("diff", "nonesuch", "missing"), ("nonesuch is not a folder", "missing is not a folder")),
+        (("diff", "STEP", "STEP", "--tolerance", "-1"), ("tolerance=-1.0 must be a number of at least 0",)),
         (("diff", "STEP", "STEP", "--tolerance", "nan"), ("tolerance=nan must be",)),
-        (("verify", "."), ("is no complete checkpoint",)),
+        (("verify", "."), ("is not a complete checkpoint",)),
     ],
 )
 def test_bad_arguments_are_refused_all_at_once_with_status_2(

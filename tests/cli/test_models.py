@@ -225,7 +225,7 @@ def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
     for arguments, reported in (
         (["lama"], "echelon models: no model type 'lama' was tried: did you mean llama or laguna?"),
         (["zzz"], "no model type 'zzz' was tried: `echelon models` lists those that were"),
-        (["llama", "--markdown"], "--markdown is of all model types: leave 'llama' out"),
+        (["llama", "--markdown"], "--markdown prints all model types: leave 'llama' out"),
     ):
         result = CliRunner().invoke(app, ["models", *arguments])
         assert (result.exit_code, reported in result.output) == (2, True), result.output

@@ -138,7 +138,7 @@ def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.Monke
         (("--then", "--pp 5", "--zero", "9"), ("zero_stage=9", "--then number 1: the model has 4 layers")),
         (
             ("--then", "--seed 3 --max-norm 1"),
-            ("--seed is of the whole run", "--max-norm is of the whole run"),
+            ("--seed applies to the whole run", "--max-norm applies to the whole run"),
         ),
         (("--then", "--pp 2 --schedule 'gpipe"), ("No closing quotation",)),
     ],
