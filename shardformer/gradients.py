@@ -35,7 +35,7 @@ class Axes:
 
 
 def axes_of(model: nn.Module) -> Axes | None:
-    """Return the axes of a model on which `make_gradients_whole` was called, otherwise None."""
+    """Return the axes of a model on which `add_gradient_hooks` was called, otherwise None."""
     axes: Axes | None = vars(model).get(_AXES)
     return axes
 
@@ -45,7 +45,7 @@ def is_split(model: nn.Module) -> bool:
     return axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
 
 
-def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
+def add_gradient_hooks(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
     """Add hooks after which every backward leaves the local shard of the gradients that one process would compute.
 
     Over the tensor axis, partial gradients (norms inside a region, replicas of key-value heads) are all-reduced once

@@ -20,7 +20,7 @@ from ..lazy import materialize
 from . import tables as tables  # registers them
 from .derived import derived_table
 from .equal_ranks import compare_inputs, require_equal_models
-from .gradients import make_gradients_whole
+from .gradients import add_gradient_hooks
 from .layers.lora import adapted
 from .layers.parallel_module import is_of_peft
 from .policy import Policy
@@ -139,7 +139,7 @@ class ShardFormer:
         if config.inference_only:
             model.requires_grad_(False).eval()
         # Also for inference only: the model might be trained later.
-        make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
+        add_gradient_hooks(model, tensor=config.split_group, data=config.replica_group)
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
         return model, shared
