@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cluster.random import SplitRandom
 from .layers.linear import Linear1D_Row
 from .layers.sequence_axis import axis_of
-from .sequence.boundary import RememberingLength
+from .sequence.boundary import CheckpointWithLength
 
 # Calls a function in forward and again in backward; tensors are positional arguments.
 Checkpoint = Callable[..., Any]
@@ -179,7 +179,7 @@ def checkpoint_layers(
 def _within(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint for modules of a layer; it restores the layer's sequence length and random states."""
     if (axis := axis_of(layer)) is not None:
-        checkpoint = RememberingLength(checkpoint, axis)
+        checkpoint = CheckpointWithLength(checkpoint, axis)
     rows = [each for each in layer.modules() if isinstance(each, Linear1D_Row)]
     randoms: list[SplitRandom] = [each.split_random for each in rows if each.split_random is not None]
     if not randoms:

@@ -241,6 +241,6 @@ def _reenters(layer: nn.Module) -> bool:
     if not getattr(layer, "gradient_checkpointing", False):
         return False
     checkpoint: Any = getattr(layer, "_gradient_checkpointing_func", None)
-    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)  # unwrap a RememberingLength
+    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)  # unwrap a CheckpointWithLength
     is_partial = isinstance(checkpoint, partial)
     return not (is_partial and checkpoint.keywords.get("use_reentrant") is False)

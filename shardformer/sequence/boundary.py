@@ -255,7 +255,7 @@ class Boundary:
         return self.axis.own(x, dim) if part is None else part
 
 
-class RememberingLength:
+class CheckpointWithLength:
     """A checkpoint function that saves the sequence length in forward, for recomputation in backward.
 
     Args:
@@ -282,8 +282,8 @@ class RememberingLength:
 
 
 def remember_lengths(layers: Sequence[nn.Module]) -> None:
-    """Wrap the checkpoint functions of these layers in `RememberingLength`; called before every forward."""
+    """Wrap the checkpoint functions of these layers in `CheckpointWithLength`; called before every forward."""
     for layer in layers:
         checkpoint, axis = getattr(layer, "_gradient_checkpointing_func", None), axis_of(layer)
-        if checkpoint is not None and axis is not None and not isinstance(checkpoint, RememberingLength):
-            layer._gradient_checkpointing_func = RememberingLength(checkpoint, axis)  # type: ignore[assignment]
+        if checkpoint is not None and axis is not None and not isinstance(checkpoint, CheckpointWithLength):
+            layer._gradient_checkpointing_func = CheckpointWithLength(checkpoint, axis)  # type: ignore[assignment]
