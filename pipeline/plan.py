@@ -41,7 +41,7 @@ class StagePlan:
             lists may have none. It returns a tensor and is distributed over stages like a layer.
         applied: the config's attribute for the total number of layer runs, if each layer runs several times in a row
             (ALBERT); every run is distributed over stages like a layer.
-        are_entries_reckoned: the input of the first layer differs in shape or type from the outputs of the entries;
+        derives_entry_shapes: the input of the first layer differs in shape or type from the outputs of the entries;
             later stages then derive those outputs on the meta device.
         collecting: attributes of model classes that read the outputs of the layers of all stages, like backbones;
             all outputs are then sent from stage to stage.
@@ -63,7 +63,7 @@ class StagePlan:
     repeated: Mapping[str, str] = field(default_factory=dict)
     between: str = ""
     applied: str = ""
-    are_entries_reckoned: bool = False
+    derives_entry_shapes: bool = False
     collecting: tuple[str, ...] = ()
     module: str = ""
     encoder: Optional["StagePlan"] = None
@@ -125,7 +125,7 @@ class StagePlan:
             entry=(*entry, *first.entry),
             leading=(*leading, *first.leading),
             everywhere=(*everywhere, *first.everywhere),
-            are_entries_reckoned=first.are_entries_reckoned or bool(entry),
+            derives_entry_shapes=first.derives_entry_shapes or bool(entry),
         )
         return extended if self.encoder is None else replace(self, encoder=extended)
 

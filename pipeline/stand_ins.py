@@ -363,7 +363,7 @@ def _before_roles(model: nn.Module, stack: Stack) -> Roles:
         module = model.get_submodule(path)
         is_list = isinstance(module, nn.ModuleList)
         singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
-    entry = Outline if stack.plan.are_entries_reckoned else Placeholder
+    entry = Outline if stack.plan.derives_entry_shapes else Placeholder
     return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Outline))
 
 
@@ -396,7 +396,7 @@ def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
         elif index >= stop:
             roles[path] = Role(LeavingWithAll)
     if start > 0:
-        kind = RecalledEntry if stack.plan.are_entries_reckoned else Recalled
+        kind = RecalledEntry if stack.plan.derives_entry_shapes else Recalled
         roles |= dict.fromkeys(stack.plan.entry, Role(kind))
     return roles
 

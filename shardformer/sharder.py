@@ -31,7 +31,7 @@ from .layers.sequence_axis import INSTEAD, axis_of
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
 from .sequence.before_layers import compute_parts_before_layers
-from .sequence.boundary import reckoning, shard_sequences
+from .sequence.boundary import shard_sequences, with_derived_entries
 from .sequence.config import WHOLE, SequenceParallelism
 from .sequence.loss import keep_sharded, stays_sharded
 from .shard_config import ShardConfig
@@ -162,7 +162,7 @@ class ModelSharder:
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
             if self.shard_config.sequence_split is not None:
-                plan = reckoning(plan)
+                plan = with_derived_entries(plan)
             bounds = self.policy.stage_bounds()
             cut_stages(self.model, plan, stages=manager.stages, bounds=bounds, device=device)
         return ties

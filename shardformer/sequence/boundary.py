@@ -85,10 +85,10 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     model.register_forward_pre_hook(lambda module, args: remember_lengths(local))
 
 
-def reckoning(plan: StagePlan) -> StagePlan:
+def with_derived_entries(plan: StagePlan) -> StagePlan:
     """Return the plan by which later stages derive the full length from the entries: they receive only a shard."""
-    encoder = None if plan.encoder is None else reckoning(plan.encoder)
-    return replace(plan, are_entries_reckoned=True, encoder=encoder)
+    encoder = None if plan.encoder is None else with_derived_entries(plan.encoder)
+    return replace(plan, derives_entry_shapes=True, encoder=encoder)
 
 
 def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str]:

@@ -18,7 +18,7 @@ WHISPER = Table(
             module="encoder",
             layers="encoder.layers",
             entry=("encoder.conv1", "encoder.conv2", "encoder.embed_positions"),
-            are_entries_reckoned=True,
+            derives_entry_shapes=True,
         ),
     ),
     regions=(*_WHISPER_ATTENTIONS, "fc1"),

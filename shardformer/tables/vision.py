@@ -42,7 +42,7 @@ _OLDER_BEIT = replace(
     stage=replace(
         _OLDER_VIT_STAGE,
         everywhere=(_BEIT_SHARED,),
-        are_entries_reckoned=True,
+        derives_entry_shapes=True,
         arity=1,
         collecting=("out_features", "fpn1"),
     ),
@@ -75,7 +75,7 @@ _SWIN_STAGE = StagePlan(
     layers="encoder.layers.*.blocks",
     between="downsample",
     entry=("embeddings",),
-    are_entries_reckoned=True,
+    derives_entry_shapes=True,
     arity=2,
     collecting=("out_features",),
 )
@@ -165,7 +165,7 @@ TIMM_VIT = Table(
         layers="blocks",
         entry=("patch_embed", "norm_pre"),
         everywhere=("cls_token", "reg_token", "dist_token", "pos_embed"),
-        are_entries_reckoned=True,  # the tokens come after them
+        derives_entry_shapes=True,  # the tokens come after them
     ),
     regions=("attn", "mlp"),
     column=("attn.qkv", "mlp.fc1"),

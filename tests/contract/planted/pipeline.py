@@ -81,7 +81,7 @@ FAULTS = {
     "a module before the layers is expected to keep the shape": fault(
         "pipeline.plan:StagePlan.after",
         around(
-            lambda after: lambda self, **before: replace(after(self, **before), are_entries_reckoned=False)
+            lambda after: lambda self, **before: replace(after(self, **before), derives_entry_shapes=False)
         ),
         "gemma3",
         PP2,
