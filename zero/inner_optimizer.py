@@ -164,7 +164,7 @@ def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
     return {"class": None if optimizer is None else type(optimizer).__qualname__, **options}
 
 
-def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket], *, device: torch.device) -> None:
+def replace_by_slices(optimizer: Optimizer, buckets: Sequence[Bucket], *, device: torch.device) -> None:
     """Replace the optimizer's parameters by this rank's slices of the masters, in the same group dicts.
 
     Args:

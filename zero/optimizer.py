@@ -29,11 +29,11 @@ from .inner_optimizer import (
     EQUAL_OPTIONS,
     PARTIAL_STATE,
     OptimizerWrapper,
-    hold_pieces,
     load_local_state,
     local_state,
     managed_groups,
     optimizer_options,
+    replace_by_slices,
     require_one_layout,
 )
 from .parameter_gather import ParameterGather
@@ -144,7 +144,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
         self.parameter_gather = ParameterGather(self.buckets)
         self._step_device = torch.device("cpu") if cpu_offload else mesh.device
-        hold_pieces(optimizer, self.buckets, device=self._step_device)
+        replace_by_slices(optimizer, self.buckets, device=self._step_device)
         super().__init__(optimizer)  # at the end: an optimizer that is refused stays unchanged
 
     @property
