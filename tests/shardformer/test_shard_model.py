@@ -1,4 +1,4 @@
-"""A model sharded by ShardFormer trains in a plain loop like one process. Refusals: test_shard_model_faults.py."""
+"""A model sharded by ShardFormer trains in a plain loop like one process. Refusals: test_shard_model_errors.py."""
 
 import itertools
 from collections.abc import Callable
