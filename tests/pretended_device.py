@@ -44,7 +44,7 @@ BACKEND = f"fake on {NAME}"
 MAY_WAIT: dict[tuple[str, str], str] = {
     ("zero/clipping.py", "measure"): "the one read of a step",
     ("sequence/block_mask.py", "__init__"): "under ring attention, whether a mask hides anything",
-    ("sequence/block_mask.py", "look"): "tiles of a mask under ring attention: not on CUDA",
+    ("sequence/block_mask.py", "classify"): "tiles of a mask under ring attention: not on CUDA",
     ("beit/modeling_beit.py", "forward"): "transformers' own: places of position biases",
     ("gpt_neo/modeling_gpt_neo.py", "_attn"): "transformers' own: the least number",
     ("sam/modeling_sam.py", "get_rel_pos"): "transformers' own: places of position biases",

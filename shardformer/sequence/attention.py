@@ -21,7 +21,7 @@ from ...cluster.random import not_compiled
 from ..layers.attention import BESIDES, EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
-from .block_mask import Mask, Seen, block_mask
+from .block_mask import BlockKind, Mask, block_mask
 from .ring_attention import ring_attention
 from .ulysses import attend_by_heads
 
@@ -242,10 +242,10 @@ def _whole_mask(
         return SDPA, mask, is_causal
     queries, keys = (range(length) for length in mask.lengths)
     seen, levelled = mask.block(queries, keys), mask.levelled(queries)
-    if seen is Seen.NOTHING:
+    if seen is BlockKind.NOTHING:
         seen = torch.zeros(1, 1, *mask.lengths, dtype=torch.bool, device=query.device)
     if not isinstance(seen, Tensor):
-        return SDPA, None, seen is Seen.TRIANGLE
+        return SDPA, None, seen is BlockKind.TRIANGLE
     if levelled is None:
         return SDPA, seen, False
     return EAGER, query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min), False

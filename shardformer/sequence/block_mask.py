@@ -19,7 +19,7 @@ from ...cluster.errors import raise_errors
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Seen(Enum):
+class BlockKind(Enum):
     """Kind of a block of a mask."""
 
     NOTHING = auto()
@@ -43,31 +43,31 @@ class Mask(ABC):
     def __init__(self, lengths: tuple[int, int]) -> None:
         self.lengths = lengths
         # All layers, and their backwards, use the same blocks; evaluating one again would synchronize with the GPU.
-        self._known: dict[tuple[range, range], Seen] = {}
+        self._known: dict[tuple[range, range], BlockKind] = {}
 
-    def look(self, blocks: Iterable[tuple[range, range]]) -> None:
+    def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
         """Determine the kinds of blocks of queries and keys: one host read for all blocks that must be evaluated."""
         new = dict.fromkeys(each for each in blocks if each not in self._known)
-        inferred = {each: word for each in new if (word := self._word(*each)) is not None}
+        inferred = {each: kind for each in new if (kind := self._kind_by_positions(*each)) is not None}
         facts = {each: self._facts(*each) for each in new if each not in inferred}
         self._known |= inferred
         if facts:
             found = torch.stack(list(facts.values())).tolist()
-            self._known |= {each: _word_for(*each, *of) for each, of in zip(facts, found, strict=True)}
+            self._known |= {each: _kind_of(*each, *of) for each, of in zip(facts, found, strict=True)}
 
-    def block(self, queries: range, keys: range) -> Seen | Tensor:
+    def block(self, queries: range, keys: range) -> BlockKind | Tensor:
         """Return the block: a kind, or a tensor (B or 1, N or 1, Q, K) of booleans, or of numbers to add to scores."""
         if (queries, keys) not in self._known:
-            self.look([(queries, keys)])
+            self.classify([(queries, keys)])
         known = self._known[queries, keys]
-        return self._tensor(queries, keys) if known is Seen.SOME else known
+        return self._tensor(queries, keys) if known is BlockKind.SOME else known
 
     def levelled(self, queries: range) -> Tensor | None:
         """Return the queries that see no key and get the mean of all values, (B or 1, 1, Q); None without any."""
         return None
 
     @abstractmethod
-    def _word(self, queries: range, keys: range) -> Seen | None:
+    def _kind_by_positions(self, queries: range, keys: range) -> BlockKind | None:
         """Return the kind of a block if its positions determine it, otherwise None."""
 
     @abstractmethod
@@ -115,10 +115,10 @@ class BlockMask(Mask):
         self._levelled: dict[range, Tensor | None] = {}
         self.flex_masks: dict[int, Any] = {}
 
-    def look(self, blocks: Iterable[tuple[range, range]]) -> None:
+    def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
         """Determine the kinds of blocks, and the queries that see no key: one more host read if `levels`."""
         blocks = list(blocks)
-        super().look(blocks)
+        super().classify(blocks)
         self._find_blind([queries for queries, _ in blocks])
 
     def levelled(self, queries: range) -> Tensor | None:
@@ -147,9 +147,9 @@ class BlockMask(Mask):
         batch, head = (torch.arange(size, device=self._device) for size in (self._batch_size, 1))
         return _mapped(placed)(batch, head, queries, keys)
 
-    def _word(self, queries: range, keys: range) -> Seen | None:
-        plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else Seen.SOME
-        is_known = plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None)
+    def _kind_by_positions(self, queries: range, keys: range) -> BlockKind | None:
+        plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else BlockKind.SOME
+        is_known = plain is BlockKind.NOTHING or (plain is not BlockKind.SOME and self._padding_BS is None)
         return plain if is_known else None
 
     def _facts(self, queries: range, keys: range) -> Tensor:
@@ -181,7 +181,7 @@ class BlockMask(Mask):
         blind = torch.ones(self._batch_size, 1, len(queries), dtype=torch.bool, device=self._device)
         for start in range(0, self.lengths[1], len(queries)):
             keys = range(start, min(start + len(queries), self.lengths[1]))
-            if self._function not in _PLAIN or _PLAIN[self._function](queries, keys) is not Seen.NOTHING:
+            if self._function not in _PLAIN or _PLAIN[self._function](queries, keys) is not BlockKind.NOTHING:
                 blind &= ~self._tensor(queries, keys).any(-1)
         return blind
 
@@ -201,7 +201,7 @@ class GivenMask(Mask):
         raise_errors(_given_errors(mask, length))
         self._mask = mask
 
-    def _word(self, queries: range, keys: range) -> Seen | None:
+    def _kind_by_positions(self, queries: range, keys: range) -> BlockKind | None:
         return None
 
     def _facts(self, queries: range, keys: range) -> Tensor:
@@ -216,10 +216,10 @@ class GivenMask(Mask):
         return block.expand(-1, -1, len(queries), -1)
 
 
-def _word_for(queries: range, keys: range, some: bool, every: bool, is_triangle: bool) -> Seen:
+def _kind_of(queries: range, keys: range, some: bool, every: bool, is_triangle: bool) -> BlockKind:
     if is_triangle and not every and queries == keys:
-        return Seen.TRIANGLE
-    return Seen.ALL if every else Seen.SOME if some else Seen.NOTHING
+        return BlockKind.TRIANGLE
+    return BlockKind.ALL if every else BlockKind.SOME if some else BlockKind.NOTHING
 
 
 def is_hidden(bias: Tensor) -> Tensor:
@@ -289,12 +289,12 @@ def block_mask(
     )
 
 
-def _causal(queries: range, keys: range) -> Seen:
+def _causal(queries: range, keys: range) -> BlockKind:
     if keys.start >= queries.stop:
-        return Seen.NOTHING
+        return BlockKind.NOTHING
     if keys.stop - 1 <= queries.start:
-        return Seen.ALL
-    return Seen.TRIANGLE if queries == keys else Seen.SOME
+        return BlockKind.ALL
+    return BlockKind.TRIANGLE if queries == keys else BlockKind.SOME
 
 
 # Added numbers up to this hide a key. In a row without a greater one scores lose their last digits, and kernels that
@@ -302,9 +302,9 @@ def _causal(queries: range, keys: range) -> Seen:
 _HIDING = -100.0
 
 # Mask functions whose blocks are known without evaluating each position.
-_PLAIN: dict[MaskFunction, Callable[[range, range], Seen]] = {
+_PLAIN: dict[MaskFunction, Callable[[range, range], BlockKind]] = {
     causal_mask_function: _causal,
-    bidirectional_mask_function: lambda queries, keys: Seen.ALL,
+    bidirectional_mask_function: lambda queries, keys: BlockKind.ALL,
 }
 
 

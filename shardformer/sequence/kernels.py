@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...cluster.device import is_cuda
 from . import flex
-from .block_mask import Seen, is_hidden
+from .block_mask import BlockKind, is_hidden
 
 # B batch, N query heads, M key and value heads, Q queries, K keys, D head dim
 
@@ -34,7 +34,7 @@ class View:
             of hidden keys, which rounds them all to the same value: every key gets the same weight.
     """
 
-    seen: Seen | Tensor | flex.FlexMask
+    seen: BlockKind | Tensor | flex.FlexMask
     _: KW_ONLY
     scale: float
     softcap: float | None = None
@@ -133,7 +133,7 @@ def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
         scores = (scores.to(dtype) + least - least).to(scores.dtype)
     if isinstance(view.seen, Tensor):
         return scores + view.seen
-    if view.seen is Seen.TRIANGLE:
+    if view.seen is BlockKind.TRIANGLE:
         return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
     return scores
 
@@ -199,4 +199,4 @@ def _flash_backward(
 
 
 def _as_arguments(view: View) -> tuple[bool, Tensor | None]:
-    return view.seen is Seen.TRIANGLE, view.seen if isinstance(view.seen, Tensor) else None
+    return view.seen is BlockKind.TRIANGLE, view.seen if isinstance(view.seen, Tensor) else None

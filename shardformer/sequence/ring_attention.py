@@ -20,7 +20,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ...cluster.ring import circulate, round_trip
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from . import flex
-from .block_mask import BlockMask, GivenMask, Mask, Seen
+from .block_mask import BlockKind, BlockMask, GivenMask, Mask
 from .kernels import View, is_fused, look, look_back
 
 # B batch, S a rank's shard of the sequence with padding, N query heads, M key and value heads, D head dim; Q queries
@@ -67,7 +67,7 @@ def ring_attention(
     """
     _check(q_BNSD, k_BMSD, v_BMSD, axis)
     seed = int(torch.randint(2**62, ())) if dropout else 0
-    view = View(Seen.ALL, scale=scale, softcap=softcap, dropout=dropout, seed=seed)
+    view = View(BlockKind.ALL, scale=scale, softcap=softcap, dropout=dropout, seed=seed)
     call = _Call(_mask(mask, axis.length, is_causal=is_causal), axis, axis.length, view)
     kind = q_BNSD.device.type
     if torch.is_autocast_enabled(kind):
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
     columns: slice
     queries: range
     keys: range
-    seen: Seen | Tensor | flex.FlexMask
+    seen: BlockKind | Tensor | flex.FlexMask
     is_level: bool = False
 
 
@@ -112,7 +112,7 @@ def pieces(
         for keys, column in _ranges(order, length, source, size):
             rows, columns = slice(row, row + len(queries)), slice(column, column + len(keys))
             seen = mask.block(queries, keys)
-            if seen is not Seen.NOTHING:
+            if seen is not BlockKind.NOTHING:
                 yield Piece(rows, columns, queries, keys, seen)
             levelled = mask.levelled(queries)
             if levelled is not None:
@@ -164,13 +164,13 @@ class _Call(NamedTuple):
     length: int
     view_of_all: View
 
-    def look(self, q: Tensor, v: Tensor) -> None:
+    def classify_blocks(self, q: Tensor, v: Tensor) -> None:
         """Determine the kinds of all blocks of this rank's queries at once: at most one host read."""
         if not self._is_flex(q, v):
             order, size = self.axis.order, self._size(q, v)
             queries = [each for each, _ in _ranges(order, self.length, self.axis.rank, size)]
             keys = [each for rank in range(order.size) for each, _ in _ranges(order, self.length, rank, size)]
-            self.mask.look(product(queries, keys))
+            self.mask.classify(product(queries, keys))
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
         """Return the pieces of this rank's queries and another rank's keys."""
@@ -214,7 +214,7 @@ class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         softmax = OnlineSoftmax(q, v.shape[-1])
-        call.look(q, v)
+        call.classify_blocks(q, v)
         with torch.autocast(q.device.type, enabled=False):
             for source, both in circulate(torch.cat([k, v], -1), call.axis.rings):
                 keys, values = both.split([k.shape[-1], v.shape[-1]], -1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as masks
 
-from echelon.shardformer.sequence.block_mask import BlockMask, GivenMask, Seen, block_mask
+from echelon.shardformer.sequence.block_mask import BlockKind, BlockMask, GivenMask, block_mask
 
 from .masks import KINDS, in_blocks, whole
 
@@ -23,7 +23,7 @@ def test_a_block_is_a_tensor_only_if_needed(kind: str) -> None:
             block = expected[:, :, queries.start : queries.stop, keys.start : keys.stop]
             seen = mask.block(queries, keys)
             assert isinstance(seen, Tensor) == bool(
-                block.any() and not block.all() and seen is not Seen.TRIANGLE
+                block.any() and not block.all() and seen is not BlockKind.TRIANGLE
             )
 
 
@@ -45,7 +45,7 @@ def test_plain_masks_are_known_from_positions_alone(function: Any, arguments: di
     assert mask.is_plain
     here, ahead = range(2**38, 2**39), range(2**39, 3 * 2**38)
     is_causal = arguments.get("allow_is_causal_skip", True)
-    expected = [Seen.NOTHING, Seen.TRIANGLE, Seen.ALL] if is_causal else [Seen.ALL] * 3
+    expected = [BlockKind.NOTHING, BlockKind.TRIANGLE, BlockKind.ALL] if is_causal else [BlockKind.ALL] * 3
     found = [mask.block(here, ahead), mask.block(here, here), mask.block(ahead, here)]
     assert found == expected
 
@@ -57,15 +57,15 @@ def test_a_padding_mask_that_hides_nothing_leaves_a_mask_plain() -> None:
 
 def test_keys_beyond_the_padding_mask_are_padding() -> None:
     mask = block_mask(1, 8, 8, attention_mask=torch.ones(1, 6, dtype=torch.bool))
-    assert mask.block(range(7, 8), range(6, 8)) is Seen.NOTHING
-    assert mask.block(range(7, 8), range(6)) is Seen.ALL
+    assert mask.block(range(7, 8), range(6, 8)) is BlockKind.NOTHING
+    assert mask.block(range(7, 8), range(6)) is BlockKind.ALL
 
 
 def test_a_block_is_evaluated_once() -> None:
     mask = in_blocks("packed", LENGTH)
     with patch.object(BlockMask, "_tensor", side_effect=mask._tensor) as made:
         for _ in range(3):
-            assert mask.block(range(2), range(3, 5)) is Seen.NOTHING
+            assert mask.block(range(2), range(3, 5)) is BlockKind.NOTHING
     assert made.call_count == 1
 
 

@@ -141,8 +141,8 @@ def test_tiles_are_evaluated_in_one_host_read(levels: bool) -> None:
     with tiles_of(8), host_reads() as reads:
         for _ in range(2):
             run(mask, qkv)
-    words, blind = ("sequence/block_mask.py", "look"), ("sequence/block_mask.py", "_find_blind")
-    assert reads == ({words: 1, blind: 1} if levels else {words: 1})
+    kinds, blind = ("sequence/block_mask.py", "classify"), ("sequence/block_mask.py", "_find_blind")
+    assert reads == ({kinds: 1, blind: 1} if levels else {kinds: 1})
 
 
 def run(mask: Any, qkv: list[Tensor]) -> None:

@@ -24,7 +24,7 @@ from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.sequence import kernels
 from echelon.shardformer.sequence import ring_attention as ring
-from echelon.shardformer.sequence.block_mask import BlockMask, Seen
+from echelon.shardformer.sequence.block_mask import BlockKind, BlockMask
 from echelon.shardformer.sequence.config import double_ring
 from echelon.shardformer.sequence.ulysses import HeadShare, attend_by_heads
 from echelon.shardformer.sharder import StandInGroup
@@ -192,10 +192,10 @@ def test_flash_attention_on_a_gpu_combines_to_dense_attention(is_causal: bool) -
 
 def test_the_first_kernel_that_can_is_chosen() -> None:
     q, _, v = random_qkv(8)
-    view = kernels.View(Seen.ALL, scale=1)
+    view = kernels.View(BlockKind.ALL, scale=1)
     assert kernels.is_fused(q, v, view)
     assert not kernels.is_fused(q, v[..., :4], view)
-    assert not kernels.is_fused(q, v, kernels.View(Seen.ALL, scale=1, dropout=0.1))
+    assert not kernels.is_fused(q, v, kernels.View(BlockKind.ALL, scale=1, dropout=0.1))
 
 
 def test_dropout_leaves_out_the_same_keys_in_backward() -> None:
@@ -217,8 +217,8 @@ def test_dropout_leaves_out_the_same_keys_in_backward() -> None:
 
 def test_ranks_of_one_random_state_drop_other_keys() -> None:
     nothing: Any = None
-    call = ring._Call(nothing, nothing, 8, kernels.View(Seen.ALL, scale=1.0, dropout=0.5, seed=3))
-    at = [ring.Piece(slice(4), slice(4), range(row, row + 4), range(4), Seen.ALL) for row in (0, 4)]
+    call = ring._Call(nothing, nothing, 8, kernels.View(BlockKind.ALL, scale=1.0, dropout=0.5, seed=3))
+    at = [ring.Piece(slice(4), slice(4), range(row, row + 4), range(4), BlockKind.ALL) for row in (0, 4)]
     assert call.view(at[0]).seed != call.view(at[1]).seed == call.view(at[1]).seed
 
 
@@ -228,7 +228,7 @@ def test_zigzag_gives_all_ranks_equally_many_scores() -> None:
         order = SequenceOrder(size=4, is_zigzag=is_zigzag)
         counts = [
             sum(
-                (0.5 if piece.seen is Seen.TRIANGLE else 1.0) * len(piece.queries) * len(piece.keys)
+                (0.5 if piece.seen is BlockKind.TRIANGLE else 1.0) * len(piece.queries) * len(piece.keys)
                 for source in range(4)
                 for piece in ring.pieces(mask, order, 64, rank=rank, source=source, size=64)
             )
