@@ -41,8 +41,8 @@ class StagePlan:
             lists may have none. It returns a tensor and is distributed over stages like a layer.
         applied: the config's attribute for the total number of layer runs, if each layer runs several times in a row
             (ALBERT); every run is distributed over stages like a layer.
-        derives_entry_shapes: the input of the first layer differs in shape or type from the outputs of the entries;
-            later stages then derive those outputs on the meta device.
+        derives_entry_shapes: later stages derive the outputs of the entries on the meta device, because the input of
+            the first layer differs from them in shape or type.
         collecting: attributes of model classes that read the outputs of the layers of all stages, like backbones;
             all outputs are then sent from stage to stage.
         module: path of the module that is called to run the layers; required for an encoder and its decoder.

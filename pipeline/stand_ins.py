@@ -127,9 +127,10 @@ class Placeholder(StandIn):
 
 
 class Outline(StandIn):
-    """Stand-in for a module that changes shapes: returns tensors in the shapes of its outputs.
+    """Stand-in for a module of another stage that changes shapes: runs it on the meta device for its output shapes.
 
-    The values are nan, or zeros in formats without nan. Outputs that are no tensors are returned unchanged.
+    Returns tensors of these shapes without memory: nan, so that a use of their values is noticed, or zeros in formats
+    without nan. Outputs that are not tensors are returned unchanged.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
