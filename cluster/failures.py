@@ -313,13 +313,9 @@ class _Watch:
             _say(f"{cause}; rank {self.rank} is {self.here} and may wait for it: see docs/cuda.md")
         if call is None:
             return
-        error, starts = (
-            call.unmatched,
-            list[float](),
-        )  # an end elsewhere may free nobody here: the earliest counts
-        if cause is not None and is_certain:
-            error = self._failure(self.here.action or "")
-            starts.append(max(call.entered, cause.heard))
+        # The earliest of two clocks counts, since the end of another rank may free nobody here.
+        starts = [max(call.entered, cause.heard)] if cause is not None and is_certain else []
+        error = self._failure(self.here.action or "") if starts else call.unmatched
         if call.unmatched is not None and now - call.since > BRIEF_SECONDS:
             # One process ends first; its connections close, which frees others.
             starts.append(call.since + self.rank * 4 * INTERVAL_SECONDS)
