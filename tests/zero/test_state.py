@@ -75,15 +75,15 @@ def check_other_layout() -> None:
         shard(small_model(), adamw, bucket_size=10),
     ):
         with pytest.raises(
-            ValueError, match=r"another layout: number 0 is 0\.weight \(7, 5\) at 0 of group 0"
+            ValueError, match=r"another layout: entry 0 of its layout is 0\.weight \(7, 5\) at 0 of group 0"
         ):
             optimizer.load_state_dict(other.local_state())
-    with pytest.raises(ValueError, match="number 0 is a state dict of another optimizer there"):
+    with pytest.raises(ValueError, match="entry 0 of its layout is a state dict of another optimizer"):
         optimizer.load_state_dict(adamw(small_model().parameters()).state_dict())
     peer = shard(small_model(), adamw).local_state()
     states: list[dict] = [{}, {}]
     dist.all_gather_object(states, peer)
-    with pytest.raises(ValueError, match=r"slice [01] of 2 there"):
+    with pytest.raises(ValueError, match=r"slice [01] of 2, not"):
         optimizer.load_state_dict(states[1 - dist.get_rank()])
 
 
