@@ -296,10 +296,7 @@ class _Watch:
     def _mismatch(self, call: Call, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
         """The error of a call that a rank never makes, once two checks found both ranks unchanged."""
         error = unmatched_call(self.rank, beats)
-        before, call.suspected = (
-            call.suspected,
-            "" if error is None else str(error),
-        )  # with places and batches
+        before, call.suspected = call.suspected, str(error)  # with the calls and batches of both
         return error if call.suspected == before else None
 
     def _end_if_stuck(self) -> None:

@@ -74,7 +74,7 @@ class Call:
         entered: start time.
         is_reported: True once its error has been printed or raised.
         is_announced: True once a line has named the ranks that it waits for.
-        suspected: text of the error that the latest check found, or empty.
+        suspected: text of what the latest check found.
         unmatched, since: the error of a call that can never complete, and the time when it was found.
     """
 

@@ -121,18 +121,18 @@ class AwaitedParameters(dict[str, Parameter | None]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """Wait as a look-up does, then as in a dictionary."""
         if name in self._arrivals:
             self._arrivals[name].wait()
         return super().get(name, default)
 
     def values(self) -> ValuesView[Parameter | None]:  # type: ignore[override]
-        """As of a dictionary."""
+        """Wait as a look-up does, then as in a dictionary."""
         self._wait()
         return super().values()
 
     def items(self) -> ItemsView[str, Parameter | None]:  # type: ignore[override]
-        """As of a dictionary."""
+        """Wait as a look-up does, then as in a dictionary."""
         self._wait()
         return super().items()
 

@@ -89,7 +89,7 @@ class ShardedLinear(ParallelModule):
         return out
 
     def extra_repr(self) -> str:
-        """As of other parallel layers."""
+        """Describe the layer like other parallel layers."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"shard={tuple(self.weight.shape)}, ranks={self.pool.group.size()}"

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a step, and the hash by which they compare batches."""
+"""Gathers and comparisons of ranks before a step, and the hash of batches."""
 
 import copy
 from collections import UserDict

@@ -26,7 +26,7 @@ from ..registered_memory import registered_memory
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What torch reports of GPUs: how many there are, and the current one."""
+    """Replace the GPUs that torch reports: their number, and the current one."""
     state = {"count": 4, "current": 0}
 
     def current(check_available: bool = False) -> torch.device | None:

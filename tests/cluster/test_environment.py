@@ -1,4 +1,4 @@
-"""What launching sets in the environment, and what it asks the user to set."""
+"""Environment variables that launching sets, and those that it asks the user to set."""
 
 import resource
 import socket

@@ -253,7 +253,7 @@ with naming_failures("execute_pipeline"):
 
 
 def run_script(folder: Path, how: str, rank: int) -> str:
-    """What three processes that torchrun starts write to standard error."""
+    """Return the standard error of three processes that torchrun starts."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]

@@ -19,7 +19,7 @@ from .helpers import SLICES, with_slices
 
 
 def buffers(dtype: torch.dtype, rank: int | None = None) -> list[Tensor]:
-    """Those of a rank: shorter than what is added up at a time, several such parts, the same again. Sums are exact."""
+    """Return buffers of a rank: shorter than one slice of the sum, several slices, the same again. Sums are exact."""
     generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
     lengths = [length * dist.get_world_size() for length in (1, 250, 100, 250)]
     return [torch.randint(-9, 9, (length,), generator=generator).to(dtype) for length in lengths]

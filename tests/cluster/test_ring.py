@@ -56,7 +56,7 @@ def test_the_next_tensor_is_under_way_while_one_is_here(pool: Pool) -> None:
 
 
 def events() -> list[str]:
-    """What happens in which order while a tensor travels round two rings of two."""
+    """Return the events, in order, while a tensor circulates in two rings of two."""
     mesh = ParallelMesh(sp=4)
     rings = rings_of(mesh, (2, 2))
     names = dict(zip(rings, ("outer", "inner"), strict=True))

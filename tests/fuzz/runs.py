@@ -184,7 +184,7 @@ def reproduction(draw: Draw) -> str:
 
 
 def _distances(found: dict[str, Tensor], expected: dict[str, Tensor], names: list[str]) -> list[str]:
-    """Those of the named tensors that are too far from what is expected, a line each."""
+    """Return a line for each named tensor that is too far from the expected one."""
     peaks = {name: expected[name].abs().max().item() for name in names}
     least = 1e-3 * max(peaks.values(), default=0.0)
     lines = []
