@@ -243,6 +243,64 @@ def test_docstrings_are_imperative_sentences_or_noun_phrases() -> None:
     assert [*docstrings('def f():\n    """Which of them."""')] == ["", "Which of them."]
 
 
+# Folders that tools make, beside those whose name begins with a dot.
+MADE = {"build", "dist", "__pycache__"}
+# Lines of a merge conflict, of a diff, or of an edit that was pasted instead of applied.
+REMAINS = re.compile(
+    r"^[ \t]*(?:(?:<{3,}|={3,}|>{3,}|\|{7})(?:[ \t].*)?|\*\*\* (?:Begin|End|Update|Add|Delete) .*"
+    r"|@@ -\d.*|diff --git .*|(?:---|\+\+\+) [ab]/.*)$",
+    re.MULTILINE,
+)
+
+
+def repository_files(folder: Path = ROOT) -> Iterator[Path]:
+    """Yield the files of the repository, also in a copy without git."""
+    for path in folder.iterdir():
+        is_made = path.name in MADE or path.name.endswith(".egg-info")
+        if path.is_symlink() or is_made:
+            continue
+        if path.is_dir():
+            if path.name == ".ci" or not path.name.startswith("."):
+                yield from repository_files(path)
+        else:
+            yield path
+
+
+def test_no_file_has_remains_of_an_edit() -> None:
+    contents = {str(path.relative_to(ROOT)): path.read_bytes() for path in repository_files()}
+    assert {"Makefile", ".ci/run", "docs/design.md", "tests/test_project.py"} <= contents.keys()
+    remains = [
+        (path, line[0])
+        for path, content in contents.items()
+        if b"\0" not in content  # weights
+        for line in REMAINS.finditer(content.decode())
+    ]
+    assert remains == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    ===",
+        "    >>>",
+        "<<<",
+        "<<<<<<< HEAD",
+        "=======",
+        ">>>>>>> other",
+        "||||||| base",
+        "@@ -1,2 +1,2 @@",
+        "+++ b/x.py",
+        "*** End Patch",
+    ],
+)
+def test_remains_of_an_edit_are_detected(line: str) -> None:
+    assert REMAINS.findall(f"a\n{line}\nb")
+
+
+def test_rules_and_comparisons_are_no_remains_of_an_edit() -> None:
+    assert not REMAINS.findall("---\na == b\n>> x\n*** a\n| --- | --- |\nx >>> y\n-- a/b")
+
+
 def test_few_files_beside_cluster_communicate_by_themselves() -> None:
     counts: dict[str, int] = {}
     for path in package_sources():
