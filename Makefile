@@ -29,13 +29,17 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 PART ?= 1/1
 # Where `make gpu` keeps its results, with which the next one goes on.
 RESULTS ?= build/gpu
+# The packages, and a folder of links to them under the names that they are installed with. For tools that look a
+# package up by its name and follow no editable install, and for processes that import this checkout uninstalled.
+PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+LINKS := build/links
 
 FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 	examples/language/bert/finetune.py --plugin hybrid_parallel --model_type bert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help finetune gpu test test-all test-older test-one-older lint format install clean always
+.PHONY: help finetune gpu test test-all test-older test-one-older lint format links install clean always
 
 help:
 	@echo "make finetune   fine-tune BERT on 4 processes: tensor and pipeline parallelism, then ZeRO"
@@ -45,6 +49,7 @@ help:
 	@echo "make test-older quick tests with $(OLDER), then with $(OLDEST_TORCH) and $(BESIDE_IT)"
 	@echo "make lint       lint and type check"
 	@echo "make format     rewrite the sources in the house format"
+	@echo "make links      only make $(LINKS): with it on PYTHONPATH, this checkout is imported without being installed"
 	@echo "make install    only set up $(VENV)"
 	@echo "make clean      remove $(VENV), those of older releases and everything else that was made here"
 
@@ -52,8 +57,8 @@ finetune: $(READY)
 	$(FINETUNE) --target_f1 0.86
 	$(FINETUNE) --tp_size 2 --pp_size 1 --zero_stage 1 --epochs 1
 
-gpu:
-	$(PYTHON) -m tests.gpu $(filter-out 1/1,$(PART)) --results $(RESULTS)
+gpu: links
+	PYTHONPATH="$(CURDIR)/$(LINKS)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.gpu $(filter-out 1/1,$(PART)) --results $(RESULTS)
 
 test: lint
 	$(PYTEST) -q -m "not slow"
@@ -68,7 +73,7 @@ test-older: test-one-older
 test-one-older: $(OLDER_READY)
 	$(subst $(BIN),$(OLDER_VENV)/bin,$(PYTEST)) -q -m "not slow" $(OLDER_TESTS)
 
-lint: $(READY)
+lint: $(READY) links
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -76,6 +81,11 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+links:
+	rm -rf $(LINKS)
+	mkdir -p $(LINKS)/echelon
+	ln -s $(addprefix ../../../,$(PACKAGES) __init__.py __main__.py py.typed) $(LINKS)/echelon
 
 install: $(READY)
 
@@ -92,7 +102,7 @@ endif
 $(OLDER_READY): SETTINGS := $(OLDER_SETTINGS)
 $(OLDER_READY): RELEASE := $(OLDER)
 
-$(READY) $(OLDER_READY): setup.py pyproject.toml
+$(READY) $(OLDER_READY): pyproject.toml
 	@# Without ensurepip (Debian keeps it in a package of its own) pip is put in from outside.
 	$(PYTHON) -m venv $(CLEAR) $(@D) || { $(PYTHON) -m venv --without-pip $(@D) && $(PYTHON) -m pip install \
 		--target "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }

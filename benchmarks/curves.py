@@ -20,6 +20,7 @@ from typing import Any
 import datasets
 import report
 import torch
+from checkout import refuse_another_checkout
 from curve_picture import draw_curves
 from plain_training import Curve, Training, train_plainly
 from processes import run, torchrun
@@ -63,6 +64,7 @@ class Departure:
 
 def main() -> int:
     """Run everything; return the exit status."""
+    refuse_another_checkout()
     arguments = parse_arguments()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()

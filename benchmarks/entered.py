@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import echelon
 from echelon import Booster, HybridParallelPlugin
 
-ROOT = Path(echelon.__file__).resolve().parent  # the link in echelon/ leads to the root
+ROOT = Path(echelon.__file__).resolve().parent
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp2·pp2": {"tp_size": 2, "pp_size": 2},
     "pp2·dp2·zero1": {"tp_size": 1, "pp_size": 2, "zero_stage": 1},

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from arguments import parse, settings_of, workload_of, workload_parser
+from checkout import refuse_another_checkout
 from data_parallel import DataParallel
 from echelon_batch import EchelonBatch
 from engine_alone import ENGINES, STYLES
@@ -61,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    refuse_another_checkout()
     arguments = parse_arguments()
     torch.set_num_threads(1)
     # Repeated regions alone shrink the activations to denormals, which are slow.

@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 import transformers
+from checkout import refuse_another_checkout
 from processes import torchrun
 
 from echelon import launch_from_torch
@@ -24,6 +25,7 @@ def enter(num_ranks: int, *, option: str, matmul: str) -> None:
     Raises:
         ValueError: torchrun started another number of processes.
     """
+    refuse_another_checkout()
     if "RANK" not in os.environ:
         _start_processes(num_ranks)
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 import typer
 
+from .. import __version__
 from .checkpoint import checkpoint
 from .models import models
 from .timeline import timeline
@@ -19,8 +20,18 @@ app.command()(verify)
 app.add_typer(checkpoint, name="checkpoint")
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"echelon {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+    ),
+) -> None:
     """Echelon: train Hugging Face transformers over many processes."""
 
 

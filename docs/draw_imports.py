@@ -28,8 +28,8 @@ WIDTH, HEIGHT, GAP_X, GAP_Y = 210, 44, 40, 34
 
 
 def packages() -> list[str]:
-    """Return the top-level folders that are linked from echelon/."""
-    return sorted(path.name for path in (ROOT / "echelon").iterdir() if path.is_dir())
+    """Return the packages at the top level."""
+    return sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 
 def imported(package: str) -> set[str]:

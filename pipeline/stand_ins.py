@@ -63,10 +63,6 @@ class Role(NamedTuple):
         arity: for a layer: the length of the tuple that it returns, 0 for a tensor (see `StagePlan.arity`).
         own_runs: for a layer that runs several times: the first run of the stage, and the end of its runs.
         arrives_as: for a recalled layer: the index of its output among the received tensors.
-    ===
-    # The name of the encoder's output in transformers' decoders and their layers.
-    ENCODED = "encoder_hidden_states"
-    >>>
     """
 
     kind: "type[StandIn]"

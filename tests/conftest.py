@@ -1,12 +1,18 @@
 """Fixtures and settings of all tests. Distributed tests run on the pool of pool.py."""
 
 import os
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 
 # For each TCPStore connection torch looks up the host name of the peer, by IPv6, unless /etc/hosts has its address.
 # One query in about 200 gets no answer and then takes 5 s. No test needs a name server, so none is asked.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch logs each failed lookup
+
+# Before the imports of Echelon, whose errors would not name the checkout.
+# ruff: noqa: E402
+runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "checkout.py"))["refuse_another_checkout"]()
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Structure of the project: one-way imports, file sizes, docstrings, device code, and the packages of setup.py.
+"""Structure of the project: one-way imports, file sizes, docstrings, device code.
 
 Sources are parsed and never imported, so imports inside a function or under TYPE_CHECKING count, too.
 """
@@ -27,10 +27,16 @@ LAYERS = (
     ("verify",),
     ("echelon",),  # __init__.py: the public names
     ("cli",),
+    ("__main__",),
 )
 LAYER_OF = {folder: layer for layer, folders in enumerate(LAYERS) for folder in folders}
-FOLDERS = sorted(LAYER_OF.keys() - {"echelon"})
-OUTSIDE = ("examples", "benchmarks", "tests")
+FOLDERS = sorted(LAYER_OF.keys() - {"echelon", "__main__"})
+OUTSIDE = (
+    "examples",
+    "benchmarks",
+    "tests",
+    "docs",
+)  # an editable install offers them as echelon.tests, others do not
 # Maximum numbers of lines.
 FILE_LINES, FUNCTION_LINES = 500, 60
 LONG_FILES: set[str] = set()
@@ -44,7 +50,7 @@ COMMUNICATING = {"checkpoint": 3, "plugins": 1, "shardformer": 1, "zero": 10}
 
 def package_sources() -> list[Path]:
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    return sorted([*below, *(ROOT / "echelon").glob("*.py")])
+    return sorted([*below, *ROOT.glob("*.py")])
 
 
 def outside_sources() -> list[Path]:
@@ -53,8 +59,7 @@ def outside_sources() -> list[Path]:
 
 def module_name(path: Path) -> str:
     """Return the dotted name of a source of the package, `__init__` included."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts if parts[0] == "echelon" else ("echelon", *parts))
+    return ".".join(("echelon", *path.relative_to(ROOT).with_suffix("").parts))
 
 
 def imports(source: str, module: str) -> Iterator[tuple[int, bool, str]]:
@@ -86,7 +91,7 @@ def faults_within(source: str, module: str) -> list[str]:
         if not relative:
             if other in OUTSIDE or other in LAYER_OF:
                 faults.append(f"{where}: inside the package all imports are relative")
-        elif not target.startswith("echelon."):
+        elif not target.startswith("echelon.") or target.split(".")[1] in OUTSIDE:
             faults.append(f"{where}: leads out of the package")
         elif other != own and LAYER_OF[other] >= LAYER_OF[own]:
             faults.append(f"{where}: {own} stands below {other}, or beside it")
@@ -95,11 +100,16 @@ def faults_within(source: str, module: str) -> list[str]:
 
 def faults_outside(source: str, module: str) -> list[str]:
     """Return the import errors of a test, an example or a benchmark."""
-    return [
-        f"{module}:{line}: {target}: is a second copy of the module; import it from echelon"
-        for line, relative, target in imports(source, module)
-        if not relative and target.split(".")[0] in FOLDERS and target != "data"  # an example's own data.py
-    ]
+    faults = []
+    for line, relative, target in imports(source, module):
+        first, second = [*target.split("."), ""][:2]
+        if not relative and first in FOLDERS and target != "data":  # an example's own data.py
+            faults.append(
+                f"{module}:{line}: {target}: is a second copy of the module; import it from echelon"
+            )
+        if not relative and first == "echelon" and second in OUTSIDE:
+            faults.append(f"{module}:{line}: {target}: only an editable install has it")
+    return faults
 
 
 def test_imports_of_the_package_run_one_way() -> None:
@@ -166,8 +176,11 @@ def test_no_file_imports_itself_over_others() -> None:
 def test_no_folder_imports_itself_over_others() -> None:
     graph: dict[str, set[str]] = {}
     for path, others in module_graph().items():
-        own = str(path.parent.relative_to(ROOT))
-        graph.setdefault(own, set()).update({str(other.parent.relative_to(ROOT)) for other in others} - {own})
+        if path != ROOT / "__main__.py":  # above the command line, which reads the version of the root
+            own = str(path.parent.relative_to(ROOT))
+            graph.setdefault(own, set()).update(
+                {str(other.parent.relative_to(ROOT)) for other in others} - {own}
+            )
     assert circles(graph) == set()
 
 
@@ -241,6 +254,64 @@ def test_docstrings_are_imperative_sentences_or_noun_phrases() -> None:
     ]
     assert found == []
     assert [*docstrings('def f():\n    """Which of them."""')] == ["", "Which of them."]
+
+
+# Folders that tools make, beside those whose name begins with a dot.
+MADE = {"build", "dist", "__pycache__"}
+# Lines of a merge conflict, of a diff, or of an edit that was pasted instead of applied.
+REMAINS = re.compile(
+    r"^[ \t]*(?:(?:<{3,}|={3,}|>{3,}|\|{7})(?:[ \t].*)?|\*\*\* (?:Begin|End|Update|Add|Delete) .*"
+    r"|@@ -\d.*|diff --git .*|(?:---|\+\+\+) [ab]/.*)$",
+    re.MULTILINE,
+)
+
+
+def repository_files(folder: Path = ROOT) -> Iterator[Path]:
+    """Yield the files of the repository, also in a copy without git."""
+    for path in folder.iterdir():
+        is_made = path.name in MADE or path.name.endswith(".egg-info")
+        if path.is_symlink() or is_made:
+            continue
+        if path.is_dir():
+            if path.name == ".ci" or not path.name.startswith("."):
+                yield from repository_files(path)
+        else:
+            yield path
+
+
+def test_no_file_has_remains_of_an_edit() -> None:
+    contents = {str(path.relative_to(ROOT)): path.read_bytes() for path in repository_files()}
+    assert {"Makefile", ".ci/run", "docs/design.md", "tests/test_project.py"} <= contents.keys()
+    remains = [
+        (path, line[0])
+        for path, content in contents.items()
+        if b"\0" not in content  # weights
+        for line in REMAINS.finditer(content.decode())
+    ]
+    assert remains == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    ===",
+        "    >>>",
+        "<<<",
+        "<<<<<<< HEAD",
+        "=======",
+        ">>>>>>> other",
+        "||||||| base",
+        "@@ -1,2 +1,2 @@",
+        "+++ b/x.py",
+        "*** End Patch",
+    ],
+)
+def test_remains_of_an_edit_are_detected(line: str) -> None:
+    assert REMAINS.findall(f"a\n{line}\nb")
+
+
+def test_rules_and_comparisons_are_no_remains_of_an_edit() -> None:
+    assert not REMAINS.findall("---\na == b\n>> x\n*** a\n| --- | --- |\nx >>> y\n-- a/b")
 
 
 def test_few_files_beside_cluster_communicate_by_themselves() -> None:
@@ -349,6 +420,8 @@ def test_code_that_asks_for_the_cpu_or_uses_a_device_is_none() -> None:
         ("echelon.booster.booster", "import cluster.mesh"),
         ("echelon.booster.booster", "from tests import pool"),
         ("echelon.booster.booster", "from ...cluster import mesh"),
+        ("echelon.cli.main", "from .. import tests"),
+        ("echelon.cli.main", "from ..benchmarks.checkout import ROOT"),
     ],
 )
 def test_an_import_that_runs_upward_or_aside_is_found(module: str, source: str) -> None:
@@ -373,26 +446,17 @@ def test_a_folder_imported_by_its_bare_name_is_found() -> None:
     assert faults_outside("from echelon.cluster import mesh", "tests.cluster.test_mesh") == []
 
 
+@pytest.mark.parametrize("source", ["from echelon import tests", "import echelon.examples.training"])
+def test_an_import_that_only_an_editable_install_offers_is_detected(source: str) -> None:
+    assert len(faults_outside(source, "tests.cluster.test_mesh")) == 1
+
+
 def test_the_reference_of_the_parity_check_imports_nothing_of_echelon() -> None:
     path = ROOT / "verify" / "reference.py"
     if not path.exists():
         pytest.skip("there is no verify/reference.py")
     found = [target for _, relative, target in imports(path.read_text(), module_name(path)) if relative]
     assert found == []  # absolute imports are caught above: none is allowed inside the package
-
-
-def test_the_layers_are_the_folders_that_setup_lists() -> None:
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    assert sorted(setup["FOLDERS"]) == FOLDERS
-
-
-def test_the_folder_echelon_links_to_every_package_and_to_nothing_else() -> None:
-    links = {path.name: path for path in (ROOT / "echelon").iterdir() if path.is_symlink()}
-    assert {name: str(path.readlink()) for name, path in links.items()} == {
-        name: f"../{name}" for name in (*FOLDERS, "__init__.py")
-    }
-    others = {path.name for path in (ROOT / "echelon").iterdir()} - links.keys() - {"__pycache__"}
-    assert others == {"py.typed"}
 
 
 def test_import_graphs_follow_every_relative_import_without_links() -> None:
@@ -410,12 +474,8 @@ def test_tests_are_found_by_their_path_under_any_name_of_the_clone() -> None:
     assert {str(ROOT), str(ROOT.parent)} & {*sys.path} == {str(ROOT)}
 
 
-def test_setup_lists_every_package() -> None:
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert found - set(OUTSIDE) == {"echelon", *FOLDERS}
-    homes = {module_name(path).rpartition(".")[0] for path in package_sources()}
-    assert homes == set(setup["packages"]())  # a folder without __init__.py would be missing from the wheel
+def test_the_layers_are_the_folders_at_the_top_level() -> None:
+    assert sorted(path.parent.name for path in ROOT.glob("*/__init__.py")) == FOLDERS
 
 
 def test_make_tries_the_oldest_transformers_that_is_allowed() -> None:

@@ -41,7 +41,13 @@ def imported(*lines: str) -> list[str]:
 
 
 def test_help_and_models_import_neither_torch_nor_transformers() -> None:
-    lines = [*(f"{command} --help" for command in HELP), "models", "models llama", "models --markdown"]
+    lines = [
+        *(f"{command} --help" for command in HELP),
+        "models",
+        "models llama",
+        "models --markdown",
+        "--version",
+    ]
     assert imported(*lines) == [f"IMPORTED|{line.strip()}" for line in lines]
 
 

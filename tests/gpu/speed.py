@@ -259,7 +259,7 @@ def last_line(*command: str, **more: str) -> str:
         done = subprocess.run(
             [sys.executable, *command],
             cwd=ROOT,
-            env=alone | {"PYTHONPATH": str(ROOT)} | more,  # Echelon need not be installed
+            env=alone | more,
             capture_output=True,
             text=True,
             timeout=PATIENCE,
