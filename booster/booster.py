@@ -257,7 +257,7 @@ class Booster:
             model, optimizer, lr_scheduler: the ones that `boost` returned.
             dataloader: one of `plugin.prepare_dataloader`; its position is saved.
             user: further plain values to save, equal on all ranks, or given on the first rank only.
-            keep_last: delete older checkpoints, and keep this number of the newest; None keeps all.
+            keep_last: delete older checkpoints, and keep this number of the newest complete ones; None keeps all.
             use_async: copy the tensors, and write them during training; the next save or load waits for it.
             size_per_shard: maximum size of a file of weights, in MiB.
 

@@ -1,9 +1,11 @@
 """Run saves, synchronous or in a thread, one at a time; copies of the tensors that an asynchronous save writes."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,6 +59,32 @@ class Copies:
         return self._chunks[self._chunk][start : start + nbytes]
 
 
+class _SaveThread(threading.Thread):
+    """The thread of an asynchronous save.
+
+    Args:
+        work: writes the save.
+        path: the file or folder that is written.
+    """
+
+    def __init__(self, work: Callable[[], None], path: Path) -> None:
+        super().__init__(target=work, name=f"save {path.name}")
+        self.path = Path(os.path.realpath(path))
+
+
+def wait_for_saves(path: Path) -> None:
+    """Wait for asynchronous saves of this process to `path`, or to a folder in or above it; raise none of their errors.
+
+    Boosters with different plugins share nothing but the process, whose list of live threads has the saves of all.
+    """
+    place = Path(os.path.realpath(path))
+    for thread in threading.enumerate():
+        if isinstance(thread, _SaveThread) and (
+            place.is_relative_to(thread.path) or thread.path.is_relative_to(place)
+        ):
+            thread.join()
+
+
 class Save:
     """Handle of a save.
 
@@ -100,7 +128,7 @@ class Save:
 class Saver:
     """Runner of a plugin's saves: one at a time, since they communicate over one group.
 
-    All ranks make the same saves in the same order.
+    All ranks make the same saves in the same order. See `wait_for_saves` for those of other plugins.
     """
 
     def __init__(self) -> None:
@@ -134,7 +162,7 @@ class Saver:
                 save._fail(error)
 
         if use_async:
-            save._thread = threading.Thread(target=run, args=[(Exception,)], name=f"save {path.name}")
+            save._thread = _SaveThread(partial(run, (Exception,)), path)
             save._thread.start()
         else:
             run(kinds)

@@ -17,7 +17,7 @@ from ..cluster.agree import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures, wait_for_all_ranks
 from ..cluster.mesh import ParallelMesh
-from .background import Copies, Keep, Save, Saver
+from .background import Copies, Keep, Save, Saver, wait_for_saves
 from .calls import lr_scheduler_errors, require_same_call
 from .commit import finish_placing, replace_file, write_together
 from .local import Adapter, LocalModel
@@ -47,7 +47,9 @@ Method = Callable[Concatenate["Checkpoints", Arguments], Returned]
 def made_by_all(
     name: str,
 ) -> Callable[[Method[Arguments, Returned]], Method[Arguments, Returned]]:
-    """Decorate a collective method: wait for the last save, then compare the call between ranks.
+    """Decorate a collective method: compare the call between ranks, after the last save and before its work.
+
+    It waits for asynchronous saves to its path by other plugins of the process, too.
 
     After an error that every rank raises, all of them can continue. The argument `user` may differ between ranks; all
     others are compared, see `require_same_call`.
@@ -68,6 +70,7 @@ def made_by_all(
             with _failing_alike(name):
                 self._saver.settle()
                 require_same_call(name, compared, self.group)
+                wait_for_saves(Path(compared.get("checkpoint") or compared["directory"]))
                 return method(self, *args, **kwargs)
 
         return called

@@ -135,17 +135,21 @@ def _nameless(directory: Path) -> dict[Path, list[Path]]:
 
 
 def keep_newest(directory: Path, count: int, step: int) -> None:
-    """Remove all but the newest `count` steps up to `step`; see `newest_first`.
+    """Remove the steps that are older than the newest `count` complete ones up to `step`; see `newest_first`.
 
     Later steps exist if the run continued from an earlier one, perhaps since they are damaged. They do not count and
-    are not removed.
+    are not removed. Neither are incomplete ones among the newest, since they may be copied there at this moment.
 
     Raises:
         OSError: a folder cannot be removed.
     """
     later = later_steps(directory, step)
     steps = [path for path in newest_first(directory) if path not in later]
-    for path in steps[count:]:
+    num_complete = 0
+    for path in steps:
+        if num_complete < count:
+            num_complete += is_complete(path)
+            continue
         try:
             _remove(path)
         except OSError as error:
@@ -225,6 +229,15 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     if seal != _seal(manifest) or content != _sealed(manifest):
         raise ValueError(f"{path} is damaged: its contents do not match its own hash")
     return {**manifest, "files": files}
+
+
+def is_complete(folder: Path) -> bool:
+    """Return True if a step has an intact manifest, and its files their sizes; the content of files is not read."""
+    try:
+        files = manifest_of(folder)["files"]
+        return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
+    except (ValueError, OSError):
+        return False
 
 
 def damage_of(folder: Path, name: str, record: FileRecord) -> list[str]:

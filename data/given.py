@@ -4,7 +4,7 @@ import copy
 import logging
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -21,18 +21,45 @@ from .loader import WORKER_SETTINGS, ShardedLoader, loader_errors
 from .sampler import BegunPass, Draw, StatefulSampler, key_errors, num_parts
 
 
+class Access(NamedTuple):
+    """Read and write the state of a random generator, as plain values."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+
+
+_ACCESS: dict[type, Access] = {
+    torch.Generator: Access(torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: Access(random.Random.getstate, random.Random.setstate),
+    np.random.Generator: Access(
+        lambda generator: _plain(generator.bit_generator.state),
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+    np.random.RandomState: Access(
+        lambda generator: _plain(generator.get_state(legacy=False)), np.random.RandomState.set_state
+    ),
+}
+
+
+def _plain(state: Any) -> Any:
+    """Return the state of a NumPy generator with lists in place of arrays."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
 class Streams:
     """The random generators of a sampler: the global ones of Python, NumPy and torch's CPU, and its own.
 
     Args:
-        given: generators of the dataloader and its sampler.
+        given: generators of the dataloader and its sampler, of the kinds of `_ACCESS`.
         apart: let the sampler draw from copies of the current global states, independent of all other draws.
 
     Attributes:
         apart: True if every pass draws from the copies.
     """
 
-    def __init__(self, given: Sequence[torch.Generator], *, apart: bool) -> None:
+    def __init__(self, given: Sequence[Any], *, apart: bool) -> None:
         self.apart = apart
         self._given = given
         self._own = _global_state() if apart else None
@@ -42,11 +69,15 @@ class Streams:
         return {
             "apart": self.apart,
             "own": _global_state() if self._own is None else self._own,
-            "given": [generator.get_state() for generator in self._given],
+            "given": [_ACCESS[type(generator)].read(generator) for generator in self._given],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the draws of another run: until `release`, or always if either run has `apart`.
+    def between_passes(self) -> dict[str, Any]:
+        """Return the state in which the next pass begins, unless the global generators are drawn from before it."""
+        return {**self.state_dict(), "begun": False}
+
+    def require(self, state: Mapping[str, Any]) -> None:
+        """Require a state of as many generators.
 
         Raises:
             ValueError: the other run had another number of generators.
@@ -56,10 +87,17 @@ class Streams:
                 f"the position in the data has {len(state['given'])} generators, but this dataloader has "
                 f"{len(self._given)}: use the same generators as the saved run"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the draws of another run: until `release`, or always if either run has `apart`.
+
+        Without `apart`, a state of `between_passes` leaves the global generators to the script, which restores them.
+        """
         self.apart |= state["apart"]
-        self._own = state["own"]
+        if self.apart or state.get("begun", True):
+            self._own = state["own"]
         for generator, saved in zip(self._given, state["given"], strict=True):
-            generator.set_state(saved)
+            _ACCESS[type(generator)].write(generator, saved)
 
     def release(self) -> None:
         """Draw from the global generators again, unless `apart` is set."""
@@ -103,7 +141,7 @@ class Place(NamedTuple):
     Args:
         epoch: number of passes that ended before this one.
         samples: samples taken in this pass.
-        start: generator states at the start of the pass; None to use the current ones.
+        start: generator states at the start of the pass; None before it begins.
         entropy: seed of the random numbers of its batches; None before the pass begins.
     """
 
@@ -168,13 +206,14 @@ class GivenSampler(Sampler[int], StatefulSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all replicas together, and the generator states at the start of the pass."""
-        return {**self.position._asdict(), "size": self._size}
+        start = self._streams.between_passes() if self.position.start is None else self.position.start
+        return {**self.position._replace(start=start)._asdict(), "size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the position at which the next pass continues.
 
         Raises:
-            ValueError: the position is of other data, or of a dataloader of `prepare_dataloader`.
+            ValueError: the position is of other data, of other generators, or of a dataloader of `prepare_dataloader`.
         """
         raise_errors(key_errors(state, (*Place._fields, "size")))
         if state["size"] != self._size:
@@ -182,8 +221,13 @@ class GivenSampler(Sampler[int], StatefulSampler):
                 f"the position in the data is of size={state['size']}, but this dataloader has size={self._size}: use "
                 "the same data as the saved run, or start without the position"
             )
-        self.position = Place(*(state[name] for name in Place._fields))
-        self._is_loaded = True
+        place = Place(*(state[name] for name in Place._fields))
+        if place.start is not None:
+            self._streams.require(place.start)
+            if not place.start.get("begun", True):
+                self._streams.load_state_dict(place.start)
+                place = place._replace(start=None)
+        self.position, self._is_loaded = place, True
 
     def _drawn(self) -> int:
         """Draw the seed that torch's DataLoader draws for its workers before the sampler's first draw."""
@@ -191,8 +235,7 @@ class GivenSampler(Sampler[int], StatefulSampler):
             return int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
 
     def _next_pass(self, epoch: int, entropy: int | None) -> Place:
-        start = self._streams.state_dict() if self._streams.apart else None
-        return Place(epoch, 0, start, entropy if self._lasts else None)
+        return Place(epoch, 0, None, entropy if self._lasts else None)
 
     def _draws(self, batch_size: int) -> Iterator[tuple[Draw, Place]]:
         place = self.position
@@ -207,12 +250,11 @@ class GivenSampler(Sampler[int], StatefulSampler):
             entropy = (place.entropy, place.epoch, samples + self.rank)
             samples += len(batch)
             following = self._batch(order, [], size)
-            is_last = not following
-            after = (
-                self._next_pass(place.epoch + 1, place.entropy)
-                if is_last
-                else place._replace(samples=samples)
-            )
+            if following:
+                after = place._replace(samples=samples)
+            else:
+                after = self._next_pass(place.epoch + 1, place.entropy)
+                self._streams.release()
             batch += islice(cycle(first), -len(batch) % self.num_replicas)
             yield Draw(number, batch[self.rank :: self.num_replicas], entropy), after
             batch, number = following, number + 1
@@ -311,11 +353,18 @@ def _is_sharded(loader: Any) -> bool:
     return is_split or any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
-def _generators(loader: DataLoader) -> list[torch.Generator]:
-    """Return the generators of the loader and its sampler, without duplicates."""
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    given = (loader.generator, getattr(sampler, "generator", None))
-    return [*dict.fromkeys(each for each in given if isinstance(each, torch.Generator))]
+def _generators(loader: DataLoader) -> list[Any]:
+    """Return the generators of the loader, its sampler and samplers inside of that, without duplicates."""
+    inside = _attributes(getattr(loader.batch_sampler, "sampler", None))
+    return [*{id(each): each for each in (loader.generator, *inside) if type(each) in _ACCESS}.values()]
+
+
+def _attributes(sampler: Any) -> Iterator[Any]:
+    """Iterate over the attributes of a sampler and of samplers among them."""
+    for value in getattr(sampler, "__dict__", {}).values():
+        yield value
+        if isinstance(value, Sampler):
+            yield from _attributes(value)
 
 
 def _follow_first_rank(streams: Streams) -> int:

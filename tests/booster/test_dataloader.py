@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -313,6 +315,102 @@ def test_a_checkpoint_resumes_in_the_order_with_any_number_of_replicas(
     for size in (1, 2):
         rest = samples(pool.run(size, run_to, tmp_path, kind, 66 - stop, 2, resume=True))
         assert rest == whole[stop:]
+
+
+class Drawn(Sampler[int]):
+    """A user's sampler around another one, which skips a sample that a generator of its own draws."""
+
+    def __init__(self, rng: Any, draw: Callable[[Any], int]) -> None:
+        self.inner = RandomSampler(range(SIZE), generator=seeded())
+        self.rng, self.draw = rng, draw
+
+    def __len__(self) -> int:
+        return SIZE - 1
+
+    def __iter__(self) -> Iterator[int]:
+        left_out = self.draw(self.rng)
+        return (sample for sample in self.inner if sample != left_out)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def loader_of(sampler: Sampler[int]) -> DataLoader:
+    return DataLoader(Numbers(), 4, sampler=sampler, collate_fn=as_list)
+
+
+def shuffled(**settings: Any) -> DataLoader:
+    return DataLoader(Numbers(), 4, shuffle=True, collate_fn=as_list, **settings)
+
+
+WITH_GENERATORS: dict[str, Callable[[], DataLoader]] = {
+    "none": shuffled,
+    "loader's": lambda: shuffled(generator=seeded()),
+    "last dropped": lambda: shuffled(generator=seeded(), drop_last=True),
+    "sampler's": lambda: loader_of(RandomSampler(range(SIZE), generator=seeded())),
+    "replacement": lambda: loader_of(RandomSampler(range(SIZE), True, 40, generator=seeded())),
+    "weighted": lambda: loader_of(WeightedRandomSampler([1.0] * SIZE, 20, generator=seeded())),
+    "subset": lambda: loader_of(SubsetRandomSampler(range(SIZE), generator=seeded())),
+    "Python's": lambda: loader_of(Drawn(random.Random(1), lambda rng: rng.randrange(SIZE))),
+    "NumPy's": lambda: loader_of(Drawn(np.random.default_rng(1), lambda rng: rng.integers(SIZE))),
+    "NumPy's old one": lambda: loader_of(Drawn(np.random.RandomState(1), lambda rng: rng.randint(SIZE))),
+    "NumPy's Philox": lambda: loader_of(
+        Drawn(np.random.Generator(np.random.Philox(1)), lambda rng: rng.integers(SIZE))
+    ),
+}
+
+
+def batches_of(kind: str, seed: int) -> tuple[Booster, nn.Module, Iterator[Any], Any]:
+    """Return a new run: its loader, and an iterator over the batches of all passes."""
+    seed_all(seed)
+    booster, model, loader = boosted_loader("replicas", WITH_GENERATORS[kind](), Sum())
+    return booster, model, itertools.chain.from_iterable(itertools.repeat(loader)), loader
+
+
+def resumed_anywhere(folder: Path, kinds: list[str]) -> dict[str, list[int]]:
+    """Return the numbers of batches after which a run that resumes departs from an uninterrupted one, by kind."""
+    wrong = {}
+    for kind in kinds:
+        *_, batches, loader = batches_of(kind, 0)
+        length = len(loader)
+        uninterrupted = [*itertools.islice(batches, 3 * length)]
+        assert uninterrupted[:length] != uninterrupted[length : 2 * length] != uninterrupted[2 * length :]
+        stops = (0, 1, length - 1, length, length + 1, 2 * length - 1, 2 * length)
+        for stop in stops:
+            booster, model, batches, loader = batches_of(kind, 0)
+            taken = [*itertools.islice(batches, stop)]
+            booster.save_checkpoint(folder / kind, stop, model=model, dataloader=loader).wait()
+            booster, model, batches, loader = batches_of(kind, 7)
+            booster.load_checkpoint(folder / kind, model=model, dataloader=loader, resume=stop)
+            if [*taken, *itertools.islice(batches, 3 * length - stop)] != uninterrupted:
+                wrong.setdefault(kind, []).append(stop)
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_resumes_in_its_order_wherever_its_epochs_end(pool: Pool, tmp_path: Path, world: int) -> None:
+    assert pool.run(world, resumed_anywhere, tmp_path, [*WITH_GENERATORS]) == [{}] * world
+
+
+def end_an_epoch(folder: Path) -> list[list[int]]:
+    """Save after the first epoch on one process, and return the second."""
+    booster, model, _, loader = batches_of("none", 3)
+    list(loader)
+    booster.save_checkpoint(folder, 1, model=model, dataloader=loader).wait()
+    return list(loader)
+
+
+def begin_the_next(folder: Path) -> list[list[int]]:
+    booster, model, _, loader = batches_of("none", 3)
+    booster.load_checkpoint(folder, model=model, dataloader=loader)
+    return list(loader)
+
+
+def test_more_processes_do_not_repeat_the_first_epoch(pool: Pool, tmp_path: Path) -> None:
+    (second,) = pool.run(1, end_an_epoch, tmp_path)
+    expected = [sample for batch in second for sample in batch]
+    assert samples(pool.run(2, begin_the_next, tmp_path)) == expected
 
 
 def lines_of_steps(is_boosted: bool) -> list[str]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +39,7 @@ from echelon.checkpoint.steps import (
     step_path,
     steps_in,
 )
+from echelon.checkpoint.tensor_file import write_small
 
 from .failures import in_warm_process, run_ranks
 from .runs import small_run
@@ -78,6 +79,40 @@ def test_the_newest_are_those_that_were_saved_last_and_are_kept(tmp_path: Path, 
     assert tuple(newest(tmp_path)) == expected
     (step_path(tmp_path, expected[-1]) / MANIFEST).write_text("damaged")
     assert set(newest(tmp_path)) == set(expected)
+
+
+# Changes that leave a folder of a step that cannot be loaded, as an interrupted copy or removal does.
+INCOMPLETE: dict[str, Callable[[Path], None]] = {
+    "without a manifest": lambda step: (step / MANIFEST).unlink(),
+    "with half of a manifest": lambda step: os.truncate(step / MANIFEST, 40),
+    "with an empty manifest": lambda step: os.truncate(step / MANIFEST, 0),
+    "without a file": lambda step: (step / "weights").unlink(),
+    "with half of a file": lambda step: os.truncate(step / "weights", 2),
+}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_incomplete_steps_do_not_count_and_stay_while_they_are_among_the_newest(
+    tmp_path: Path, name: str
+) -> None:
+    def save(step: int) -> list[int]:
+        folder = begin_step(tmp_path, step)
+        commit_step(folder, tmp_path, step, {"weights": write_small(folder / "weights", b"1234")})
+        keep_newest(tmp_path, 2, step)
+        return newest(tmp_path)
+
+    assert [*map(save, (4, 6, 9))][-1] == [9, 6]
+    INCOMPLETE[name](step_path(tmp_path, 9))
+    assert save(11) == [11, 9, 6]
+    assert save(12) == [12, 11]
+
+
+def test_a_leftover_that_is_newer_does_not_count(tmp_path: Path) -> None:
+    step_path(tmp_path, 9).mkdir()
+    for step in (4, 6, 11):
+        saved(tmp_path, step)
+        keep_newest(tmp_path, 2, step)
+    assert newest(tmp_path) == [11, 9, 6]
 
 
 def test_a_step_is_complete_if_older_ones_cannot_be_removed(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -201,6 +203,65 @@ def save_two_models_at_once(place: Path) -> None:
     assert {name.removeprefix("a.") for name in names} >= {name[2:] for name in names if name[0] == "b"}
 
 
+def use_a_second_booster(place: Path) -> None:
+    """Save in a thread that is slow, and use the same place by a booster with another plugin."""
+    one, other = small_run(), small_run(seed=7)
+    expected = one.whole()
+    where = place / "linked"
+    if dist.get_rank() == 0:
+        (place / "folder").mkdir()
+        where.symlink_to("folder")
+    dist.barrier()
+
+    def is_loaded(what: str = "") -> bool:
+        found = {
+            key: each
+            for key, each in other.whole().items()
+            if (key.startswith(what) and what) or "/" not in key
+        }
+        return all(torch.equal(each, expected[key]) for key, each in found.items())
+
+    with slow_commits(0.4):
+        save = one.booster.save_checkpoint(place / "folder" / "steps", 1, **one.everything, use_async=True)
+        resumed = other.booster.load_checkpoint(where / "steps", **other.everything)
+        assert resumed is not None and resumed.step == 1 and save.done and is_loaded()
+        # A save waits, too: the step of the first run is there when the second one counts.
+        save = one.booster.save_checkpoint(place / "folder" / "steps", 2, **one.everything, use_async=True)
+        other.booster.save_checkpoint(where / "steps", 3, **other.everything, keep_last=2)
+        assert save.done and sorted(os.listdir(where / "steps")) == ["step-00000002", "step-00000003"]
+        one.step(0)
+        expected = one.whole()
+        save = one.booster.save_model(one.model, place / "model", shard=True, use_async=True)
+        other.booster.load_model(other.model, where.parent / "model")
+        assert save.done and is_loaded()
+        save = one.booster.save_optimizer(one.optimizer, place / "optimizer", use_async=True)
+        other.booster.load_optimizer(other.optimizer, place / "optimizer")
+        assert save.done and is_loaded("exp_avg/")
+    with slow_commits(30.0) as now:  # a save elsewhere is not waited for
+        save = one.booster.save_checkpoint(place / "folder" / "steps", 4, **one.everything, use_async=True)
+        other.booster.save_lr_scheduler(other.scheduler, place / "scheduler.pt")
+        assert not save.done
+        now.set()
+        save.wait()
+
+
+@contextmanager
+def slow_commits(seconds: float) -> Iterator[threading.Event]:
+    """Delay the end of every save, until the event if that is earlier."""
+    now = threading.Event()
+    with ExitStack() as stack:
+        for name in ("step.commit_step", "commit._commit"):
+            module, function = name.split(".")
+            commit = getattr(import_module(f"echelon.checkpoint.{module}"), function)
+
+            def later(*args: Any, commit: Callable[..., Any] = commit) -> Any:
+                now.wait(seconds)
+                return commit(*args)
+
+            stack.enter_context(patch(f"echelon.checkpoint.{name}", later))
+        yield now
+
+
 def save_beside_a_moved_step(place: Path) -> None:
     """Save beside a step that was moved and linked: only the link is removed."""
     run = small_run()
@@ -248,6 +309,7 @@ def train_after_loading_for_inference(directory: Path) -> None:
         save_and_go_elsewhere,
         save_and_load_on_another_default_device,
         save_two_models_at_once,
+        use_a_second_booster,
         save_beside_a_moved_step,
         save_without_room_for_temporary_files,
         train_after_loading_for_inference,

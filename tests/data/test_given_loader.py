@@ -1,6 +1,7 @@
 """A user's DataLoader with workers, sharded: the order of a plain loop, and the position of training."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,30 @@ def test_workers_see_the_order_of_a_plain_loop_and_their_draws_continue(workers:
     assert len(rest) == 3
     taken += [*rest, *resumed]
     assert taken == [batch for epoch in whole for batch in epoch]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("stop", [4, 5, 6, 10])
+def test_a_generator_continues_after_an_epoch_with_workers(workers: str, stop: int) -> None:
+    def batches() -> tuple[ShardedLoader, Iterator[Any]]:
+        generator = torch.Generator().manual_seed(5)
+        loader: DataLoader = DataLoader(
+            range(SIZE),  # type: ignore[arg-type]
+            4,
+            shuffle=True,
+            collate_fn=as_list,
+            generator=generator,
+            **WORKERS[workers],
+        )
+        rebuilt = rebuilt_loader(loader, Streams([generator], apart=False), seed=3, rank=0, size=1)
+        return rebuilt, itertools.chain.from_iterable(itertools.repeat(rebuilt))
+
+    uninterrupted = [*itertools.islice(batches()[1], 15)]
+    stopped, taken = batches()
+    first = [*itertools.islice(taken, stop)]
+    resumed, rest = batches()
+    resumed.load_state_dict(stopped.state_dict())
+    assert [*first, *itertools.islice(rest, 15 - stop)] == uninterrupted
 
 
 def test_an_abandoned_pass_is_followed_by_the_next_one() -> None:
