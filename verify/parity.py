@@ -143,8 +143,13 @@ def compare_with_one_process(
             max_norm=first.max_norm,
             loss_scale=LOSS_SCALE,
             overflow_step=training.overflow_step,
+            weigh=weigh,
         )
 
+    bitwise = _gives_equal_bits(model, first) and not is_cuda(
+        device
+    )  # CUDA's atomic sums have no fixed order
+    weigh = partial(_counted, type(model).__name__) if bitwise or _has_several_terms(model) else None
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
     compared: list[StepComparison] = []
     if exact:
@@ -154,8 +159,7 @@ def compare_with_one_process(
             train([torch.float32] * exact),
             learning_rate=rate,
             epsilon=EPSILON,
-            # CUDA's atomic sums have no fixed order.
-            bitwise=_gives_equal_bits(model, first) and not is_cuda(device),
+            bitwise=bitwise,
         )
         compared = compare()
         if first_departure(compared) is not None:
@@ -186,6 +190,29 @@ def _compare_16_bit(
         near = _moved(model, MOVED_16_BIT * torch.finfo(coarsest).eps)
         compared = compare(nearby=[references(each) for each in near])
     return compared
+
+
+# Classes whose loss has several terms, or is divided by a mask: each microbatch weighs as many as its samples.
+_SEVERAL_TERMS = (
+    "AlbertForPreTraining",
+    "BertForPreTraining",
+    "ErnieForPreTraining",
+    "DoubleHeads",
+    "MaskedImage",
+)
+
+
+def _has_several_terms(model: nn.Module) -> bool:
+    return any(part in type(model).__name__ for part in _SEVERAL_TERMS)
+
+
+def _counted(name: str, microbatch: Mapping[str, Tensor]) -> float:
+    """Return what the loss of a class counts in a microbatch: labels, or samples."""
+    labels = microbatch.get("labels")
+    if labels is None or labels.dim() == 1 or any(part in name for part in _SEVERAL_TERMS):
+        return len(next(each for each in microbatch.values() if isinstance(each, Tensor) and each.dim()))
+    is_shifted = name.endswith(("ForCausalLM", "LMHeadModel"))
+    return float(((labels[..., 1:] if is_shifted else labels) != -100).sum())
 
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:

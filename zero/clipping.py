@@ -1,6 +1,7 @@
 """Norm and clipping of reduced gradients, over all ranks and under every layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isfinite, isinf
 
 import torch
@@ -49,6 +50,25 @@ class ReducedGradients:
     def multiplier(self) -> float | Tensor:
         """Return the factor that unscales the slices and undoes the clipping of a step."""
         return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
+
+    @contextmanager
+    def added_afterwards(self, reduce: Callable[[], None]) -> Iterator[None]:
+        """Reduce the gradients of a call separately, since their factor differs, and add the previous ones.
+
+        Args:
+            reduce: reduces all gradients; collective over the data axis, before and after the call.
+        """
+        reduce()
+        previous, factor = self._reducer.take_reduced(), self.factor
+        self.factor = None
+        yield
+        reduce()
+        new = 1.0 if self.factor is None else self.factor
+        # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
+        self.factor = torch.where(new != 0, new, 1.0) if isinstance(new, Tensor) else new
+        assert factor is not None
+        with torch.no_grad():
+            self._reducer.add(previous, factor / self.factor)
 
     def renew(self) -> None:
         """Reset the state, after new gradients were reduced or all were dropped."""

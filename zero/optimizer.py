@@ -154,10 +154,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @property
     def gradient_factor(self) -> float | Tensor | None:
-        """A factor of the gradients in the next step or clipping, None for no factor.
-
-        Equal on all ranks. `step` and `zero_grad` set it back to None.
-        """
+        """A factor of the gradients in the next step or clipping, equal on all ranks; a step sets it back to None."""
         return self._gradients.factor
 
     @gradient_factor.setter
@@ -189,6 +186,10 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"{self.accumulation_steps}: call optimizer.step() and optimizer.zero_grad() after every "
                 f"{self.accumulation_steps} calls, or drop their gradients by optimizer.zero_grad()"
             )
+        if self.accumulation_steps == 1 and self.gradient_factor is not None:
+            with self._gradients.added_afterwards(self._reduce):
+                yield
+            return
         reducer, is_last = self.reducer, self._num_calls + 1 >= self.accumulation_steps
         with nullcontext() if is_last or reducer.shards_gradients else self.no_sync():
             is_collective = reducer.may_launch
