@@ -17,6 +17,12 @@ from .reducer import Reducer
 _PART = 2**20
 
 
+_TWO_KINDS = (
+    "execute_pipeline and backward were both called for one step under gradient_accumulation_steps: use one for "
+    "all calls of a step, since backward does not know how many labels its loss counted"
+)
+
+
 class ReducedGradients:
     """The reduced gradients in this rank's slices, which may still carry a loss scale and a pending factor.
 
@@ -36,6 +42,7 @@ class ReducedGradients:
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
+        self._has_plain = False  # accumulated gradients of `backward`, without a factor
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
@@ -75,9 +82,25 @@ class ReducedGradients:
         self.norm = None
         self._unclip = 1.0
 
+    def note_backward(self, accumulation_steps: int) -> None:
+        """Require that calls accumulated for a step are all of one kind: `backward` has no count of labels.
+
+        Raises:
+            ValueError: a loss over the global batch has left a factor.
+        """
+        if accumulation_steps > 1 and isinstance(self.factor, Tensor):
+            raise ValueError(_TWO_KINDS)
+        self._has_plain = accumulation_steps > 1
+
+    def note_factor(self, factor: float | Tensor | None) -> None:
+        """Set the factor; raise ValueError after a `backward` that is accumulated for the same step."""
+        if self._has_plain and isinstance(factor, Tensor):
+            raise ValueError(_TWO_KINDS)
+        self.factor = factor
+
     def finish(self) -> None:
         """End a step; another step on the same gradients measures them as this step left them."""
-        self.factor = None
+        self.factor, self._has_plain = None, False
         self.norm = None
 
     def measure(self, norm_type: float = 2.0, *, code: int = 0, share: float | Tensor = 0.0) -> float:

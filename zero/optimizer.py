@@ -159,7 +159,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @gradient_factor.setter
     def gradient_factor(self, factor: float | Tensor | None) -> None:
-        self._gradients.factor = factor
+        self._gradients.note_factor(factor)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, on which to call backward."""
@@ -206,6 +206,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale the loss and accumulate its gradients; see `accumulate_and_reduce`."""
+        self._gradients.note_backward(self.accumulation_steps)
         with self.accumulate_and_reduce("backward()"), self.reducer.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
 
@@ -223,7 +224,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if not set_to_none:
             self.parameter_gather.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.renew()
-        self._gradients.factor = None
+        self._gradients.finish()
         self._num_calls = 0
         if self._agreement is not None:
             self._agreement.clear()

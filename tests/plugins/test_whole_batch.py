@@ -118,7 +118,6 @@ def departures(name: str, sizes: dict[str, Any], criterion: Any = None, calls: i
         loss = booster.execute_pipeline(iter([given]), boosted, criterion, optimizer)["loss"]
     optimizer.reduce_gradients()
     found = optimizer.gradients()
-    named = dict(plain.named_parameters())
     gradients = {key: each.grad for key, each in plain.named_parameters() if each.grad is not None}
     largest = max(float(each.abs().max()) for each in gradients.values())
     far = {
