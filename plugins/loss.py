@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster.collectives import all_reduce
 from ..cluster.device import numbers_on
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.counted_loss import Counted, ObservedStage
@@ -156,7 +157,7 @@ class LossWeights:
         is_estimated = kind in ("labels", "criterion")
         whole = weight.float() * len(weights.microbatches) if is_estimated else weight.new_zeros(())
         if weights.compares and self.mesh.size("dp") > 1:
-            dist.all_reduce(whole := whole.float(), dist.ReduceOp.MAX, group=self.mesh.group("dp"))
+            whole = all_reduce(whole.float(), self.mesh.group("dp")) / self.mesh.size("dp")
         if kind == "samples":
             (samples,) = numbers_on(self.mesh.device, [weights.mean_samples], torch.float32)
             return _power_of_two(samples)

@@ -242,3 +242,36 @@ def scale_after_the_first_steps() -> tuple[float, int]:
 def test_scaled_gradients_have_the_magnitude_of_a_mean(pool: Pool) -> None:
     for found in pool.run(2, scale_after_the_first_steps):
         assert found == (2**12, 0)
+
+
+def by_the_guides_lines(is_exact: bool) -> float:
+    """Return the norm of a step by `booster.backward`, with the lines of docs/coming-from-colossalai.md or without."""
+    booster, model = hybrid(num_microbatches=None), built("causal")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    batch = share(batch_of("causal"), booster.plugin)
+    if is_exact:
+        count = (batch["labels"][:, 1:] != -100).sum()
+        total = count.clone()
+        torch.distributed.all_reduce(total)
+        loss = boosted(**batch).loss * count * torch.distributed.get_world_size() / total
+    else:
+        loss = boosted(**batch).loss
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    norm: float = optimizer.last_norm
+    return norm
+
+
+def test_backward_averages_replicas_and_the_guides_lines_are_exact(pool: Pool) -> None:
+    norms, batch = [], batch_of("causal")
+    for parts in (
+        [batch],
+        [{key: value.tensor_split(2)[rank] for key, value in batch.items()} for rank in (0, 1)],
+    ):
+        plain = built("causal")
+        torch.stack([plain(**part).loss for part in parts]).mean().backward()
+        norms.append(float(torch.stack([each.grad.norm() for each in plain.parameters()]).norm()))
+    at_once, averaged = norms
+    assert at_once != pytest.approx(averaged, rel=1e-2)
+    assert pool.run(2, by_the_guides_lines, True) == pytest.approx([at_once] * 2, rel=1e-5)
+    assert pool.run(2, by_the_guides_lines, False) == pytest.approx([averaged] * 2, rel=1e-5)
