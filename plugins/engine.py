@@ -3,13 +3,11 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
@@ -20,6 +18,7 @@ from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
+from ..pipeline.counted_loss import ObservedStage
 from ..pipeline.known_masks import with_known_masks
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, num_bytes, split
 from ..pipeline.plan import setting_errors
@@ -31,23 +30,15 @@ from ..pipeline.transport import Transport
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
 from ..shardformer.layers.deferred_linear import defer_weight_gradients
 from ..shardformer.layers.loss import ShardedLogits
+from ..shardformer.recompute import recomputable_layers
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
+from .loss import BatchLoss, BatchWeights, LossWeights, model_loss, note_factor
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
 _HASHED_HERE = 2**20  # bytes of a batch; a CPU takes about a millisecond for as many
-
-
-def model_loss(outputs: Any, inputs: Any) -> Tensor:
-    """Return the loss that a model computes from the labels in its inputs."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None:
-        raise ValueError(
-            "the model's outputs contain no loss: give labels in the batch, or a criterion of (outputs, inputs)"
-        )
-    return loss
 
 
 class PipelineEngine:
@@ -69,6 +60,11 @@ class PipelineEngine:
         self.module, self.config, self.mesh = module, config, mesh
         self._stages, self._cutting = local_stages(module), config.cutting
         self._last_rank = config.stage_ranks[-1]
+        last = _observed_last(self._stages, module)
+        self._observed_stages: dict[int, Any] = (
+            dict(self._stages) if last is None else {**self._stages, last.index: last}
+        )
+        self._weights = LossWeights(mesh, self._last_rank, last, config.loss_reduction)
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
@@ -87,9 +83,7 @@ class PipelineEngine:
         )
         self._mean_samples = 1.0  # samples per rank in the last compared call
         self._is_even = False  # True if all ranks ran the same number of microbatches in that call
-        # True for criteria that return weights in training.
-        self._is_weighted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._first_weight = 1.0  # samples of a replica in the first call of an optimizer step
+        self._is_compared = False  # the current call
         # Settings with a collective over replicas in every microbatch: all must run the same number.
         self._microbatch_collectives = [
             *(f"{axis}_size={size}" for axis in PARTS_OF_DATA if (size := mesh.size(axis)) > 1),
@@ -128,12 +122,15 @@ class PipelineEngine:
         )
         batch, moved, drawn, wanted = self._next_batch(data_iter, own)
         microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
-        follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
-        if trains and not follows_weighted:
-            self._first_weight = self._mean_samples
-        weighting = _Weighting(criterion or model_loss, len(microbatches), self._first_weight)
-        result = self._run_schedule(microbatches, weighting, optimizer, wanted, drawn)
-        mean, own_loss = self._losses(result, weighting, optimizer, wanted) if wanted.loss else (None, None)
+        weights = self._weights.of_batch(
+            criterion or model_loss,
+            microbatches,
+            optimizer if trains else None,
+            compares=self._is_compared,
+            mean_samples=self._mean_samples,
+        )
+        result = self._run_schedule(microbatches, weights, optimizer, wanted, drawn)
+        mean, own_loss = self._losses(result, weights, optimizer, wanted) if wanted.loss else (None, None)
         loss = mean if average_loss else own_loss
         if trains and loss is not None:
             loss = loss.as_subclass(PipelineLoss)
@@ -145,7 +142,7 @@ class PipelineEngine:
     def _run_schedule(
         self,
         microbatches: Sequence[Any],
-        weighting: "_Weighting",
+        weights: BatchWeights,
         optimizer: ShardedOptimizer | None,
         wanted: "_CallKind",
         drawn: int,
@@ -155,11 +152,11 @@ class PipelineEngine:
         trace = None if self.trace is None else Trace(self.mesh.device)
         with self.random.following(drawn) as begin_forward:
             run = ScheduleRun(
-                stages=self._stages,
+                stages=self._observed_stages,
                 microbatches=microbatches,
-                criterion=weighting if wanted.loss else None,
+                criterion=weights if wanted.loss else None,
                 transport=self._transport,
-                scale=lambda loss: weighting.share(loss if optimizer is None else optimizer.scale_loss(loss)),
+                scale=lambda loss: weights.share(loss if optimizer is None else optimizer.scale_loss(loss)),
                 keep_outputs=wanted.outputs,
                 before_forward=begin_forward,
                 weight_gradients=self._weight_gradients,
@@ -235,6 +232,7 @@ class PipelineEngine:
                 rename_call(f"execute_pipeline in {mode} mode, unlike the previous call")
             wait_for_all_ranks()  # ranks whose call is as before never enter this
             is_compared = True
+        self._is_compared = is_compared
         if is_compared:
             drawn, wanted = self._compare(batch if has_batch else None, has_batch, drawn, own)
             return batch, self.to_compute(batch), drawn, wanted
@@ -309,13 +307,6 @@ class PipelineEngine:
             return
         if self.mesh.size("pp") > 1:
             raise_errors(setting_errors(batch, "the batch"))
-        most = max(map(self._num_microbatches, samples.values()))
-        if most > 1 and batch.get("num_items_in_batch") is not None:
-            raise ValueError(
-                f"the batch has num_items_in_batch, by which each of its {most} microbatches would divide "
-                "its loss: leave it out for a mean over samples, or give a criterion that returns (loss_sum, "
-                "weight), with the number of its tokens as weight"
-            )
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
         """Raise ValueError if ranks with a collective in every microbatch run different numbers of microbatches."""
@@ -342,64 +333,40 @@ class PipelineEngine:
     def _losses(
         self,
         result: RunResult,
-        weighting: "_Weighting",
+        weights: BatchWeights,
         optimizer: ShardedOptimizer | None,
         wanted: "_CallKind",
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss over all replicas, which is differentiated, and the loss of this replica; equal on its ranks.
-
-        All-reduce over the world if there are stages or replicas. If the criterion returned weights, the optimizer gets
-        the factor that corrects the gradients.
-        """
-        num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
-        is_reduced = self.mesh.size("pp", "dp") > 1
-        # For each replica R: loss, weight, and 1 if it has a weight; float32 whatever torch's default is.
-        figures_R3 = torch.zeros(num_replicas, 3, dtype=torch.float32, device=self.mesh.device)
-        # All ranks of a replica have the same values: one of them adds them.
-        is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
-        if self.mesh.rank("pp") == self._last_rank and is_counted:
-            figures_R3[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
-            if result.weights is None:
-                figures_R3[replica, 0] /= weighting.num_microbatches
-            else:
-                figures_R3[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
-                figures_R3[replica, 2] = 1
-        if is_reduced:
-            dist.all_reduce(figures_R3)
-        losses, weights, have_weights = figures_R3.unbind(1)
-        is_weighted = self._returns_weights(weighting.criterion, have_weights.sum(), trains=wanted.trains)
+        """Return the loss over all replicas, which is differentiated, and this replica's. All-reduce over the world."""
+        steps = 1 if optimizer is None else optimizer.accumulation_steps
+        loss: BatchLoss = self._weights.reduced(result, weights, steps)
+        self._require_one_kind(loss.weighted, trains=wanted.trains)
         if optimizer is not None and wanted.trains:
-            first = weighting.first_weight * num_replicas * optimizer.accumulation_steps
-            _note_factor(optimizer, first / weights.sum() if is_weighted else 1.0)
-        if is_weighted:
-            return losses.sum() / weights.sum(), losses[replica] / weights[replica]
-        return losses.mean(), losses[replica].clone()
+            note_factor(optimizer, loss.factor)
+        if self._is_compared:
+            weights.note_uneven()
+        return loss.mean, loss.of_replica
 
-    def _returns_weights(self, criterion: Criterion, num_weighted: Tensor, *, trains: bool) -> bool:
-        """Return True if a criterion returns (loss_sum, weight). Waits for the device if it is new, or in evaluation.
+    def _require_one_kind(self, weighted: Tensor, *, trains: bool) -> None:
+        """Require weights from the criteria of all replicas or of none. Waits for the device in compared calls.
 
         Args:
-            num_weighted: number of replicas on which it does, 0-d, equal on all ranks. Raises ValueError on every rank,
-                here or by `agreement`, if that is neither 0 nor all.
+            weighted: number of replicas whose criterion returned weights, 0-d, equal on all ranks.
+
+        Raises:
+            ValueError: some did, on every rank; in calls that are not compared by `agreement`, at the step.
         """
         num_replicas = self.mesh.size("dp")
         message = (
             "the criterion returned (loss_sum, weight) on {} data-parallel ranks and a plain loss on the others: "
             "return the same kind for every batch"
         )
-        known = None
-        with suppress(TypeError):  # some callables allow no weak reference
-            known = self._is_weighted.get(criterion)
-        if known is not None and trains:
-            self.agreement.note_deviation((num_weighted - num_replicas * known).abs(), message.format("some"))
-            return known
-        number = int(num_weighted)
-        if number not in (0, num_replicas):
+        if num_replicas == 1:
+            return
+        if trains and not self._is_compared:
+            self.agreement.note_deviation(weighted * (num_replicas - weighted), message.format("some"))
+        elif (number := int(weighted)) not in (0, num_replicas):
             raise ValueError(message.format(f"{number} of {num_replicas}"))
-        if trains:  # evaluation may use the other kind
-            with suppress(TypeError):
-                self._is_weighted[criterion] = number > 0
-        return number > 0
 
     def _returned_outputs(self, result: RunResult, asked: "_CallKind", wanted: "_CallKind") -> Any:
         """Return the outputs that this rank requested. Broadcast over pp if a rank wants them on all ranks."""
@@ -450,37 +417,6 @@ def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Seque
         )
 
 
-def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
-    """Give the optimizer the factor that corrects a batch's gradients, combined with those of accumulated batches."""
-    previous = optimizer.gradient_factor
-    if isinstance(previous, Tensor) and isinstance(factor, Tensor) and optimizer.accumulation_steps > 1:
-        factor = 1 / (1 / previous + 1 / factor)  # by the sum of their weights, as of one larger batch
-    elif previous is not None and (isinstance(previous, Tensor) or isinstance(factor, Tensor)):
-        raise ValueError(
-            "a batch whose criterion returned (loss_sum, weight) cannot be accumulated with another before "
-            "optimizer.step(): give the plugin gradient_accumulation_steps, and return the same kind in all "
-            "calls, or step after each execute_pipeline"
-        )
-    optimizer.gradient_factor = factor
-
-
-class _Weighting:
-    """A criterion, and the share of each microbatch's loss in the loss of the batch."""
-
-    def __init__(self, criterion: Criterion, num_microbatches: int, first_weight: float) -> None:
-        self.criterion, self.num_microbatches, self.first_weight = criterion, num_microbatches, first_weight
-        self.is_weighted = False
-
-    def __call__(self, outputs: Any, inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
-        computed = self.criterion(outputs, inputs)
-        self.is_weighted = isinstance(computed, tuple)
-        return computed
-
-    def share(self, loss: Tensor) -> Tensor:
-        """Return the differentiated part: a mean divided by the number of microbatches, a sum by the first weight."""
-        return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
-
-
 class _CallKind(NamedTuple):
     """The kind of a call: gradients, a loss, outputs, outputs on all stages, and the model's training mode."""
 
@@ -489,6 +425,15 @@ class _CallKind(NamedTuple):
     outputs: bool
     outputs_everywhere: bool
     training_mode: bool
+
+
+def _observed_last(stages: Mapping[int, Any], module: nn.Module) -> ObservedStage | None:
+    """Return this rank's last stage of the model, which observes the losses behind its last layer; None without it."""
+    last = next((stage for stage in stages.values() if stage.is_last), None)
+    if last is None:
+        return None
+    layers = last.layers or recomputable_layers(module)
+    return ObservedStage(last, layers[-1] if layers else None)
 
 
 def _unsharded(outputs: Any) -> Any:

@@ -29,6 +29,7 @@ from ..shardformer.tables.table import Table
 from ..shardformer.weight_sharding import weight_errors
 from ..zero.partition import zero_size_errors
 from ..zero.precision import DTYPES, PrecisionConfig, precision_errors
+from .loss import LOSS_REDUCTIONS, LossReduction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class HybridConfig(ShardOptions):
     overlap_allgather: bool = False
     communication_dtype: torch.dtype | str | None = None
     cpu_offload: bool = False
+    loss_reduction: LossReduction = "global"
     check_every: int = 100
     compile_layers: bool = False
     custom_policy: Policy | Table | None = None
@@ -205,6 +207,10 @@ class HybridConfig(ShardOptions):
         yield (
             not (_is_number(self.max_norm) and self.max_norm >= 0),
             f"max_norm={self.max_norm!r} must be a number of at least 0: use 0 for no clipping",
+        )
+        yield (
+            self.loss_reduction not in LOSS_REDUCTIONS,
+            f"loss_reduction={self.loss_reduction!r} must be one of {LOSS_REDUCTIONS}",
         )
         bucket = self.zero_bucket_size_in_m
         yield (

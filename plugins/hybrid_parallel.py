@@ -41,6 +41,7 @@ from .colossalai import HYBRID, unavailable_errors
 from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
+from .loss import LossReduction
 from .state import local_shards, trained_shards
 
 _MEBI = 2**20
@@ -99,6 +100,8 @@ class HybridParallelPlugin(Plugin):
         communication_dtype: the format in which gradients are averaged, for example "bf16" or torch.bfloat16; None is
             float32.
         cpu_offload: keep master weights and optimizer states on the CPU, and update them there; see docs/zero.md.
+        loss_reduction: "global": losses and gradients are those of the global batch, whatever its microbatches.
+            "microbatch_mean": the mean over replicas of the mean over microbatches, as in ColossalAI.
         check_every: compare batches and calls of all ranks in full, with a message, in the first three calls and in
             every call of this interval. Other calls compare checksums, which are reduced with the gradient norm.
         enable_all_optimization: turn on the three below. See docs/fused.md for them.
@@ -168,6 +171,7 @@ class HybridParallelPlugin(Plugin):
         overlap_allgather: bool = False,
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
+        loss_reduction: LossReduction = "global",
         check_every: int = 100,
         compile_layers: bool = False,
         custom_policy: Policy | Table | None = None,
@@ -279,17 +283,17 @@ class HybridParallelPlugin(Plugin):
             data_iter: yields batches: dicts (passed to the model by name), tuples or lists, or tensors.
             model: the one that `boost` returned.
             criterion: a function of (outputs, inputs) of a microbatch that returns its loss, or (loss_sum, weight).
-                None uses `outputs.loss`, or `outputs["loss"]` of a dictionary.
+                None uses `outputs.loss`, or `outputs["loss"]` of a dictionary. This very tensor weighs as much as it
+                counted, another mean as much as the microbatch's samples; see docs/decisions/loss.md.
             optimizer: the one that `boost` returned; required if gradients are enabled.
             return_loss: return the loss, on every rank.
             return_outputs: return the outputs of the full batch. True: on the ranks of the last stage; "all_ranks":
                 on all ranks, where the other stages receive a copy.
-            average_loss: return the loss averaged over the replicas, the one that gradients are computed of. False
+            average_loss: return the loss over all replicas, the one that gradients are computed of. False
                 returns the loss of this replica's batch.
 
         Returns:
-            "loss": the mean over replicas of the mean over microbatches, or with (loss_sum, weight) the sum of
-            losses over the sum of weights, equal on all ranks; None without `return_loss`. "outputs": None
+            "loss": the loss of the global batch, equal on all ranks; None without `return_loss`. "outputs": None
             without `return_outputs`; with True also None on all stages but the last.
 
         Raises:

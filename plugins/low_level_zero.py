@@ -7,6 +7,7 @@ import torch
 from .base import own_arguments
 from .colossalai import ZERO, unavailable_errors
 from .hybrid_parallel import HybridParallelPlugin
+from .loss import LossReduction
 
 # Arguments by HybridParallelPlugin's names for them, which its errors use.
 _RENAMED = {"stage": "zero_stage", "reduce_bucket_size_in_m": "zero_bucket_size_in_m"}
@@ -27,7 +28,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         cpu_offload: keep master weights and optimizer states on the CPU, and update them there.
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: the split of a batch by `execute_pipeline`; None is one microbatch.
-        gradient_accumulation_steps, check_every: see `HybridParallelPlugin`.
+        gradient_accumulation_steps, loss_reduction, check_every: see `HybridParallelPlugin`.
         others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.ZERO`).
 
     Raises:
@@ -58,6 +59,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         gradient_accumulation_steps: int = 1,
+        loss_reduction: LossReduction = "global",
         check_every: int = 100,
         **others: Any,
     ) -> None:

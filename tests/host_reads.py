@@ -12,6 +12,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.pipeline import counted_loss
 from echelon.pipeline.known_masks import KnownTensor
 
 # Reads of tensors that are on the host also on a GPU machine, by file and function, with the reason.
@@ -66,13 +67,13 @@ class HostReads(TorchDispatchMode):
 
 
 def place_outside_torch(*besides: str) -> tuple[str, str] | None:
-    """Return file and function of the innermost call outside of torch, this file and `besides`.
+    """Return file and function of the innermost call outside of torch, of files that pass calls on, and of `besides`.
 
     None within torch's optimizers, whose step counters are on the CPU or are read by kernels on the device, and in
     autograd's backward threads.
     """
-    frame = sys._getframe(1)
-    while "/torch/" in (file := frame.f_code.co_filename) or file in (__file__, *besides) or _is_inner(frame):
+    frame, passing = sys._getframe(1), (__file__, counted_loss.__file__, *besides)  # they pass calls on
+    while "/torch/" in (file := frame.f_code.co_filename) or file in passing or _is_inner(frame):
         if "/torch/optim/" in file:
             return None
         if frame.f_back is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import transformers
@@ -264,6 +264,15 @@ class ModelChoice:
     def is_encoder_decoder(self) -> bool:
         """True if the model type has an encoder and a decoder."""
         return bool(self.config().is_encoder_decoder)
+
+    @property
+    def weighed_by(self) -> Literal["samples", "labels"] | None:
+        """The weight of a microbatch if one process computes them one by one; None if it computes the batch at once.
+
+        By samples: losses that are no mean over one kind of labels.
+        """
+        has_two_losses = self.head_name == "pretraining" and self.model_type in ("albert", "bert", "ernie")
+        return "samples" if has_two_losses or self.head_name in ("double", "masked_image") else None
 
     def errors(self) -> list[str]:
         """List all errors of the choice, each with a value that works."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, nan
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,9 @@ def parity(
     found = take_steps(boosted_under(layout, model, training), training, batches)
     compared: list[StepComparison] = []
     if untouched is not None:
-        compared = compare_with_one_process(untouched, [(layout, batches)], training, found)
+        compared = compare_with_one_process(
+            untouched, [(layout, batches)], training, found, weighed_by=choice.weighed_by
+        )
     steps = tuple(broadcast_object(compared, 0, None))
     return Report(steps=steps, departure=first_departure(steps))
 
@@ -113,11 +115,16 @@ def compare_with_one_process(
     parts: Sequence[tuple[Layout, Sequence[Batches]]],
     training: Training,
     found: Sequence[StepRecord],
+    *,
+    weighed_by: Literal["samples", "labels"] | None = None,
 ) -> list[StepComparison]:
     """Train the model in one process, and compare it with a run whose parts had these layouts and batches.
 
     Float32 steps before the first 16-bit step are compared in float32; all others as 16-bit steps. If a comparison
     departs, references with moved weights are added, which measure the effect of rounding.
+
+    One process computes a global batch at once; microbatch by microbatch if they are `weighed_by`
+    something, and for equal bits.
     """
     steps = [
         [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
@@ -143,8 +150,15 @@ def compare_with_one_process(
             max_norm=first.max_norm,
             loss_scale=LOSS_SCALE,
             overflow_step=training.overflow_step,
+            weigh=weigh,
         )
 
+    bitwise = _gives_equal_bits(model, first) and not is_cuda(
+        device
+    )  # CUDA's atomic sums have no fixed order
+    weigh: Callable[[dict[str, Tensor]], float] | None = None
+    if weighed_by is not None or bitwise:
+        weigh = _samples if weighed_by == "samples" else partial(_counted, type(model).__name__)
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
     compared: list[StepComparison] = []
     if exact:
@@ -154,8 +168,7 @@ def compare_with_one_process(
             train([torch.float32] * exact),
             learning_rate=rate,
             epsilon=EPSILON,
-            # CUDA's atomic sums have no fixed order.
-            bitwise=_gives_equal_bits(model, first) and not is_cuda(device),
+            bitwise=bitwise,
         )
         compared = compare()
         if first_departure(compared) is not None:
@@ -186,6 +199,19 @@ def _compare_16_bit(
         near = _moved(model, MOVED_16_BIT * torch.finfo(coarsest).eps)
         compared = compare(nearby=[references(each) for each in near])
     return compared
+
+
+def _counted(name: str, microbatch: Mapping[str, Tensor]) -> float:
+    """Return the number of labels that the causal or token loss of a class counts, else that of samples."""
+    labels = microbatch.get("labels")
+    if labels is None or labels.dim() != 2:
+        return _samples(microbatch)
+    is_shifted = name.endswith(("ForCausalLM", "LMHeadModel"))
+    return float(((labels[..., 1:] if is_shifted else labels) != -100).sum())
+
+
+def _samples(microbatch: Mapping[str, Tensor]) -> float:
+    return len(next(each for each in microbatch.values() if isinstance(each, Tensor) and each.dim()))
 
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:

@@ -4,6 +4,7 @@ It imports nothing of Echelon, to share none of its bugs.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -17,7 +18,7 @@ class StepRecord:
     """The numbers of one training step.
 
     Args:
-        loss: the mean over replicas and microbatches.
+        loss: of the global batch.
         norm: the norm of all gradients, before clipping.
         gradients: by parameter name, before clipping, float32.
         weights: by parameter name, after the step, float32 (in 16 bits the master weights of trained parameters).
@@ -46,8 +47,9 @@ def train(
     loss_scale: float = 1.0,
     overflow_step: int | None = None,
     changes: Mapping[int, torch.dtype] | None = None,
+    weigh: Callable[[dict[str, Tensor]], float] | None = None,
 ) -> list[StepRecord]:
-    """Train a copy of the model in one process.
+    """Train a copy of the model in one process, which computes the global batch at once.
 
     With a 16-bit dtype a copy in that dtype computes, gradients are accumulated in float32, and the optimizer
     updates float32 weights that are copied back. A step with non-finite gradients updates nothing, and in
@@ -63,6 +65,8 @@ def train(
         loss_scale: the initial loss scale in fp16; gradients are divided by it.
         overflow_step: the step in which the last replica's gradients are not finite.
         changes: by step, a dtype that begins with it, with a new loss scale.
+        weigh: returns the weight of a microbatch. Microbatches are then computed one by one: for losses that are no sum
+            over samples, or for equal bits.
     """
     masters = copy.deepcopy(model)
     optimizer = make_optimizer(masters)
@@ -74,8 +78,14 @@ def train(
             dtype = begins[index]
             worker = _worker(masters, dtype)
             scale = loss_scale if dtype is torch.float16 else 1.0
+        parts = [microbatch for microbatches in replicas for microbatch in microbatches]
         loss, gradients = _gradients(
-            worker, replicas, criterion=criterion, scale=scale, overflows=index == overflow_step
+            worker,
+            [_joined(parts)] if weigh is None else parts,
+            criterion=criterion,
+            scale=scale,
+            overflows=index == overflow_step,
+            weights=[1.0] if weigh is None else [float(weigh(each)) for each in parts],
         )
         norm = _norm(gradients)
         if isfinite(norm):
@@ -99,37 +109,48 @@ def train(
 
 def _gradients(
     worker: nn.Module,
-    replicas: Sequence[Sequence[dict[str, Tensor]]],
+    parts: Sequence[dict[str, Tensor]],
     *,
     criterion: Callable[[object, object], Tensor],
     scale: float,
     overflows: bool,
+    weights: Sequence[float],
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss, and the float32 gradients of all parameters that have one, without the scale."""
     sums: dict[str, Tensor] = {}
     losses = []
     own = next(worker.parameters())
-    for replica, microbatches in enumerate(replicas):
-        parts = []
-        for microbatch in microbatches:
-            microbatch = {
-                name: value.to(own if value.is_floating_point() else own.device)
-                if isinstance(value, Tensor)
-                else value
-                for name, value in microbatch.items()
-            }
-            part = criterion(worker(**microbatch), microbatch)
-            parts.append(part.detach().float())
-            if overflows and replica == len(replicas) - 1:
-                part.register_hook(lambda gradient: gradient * float("inf"))
-            (part * scale / len(microbatches)).backward()
-            for name, parameter in worker.named_parameters():
-                if parameter.grad is not None:
-                    added = parameter.grad.float() / (len(replicas) * scale)
-                    sums[name] = added if name not in sums else sums[name] + added
-                    parameter.grad = None
-        losses.append(torch.stack(parts).sum() / len(parts))
-    return torch.stack(losses).mean().item(), {name: total.cpu() for name, total in sums.items()}
+    size = 2.0 ** int(math.log2(max(sum(weights), 1.0)))  # a power of two rounds nothing
+    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        part = {
+            name: value.to(own if value.is_floating_point() else own.device)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in part.items()
+        }
+        loss = criterion(worker(**part), part)
+        losses.append(loss.detach().float() * weight)
+        if overflows and index == len(parts) - 1:
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        (loss * weight / size * scale).backward()
+        for name, parameter in worker.named_parameters():
+            if parameter.grad is not None:
+                added = parameter.grad.float()
+                sums[name] = added if name not in sums else sums[name] + added
+                parameter.grad = None
+    factor = (torch.tensor(size) / sum(weights)).item() / scale
+    total = torch.stack(losses).sum() / sum(weights)
+    return total.item(), {name: (gradient * factor).cpu() for name, gradient in sums.items()}
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return one batch of all samples."""
+    return {
+        name: torch.cat([part[name] for part in parts])
+        if isinstance(value, Tensor) and value.dim()
+        else value
+        for name, value in parts[0].items()
+    }
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:

@@ -195,7 +195,7 @@ def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
     relay.training.freeze(model)
     parts = [(part.layout, relay.batches(number)) for number, part in enumerate(relay.parts)]
     found = [record for outcome in outcomes for record in outcome.records]
-    steps = compare_with_one_process(model, parts, relay.training, found)
+    steps = compare_with_one_process(model, parts, relay.training, found, weighed_by=relay.choice.weighed_by)
     return ResumeReport(
         steps=tuple(steps), departure=_first_departure(steps, handovers), handovers=tuple(handovers)
     )

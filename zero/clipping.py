@@ -1,6 +1,7 @@
 """Norm and clipping of reduced gradients, over all ranks and under every layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isfinite, isinf
 
 import torch
@@ -14,6 +15,12 @@ from .reducer import Reducer
 
 # Entries of which a CPU makes a temporary copy in float64 at a time. Kernels of CUDA convert as they go.
 _PART = 2**20
+
+
+_TWO_KINDS = (
+    "execute_pipeline and backward were both called for one step under gradient_accumulation_steps: use one for "
+    "all calls of a step, since backward does not know how many labels its loss counted"
+)
 
 
 class ReducedGradients:
@@ -35,6 +42,7 @@ class ReducedGradients:
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
+        self._has_plain = False  # accumulated gradients of `backward`, without a factor
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
@@ -50,14 +58,49 @@ class ReducedGradients:
         """Return the factor that unscales the slices and undoes the clipping of a step."""
         return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
 
+    @contextmanager
+    def added_afterwards(self, reduce: Callable[[], None]) -> Iterator[None]:
+        """Reduce the gradients of a call separately, since their factor differs, and add the previous ones.
+
+        Args:
+            reduce: reduces all gradients; collective over the data axis, before and after the call.
+        """
+        reduce()
+        previous, factor = self._reducer.take_reduced(), self.factor
+        self.factor = None
+        yield
+        reduce()
+        new = 1.0 if self.factor is None else self.factor
+        # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
+        self.factor = torch.where(new != 0, new, 1.0) if isinstance(new, Tensor) else new
+        assert factor is not None
+        with torch.no_grad():
+            self._reducer.add(previous, factor / self.factor)
+
     def renew(self) -> None:
         """Reset the state, after new gradients were reduced or all were dropped."""
         self.norm = None
         self._unclip = 1.0
 
+    def note_backward(self, accumulation_steps: int) -> None:
+        """Require that calls accumulated for a step are all of one kind: `backward` has no count of labels.
+
+        Raises:
+            ValueError: a loss over the global batch has left a factor.
+        """
+        if accumulation_steps > 1 and isinstance(self.factor, Tensor):
+            raise ValueError(_TWO_KINDS)
+        self._has_plain = accumulation_steps > 1
+
+    def note_factor(self, factor: float | Tensor | None) -> None:
+        """Set the factor; raise ValueError after a `backward` that is accumulated for the same step."""
+        if self._has_plain and isinstance(factor, Tensor):
+            raise ValueError(_TWO_KINDS)
+        self.factor = factor
+
     def finish(self) -> None:
         """End a step; another step on the same gradients measures them as this step left them."""
-        self.factor = None
+        self.factor, self._has_plain = None, False
         self.norm = None
 
     def measure(self, norm_type: float = 2.0, *, code: int = 0, share: float | Tensor = 0.0) -> float:

@@ -154,15 +154,12 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @property
     def gradient_factor(self) -> float | Tensor | None:
-        """A factor of the gradients in the next step or clipping, None for no factor.
-
-        Equal on all ranks. `step` and `zero_grad` set it back to None.
-        """
+        """A factor of the gradients in the next step or clipping, equal on all ranks; a step sets it back to None."""
         return self._gradients.factor
 
     @gradient_factor.setter
     def gradient_factor(self, factor: float | Tensor | None) -> None:
-        self._gradients.factor = factor
+        self._gradients.note_factor(factor)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, on which to call backward."""
@@ -189,6 +186,10 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"{self.accumulation_steps}: call optimizer.step() and optimizer.zero_grad() after every "
                 f"{self.accumulation_steps} calls, or drop their gradients by optimizer.zero_grad()"
             )
+        if self.accumulation_steps == 1 and self.gradient_factor is not None:
+            with self._gradients.added_afterwards(self._reduce):
+                yield
+            return
         reducer, is_last = self.reducer, self._num_calls + 1 >= self.accumulation_steps
         with nullcontext() if is_last or reducer.shards_gradients else self.no_sync():
             is_collective = reducer.may_launch
@@ -205,6 +206,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale the loss and accumulate its gradients; see `accumulate_and_reduce`."""
+        self._gradients.note_backward(self.accumulation_steps)
         with self.accumulate_and_reduce("backward()"), self.reducer.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
 
@@ -222,7 +224,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if not set_to_none:
             self.parameter_gather.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.renew()
-        self._gradients.factor = None
+        self._gradients.finish()
         self._num_calls = 0
         if self._agreement is not None:
             self._agreement.clear()

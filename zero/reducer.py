@@ -234,6 +234,23 @@ class Reducer:
         self.unscale_factor = 1 / self.loss_scale
         self.writes.note()
 
+    @torch.no_grad()
+    def take_reduced(self) -> list[Tensor]:
+        """Return copies of the reduced slices, with the loss scale, and begin to accumulate from zeros."""
+        slices = [bucket.own_gradients for bucket in self._buckets]
+        taken = [each * (self.loss_scale * self.unscale_factor) for each in slices]
+        for each in slices:
+            each.zero_()
+        self.writes.note()
+        self.open()
+        return taken
+
+    def add(self, slices: Sequence[Tensor], factor: float | Tensor) -> None:
+        """Add slices from `take_reduced`, times a factor, to the reduced ones."""
+        for bucket, added in zip(self._buckets, slices, strict=True):
+            bucket.own_gradients.add_(added * factor)
+        self.writes.note()
+
     def multiply(self, factor: float) -> None:
         """Multiply the true gradients by a factor, applied to the slices by the next `unscale_`."""
         self.unscale_factor *= factor

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...cluster.collectives import all_reduce
+from ...pipeline.counted_loss import divided
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .parallel_module import require_all
 
@@ -242,11 +243,12 @@ def _causal_lm_loss(
     if getattr(*switch):
         return whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     shift_labels = (shifted(labels, ignore_index) if shift_labels is None else shift_labels).to(logits.device)
+    loss_sum = total(logits, shift_labels, vocab_size=vocab_size, ignore_index=ignore_index)
     if num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != ignore_index).sum()
-    elif isinstance(num_items_in_batch, Tensor):
+        return divided(loss_sum, (shift_labels != ignore_index).sum())
+    if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(logits.device)
-    return total(logits, shift_labels, vocab_size=vocab_size, ignore_index=ignore_index) / num_items_in_batch
+    return divided(loss_sum, num_items_in_batch, adds_up=True)
 
 
 def _keep_logits_sharded(

@@ -1,7 +1,7 @@
 """Models of the contract's rows that are more than a `ModelChoice`, and the modes that model types refuse."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,11 @@ class OccasionalNorm(nn.Module):
 @dataclass(frozen=True, kw_only=True)
 class Occasional(ModelChoice):
     """A Llama with layer parameters that get no gradient in some microbatches, steps and replicas."""
+
+    @property
+    def weighed_by(self) -> Literal["samples", "labels"] | None:
+        """Labels: its forward depends on the number of samples in a microbatch."""
+        return "labels"
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the model; see `ModelChoice.build`."""

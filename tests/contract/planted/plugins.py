@@ -6,6 +6,7 @@ import torch
 
 from ...plugins.test_batch_norm import plain, trained
 from ...plugins.test_torch_plugins import evaluate_before_a_step
+from ...plugins.test_whole_batch import departure as of_whole_batch
 from ..mutations import fault, returning
 from ..test_features import SCRIPTS
 
@@ -47,9 +48,12 @@ FAULTS = {
         "plugins.torch_fsdp:TorchFSDPModel.free_whole_parameters", returning(None), check=old_weights
     ),
     "a loss over the global batch is not corrected": fault(
-        "plugins.engine:_note_factor",
+        "plugins.engine:note_factor",
         returning(None),
         check=SCRIPTS["a loss exact over the global batch"].departure,
+    ),
+    "microbatches weigh as many as their samples, not their labels": fault(
+        "pipeline.counted_loss:Observed.counted", returning(None), check=of_whole_batch
     ),
     "every replica trains on the first one's samples": fault(
         "plugins.base:Plugin.data_rank", property(always_first), check=SCRIPTS["LowLevelZeroPlugin"].departure

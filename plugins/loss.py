@@ -1,0 +1,281 @@
+"""The loss of a batch: the weight of each microbatch in it, and its reduction over all replicas.
+
+[Note: weights of microbatches] The loss of a batch is the sum of all microbatches' loss sums over the sum of their
+weights, so it is exact for any distribution of labels. A backward starts from loss_sum / first. `first` is a power of
+two of the size of a replica's weight, fixed beforehand and equal on all ranks. It scales gradients to the magnitude of
+a mean, and rounds nothing. The optimizer multiplies reduced gradients by first·d / (sum of weights) in float32.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cluster.collectives import all_reduce
+from ..cluster.device import numbers_on
+from ..cluster.mesh import ParallelMesh
+from ..pipeline.counted_loss import Counted, ObservedStage
+from ..pipeline.microbatch import batch_size
+from ..pipeline.runner import Criterion, RunResult
+from ..zero.optimizer import ShardedOptimizer
+
+_LOG = logging.getLogger("echelon")
+
+LossReduction = Literal["global", "microbatch_mean"]
+LOSS_REDUCTIONS = ("global", "microbatch_mean")
+# The weight of a microbatch: observed labels, the weight that a criterion returns, or samples. Sums add up, and
+# "microbatch_mean" averages.
+_Kind = Literal["labels", "criterion", "samples", "sum", "mean"]
+
+
+def model_loss(outputs: Any, inputs: Any) -> Tensor:
+    """Return the loss that a model computes from the labels in its inputs."""
+    loss = _loss_in(outputs)
+    if loss is None:
+        raise ValueError(
+            "the model's outputs contain no loss: give labels in the batch, or a criterion of (outputs, inputs)"
+        )
+    return loss
+
+
+def _loss_in(outputs: Any) -> Any:
+    return outputs.get("loss") if hasattr(outputs, "get") else getattr(outputs, "loss", None)
+
+
+class BatchLoss(NamedTuple):
+    """The reduced loss of a batch, equal on all ranks except `of_replica`.
+
+    Args:
+        mean: over all replicas.
+        of_replica: of this replica alone.
+        factor: of the reduced gradients.
+        weighted: 0-d number of replicas whose criterion returned weights.
+    """
+
+    mean: Tensor
+    of_replica: Tensor
+    factor: Tensor
+    weighted: Tensor
+
+
+class LossWeights:
+    """The weights of microbatches in the loss, of one boosted model; see [Note: weights of microbatches].
+
+    Args:
+        mesh: the mesh.
+        last_rank: the pipeline rank of the last stage.
+        stage: the last stage, where this rank has it.
+        reduction: "global", or "microbatch_mean": the mean over replicas of the mean over microbatches.
+    """
+
+    def __init__(
+        self, mesh: ParallelMesh, last_rank: int, stage: ObservedStage | None, reduction: LossReduction
+    ) -> None:
+        self.mesh, self.stage, self._reduction = mesh, stage, reduction
+        self._last_rank = last_rank
+        self._sizes: dict[str, Tensor] = {}  # by kind: `first` of the next call
+        self._pending: Tensor | None = None  # `first` of accumulated calls
+        self._has_noted: set[str] = set()
+
+    def of_batch(
+        self,
+        criterion: Criterion,
+        microbatches: Sequence[Any],
+        optimizer: ShardedOptimizer | None,
+        *,
+        compares: bool,
+        mean_samples: float,
+    ) -> "BatchWeights":
+        """Return the weighing of one call.
+
+        Args:
+            criterion: of the call.
+            microbatches: of this replica.
+            optimizer: in training.
+            compares: the call is compared between ranks, so last stages may communicate.
+            mean_samples: samples of a replica in the last compared call.
+        """
+        accumulates = (
+            optimizer is not None
+            and optimizer.accumulation_steps > 1
+            and isinstance(optimizer.gradient_factor, Tensor)
+        )
+        return BatchWeights(
+            self,
+            criterion,
+            microbatches,
+            first=self._pending if accumulates else None,
+            compares=compares and optimizer is not None,
+            mean_samples=mean_samples,
+        )
+
+    def note(self, message: str) -> None:
+        """Log a message once, on the first rank of the last stage."""
+        if message not in self._has_noted and self.mesh.rank("data") == self.mesh.rank("tp") == 0:
+            _LOG.warning(message)
+        self._has_noted.add(message)
+
+    def reduced(self, result: RunResult, weights: "BatchWeights", accumulation_steps: int) -> BatchLoss:
+        """Return the loss of a batch. All-reduce over the world if there are stages or replicas."""
+        num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
+        is_reduced = self.mesh.size("pp", "dp") > 1
+        # For each replica R: loss, weight, `first`, and 1 if the criterion returned a weight; float32 whatever torch's
+        # default is.
+        figures_R4 = torch.zeros(num_replicas, 4, dtype=torch.float32, device=self.mesh.device)
+        # All ranks of a replica have the same values: one of them adds them.
+        is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
+        if self.mesh.rank("pp") == self._last_rank and is_counted:
+            assert result.weights is not None and weights.first is not None
+            figures_R4[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
+            figures_R4[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
+            figures_R4[replica, 2] = weights.first
+            figures_R4[replica, 3] = float(weights.kind == "criterion")
+        if is_reduced:
+            dist.all_reduce(figures_R4)
+        losses, counts, firsts, weighted = figures_R4.unbind(1)
+        count = counts.sum()
+        if weights.trains:
+            self._pending = firsts[0]
+            if weights.kind in ("labels", "criterion"):
+                self._sizes[weights.kind] = _power_of_two(count / num_replicas)
+        first = firsts[0] * (num_replicas * accumulation_steps)
+        return BatchLoss(
+            mean=losses.sum() / count,
+            of_replica=losses[replica] / counts[replica],
+            factor=torch.where(count != 0, first / count, 0.0),
+            weighted=weighted.sum(),
+        )
+
+    def size_of(self, weights: "BatchWeights", weight: Tensor) -> Tensor:
+        """Return `first` of a call, from the first microbatch. In compared calls all-reduce over dp of last stages."""
+        kind = weights.kind
+        if not weights.trains:
+            return torch.ones((), device=self.mesh.device)
+        is_estimated = kind in ("labels", "criterion")
+        whole = weight.float() * len(weights.microbatches) if is_estimated else weight.new_zeros(())
+        if weights.compares and self.mesh.size("dp") > 1:
+            whole = all_reduce(whole.float(), self.mesh.group("dp")) / self.mesh.size("dp")
+        if kind == "samples":
+            (samples,) = numbers_on(self.mesh.device, [weights.mean_samples], torch.float32)
+            return _power_of_two(samples)
+        if not is_estimated:
+            return torch.ones((), device=self.mesh.device)
+        if kind not in self._sizes:
+            if not weights.compares and self.mesh.size("dp") > 1:  # replicas have no common estimate
+                (whole,) = numbers_on(self.mesh.device, [weights.mean_samples], torch.float32)
+            self._sizes[kind] = _power_of_two(whole)
+        return self._sizes[kind]
+
+
+class BatchWeights:
+    """A criterion of one call that returns (loss_sum, weight) of a microbatch, whatever the user's returns."""
+
+    def __init__(
+        self,
+        weights: LossWeights,
+        criterion: Criterion,
+        microbatches: Sequence[Any],
+        *,
+        first: Tensor | None,
+        compares: bool,
+        mean_samples: float,
+    ) -> None:
+        self.criterion, self.microbatches = criterion, microbatches
+        self.compares, self.mean_samples, self.first = compares, mean_samples, first
+        self.kind: _Kind = "samples"
+        self.trains = torch.is_grad_enabled()
+        self._weights, self._num_calls = weights, 0
+        self._labels: list[Tensor] = []  # counted by a loss that is not used, in compared calls
+
+    def __call__(self, outputs: Any, inputs: Any) -> Any:
+        """Return the sum of a microbatch's loss and its weight, or a wrong result of the criterion as it is."""
+        computed: Any = self.criterion(outputs, inputs)
+        loss, *given = computed if isinstance(computed, tuple) else (computed,)
+        if not isinstance(loss, Tensor) or len(given) > 1:
+            return computed
+        kind: _Kind
+        weight: Any
+        kind, weight = ("criterion", *given) if given else self._weight(loss, outputs, inputs)
+        if self._num_calls and (kind == "criterion") != (self.kind == "criterion"):
+            raise TypeError(
+                "the criterion returned a weight for some microbatches only: return one for all or none"
+            )
+        is_first, self.kind = self._num_calls == 0, kind
+        self._num_calls += 1
+        exact = torch.promote_types(loss.dtype, torch.float32)
+        number = torch.as_tensor(weight, device=loss.device, dtype=getattr(weight, "dtype", torch.float64))
+        if kind == "mean":
+            loss_sum = loss / len(self.microbatches)
+        else:
+            loss_sum = loss if kind in ("criterion", "sum") else loss.to(exact) * number
+        if kind in ("mean", "sum"):
+            number = number if is_first else torch.zeros_like(number)
+        if is_first and self.first is None:
+            self.first = self._weights.size_of(self, number.detach())
+        return loss_sum, number
+
+    def share(self, loss_sum: Tensor) -> Tensor:
+        """Return the tensor that is differentiated; the optimizer multiplies the gradients by the rest."""
+        assert self.first is not None
+        return loss_sum / self.first
+
+    def _weight(self, loss: Tensor, outputs: Any, inputs: Any) -> tuple[_Kind, Any]:
+        """Return the weight of a loss that comes without one."""
+        if self._weights._reduction == "microbatch_mean":
+            return "mean", 1.0
+        stage = self._weights.stage
+        observed = None if stage is None else stage.observed
+        counted: Counted | None = None if observed is None else observed.counted(loss)
+        if loss is _loss_in(outputs) and observed is not None:
+            if counted is not None and counted.number is not None:
+                return "labels", counted.number
+            has_sums = any(each.number is None for each in observed.losses)
+            if counted is not None or (has_sums and _given_divisor(inputs)):
+                return "sum", 1 / self._weights.mesh.size("dp")
+            if len(observed.losses) != 1 or observed.losses[0].number is None:
+                self._weights.note(
+                    "the model's loss is no mean over labels of one loss function of torch, so each microbatch weighs "
+                    "as many as its samples; see docs/decisions/loss.md"
+                )
+        elif observed is not None and self.compares:
+            self._labels += [each.number for each in observed.losses[:1] if each.number is not None]
+        return "samples", float(batch_size(inputs))
+
+    def note_uneven(self) -> None:
+        """Log once if a criterion's mean is weighed by samples whose numbers of labels differ. Waits for the device."""
+        if len(self._labels) > 1:
+            samples = [batch_size(each) for each in self.microbatches]
+            per_sample = {float(count) / size for count, size in zip(self._labels, samples, strict=False)}
+            if len(per_sample) > 1:
+                self._weights.note(
+                    "the criterion returns a mean, weighed by samples, but the microbatches have different numbers of "
+                    "labels: return (loss_sum, weight) for the mean over all labels"
+                )
+
+
+def _given_divisor(inputs: Any) -> bool:
+    return isinstance(inputs, dict) and inputs.get("num_items_in_batch") is not None
+
+
+def _power_of_two(number: Tensor) -> Tensor:
+    """Return the largest power of two up to a number, at least 1, without waiting for the device."""
+    bits = number.float().abs().clamp_min(1).view(torch.int32)
+    return (bits & 0x7F800000).view(torch.float32)
+
+
+def note_factor(optimizer: ShardedOptimizer, factor: Tensor) -> None:
+    """Give the optimizer the factor that corrects a batch's gradients, combined with those of accumulated batches."""
+    previous = optimizer.gradient_factor
+    if optimizer.accumulation_steps > 1 and isinstance(previous, Tensor):
+        factor = _inverse(
+            _inverse(previous) + _inverse(factor)
+        )  # by the sum of their weights, as of one larger batch
+    optimizer.gradient_factor = factor
+
+
+def _inverse(factor: Tensor) -> Tensor:
+    """Return 1 / factor, and 0 for the factor 0 of a batch without labels."""
+    return torch.where(factor != 0, 1 / factor, 0.0)

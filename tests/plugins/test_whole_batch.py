@@ -1,0 +1,277 @@
+"""Loss and gradients of `execute_pipeline` are those of the whole global batch, whatever its microbatches count.
+
+One process computes 27 samples in one call; here they are cut into replicas and four microbatches of unequal size.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .training import hybrid, logged
+
+SAMPLES, RATE = 27, 0.1
+Batch = dict[str, Any]
+CAUSAL = ModelChoice(model_type="llama")
+HEADS = {
+    "causal": CAUSAL,
+    "masked": ModelChoice(model_type="bert", head="masked"),
+    "token": ModelChoice(model_type="bert", head="token"),
+    "sequence": ModelChoice(model_type="bert", head="classification"),
+    "question": ModelChoice(model_type="bert", head="question"),
+    "seq2seq": ModelChoice(model_type="t5", num_layers=2),
+    "image": ModelChoice(model_type="vit", head="image_classification"),
+}
+
+
+class Heads(nn.Module):
+    """A small classifier with an inline loss."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.loss = nn.Linear(6, 4), loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Batch:
+        scores = self.body(x).tanh()
+        return {"loss": self.loss(scores, labels), "logits": scores}
+
+
+INLINE = {
+    "class weights": nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 5.0])),
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.2),
+    "ignored": nn.CrossEntropyLoss(ignore_index=0),
+    "regression": nn.MSELoss(),
+    "absolute": nn.L1Loss(),
+    "several labels": nn.BCEWithLogitsLoss(),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+}
+OF_ENTRIES = ("regression", "absolute", "several labels")
+CTC = {"ctc sum": "sum", "ctc mean": "mean"}
+
+
+def built(name: str) -> nn.Module:
+    if name in INLINE:
+        return Heads(INLINE[name])
+    if name in CTC:
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+        front = dict(conv_dim=(8, 8), conv_stride=(4, 4), conv_kernel=(8, 4), num_feat_extract_layers=2)
+        rest = dict(num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, vocab_size=12, layerdrop=0.0)
+        config = Wav2Vec2Config(
+            **sizes, **front, **rest, ctc_loss_reduction=CTC[name], apply_spec_augment=False
+        )
+        return Wav2Vec2ForCTC(config).eval()
+    return HEADS[name].build()
+
+
+def batch_of(name: str, seed: int = 3) -> Batch:
+    """Return 27 samples; the first seven and single later ones have no counted labels, and prompts are masked."""
+    drawn = torch.Generator().manual_seed(seed)
+    if name in INLINE:
+        x = torch.randn(SAMPLES, 6, generator=drawn)
+        if name in OF_ENTRIES:
+            return {"x": x, "labels": torch.rand(SAMPLES, 4, generator=drawn)}
+        labels = torch.randint(0, 4, (SAMPLES,), generator=drawn)
+        return {"x": x, "labels": labels.index_fill(0, torch.arange(7), 0)}
+    if name in CTC:
+        labels = torch.randint(1, 12, (SAMPLES, 5), generator=drawn)
+        return {"input_values": torch.randn(SAMPLES, 400, generator=drawn), "labels": labels}
+    batch = make_batch(HEADS[name], num_samples=SAMPLES, seed=seed)
+    if name in ("causal", "masked", "token", "seq2seq"):
+        lengths = torch.randint(0, 6, (SAMPLES, 1), generator=drawn)
+        prompt = torch.arange(batch["labels"].shape[1]) < lengths
+        batch["labels"] = batch["labels"].masked_fill(prompt, -100)
+        batch["labels"][:7] = -100  # all of the first microbatch
+    return batch
+
+
+def share(batch: Batch, plugin: Any) -> Batch:
+    rank, size = plugin.data_rank
+    return {key: value.tensor_split(size)[rank] for key, value in batch.items()}
+
+
+def departures(name: str, sizes: dict[str, Any], criterion: Any = None, calls: int = 1) -> dict[str, float]:
+    """Return the relative distances of loss and gradients from one process that computes all at once."""
+    plain, batches = built(name), [batch_of(name, seed=3 + call) for call in range(calls)]
+    whole = {key: torch.cat([each[key] for each in batches]) for key in batches[0]}
+    outputs = plain(**(whole if sizes.get("gradient_accumulation_steps") else batches[0]))
+    outputs["loss"].backward()
+    expected = outputs["loss"].item()
+    for batch in batches[1:] if not sizes.get("gradient_accumulation_steps") else []:
+        plain(**batch)["loss"].backward()
+    booster, model = hybrid(**{"num_microbatches": 4} | sizes), built(name)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    if calls == 1:
+        with torch.no_grad():
+            evaluated = booster.execute_pipeline(
+                iter([share(batches[0], booster.plugin)]), boosted, criterion
+            )
+    for batch in batches:
+        given = share(batch, booster.plugin)
+        loss = booster.execute_pipeline(iter([given]), boosted, criterion, optimizer)["loss"]
+    optimizer.reduce_gradients()
+    found = optimizer.gradients()
+    gradients = {key: each.grad for key, each in plain.named_parameters() if each.grad is not None}
+    largest = max(float(each.abs().max()) for each in gradients.values())
+    far = {
+        key: float((each - gradients[key]).abs().max() / gradients[key].abs().max())
+        for key, each in found.items()
+        if each.shape == gradients[key].shape  # not padded vocabularies
+        and gradients[key].abs().max() > 1e-6 * largest  # others are 0 without rounding: the keys' biases
+    }
+    if calls == 1:
+        far["loss"] = abs(float(loss) / expected - 1) / 0.2  # 1e-6
+        far["evaluated"] = abs(float(evaluated["loss"]) / expected - 1) / 0.2
+    return {key: value for key, value in far.items() if not value <= 5e-6}
+
+
+def departure() -> str | None:
+    """Return the largest distances of a causal model, for planted faults."""
+    return str(far) if (far := departures("causal", {})) else None
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"zero_stage": 1}, {"zero_stage": 2})
+PARALLEL: tuple[dict[str, Any], ...] = (
+    {"pp_size": 2},
+    {"pp_size": 2, "pp_style": "zbv"},
+    {"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2},
+    {"tp_size": 2},
+    {"tp_size": 2, "parallel_output": False},
+    {"enable_fused_loss": True, "zero_stage": 2},
+    {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
+    {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
+    {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"},
+)
+
+
+@pytest.mark.parametrize("name", [*HEADS, *INLINE, *CTC])
+def test_a_loss_is_that_of_the_whole_batch(pool: Pool, name: str) -> None:
+    """Two replicas of 14 and 13 samples; the first microbatch of the first has no labels."""
+    for far in pool.run(2, departures, name, {"zero_stage": 1}):
+        assert far == {}
+
+
+@pytest.mark.parametrize("sizes", [*LAYOUTS, *PARALLEL], ids=str)
+def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]) -> None:
+    for far in pool.run(2, departures, "causal", sizes):
+        assert far == {}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_several_calls_add_up_or_are_one_batch(pool: Pool, stage: int, accumulation: int) -> None:
+    sizes = {"zero_stage": stage} | ({"gradient_accumulation_steps": 3} if accumulation > 1 else {})
+    for far in pool.run(2, departures, "causal", sizes, calls=3):
+        assert far == {}
+
+
+def identity(outputs: Any, inputs: Any) -> Tensor:
+    loss: Tensor = outputs.loss
+    return loss
+
+
+def test_a_criterion_that_returns_the_very_loss_is_the_models_own(pool: Pool) -> None:
+    for far in pool.run(2, departures, "causal", {"pp_size": 2}, identity):
+        assert far == {}
+
+
+def weighed_by_samples() -> tuple[bool, list[str]]:
+    """Return True if a criterion's mean is weighed by samples, and the logged lines."""
+    far: dict[str, float] = {}
+    lines = logged(lambda: far.update(departures("causal", {}, lambda outputs, inputs: outputs.loss * 1)))
+    return "loss" in far, lines
+
+
+def test_another_mean_is_weighed_by_samples_and_says_so(pool: Pool) -> None:
+    (is_other, lines), _ = pool.run(2, weighed_by_samples)
+    assert is_other
+    assert sum("return (loss_sum, weight)" in line for line in lines) == 1
+
+
+def means_of_microbatches() -> tuple[float, float]:
+    batch, plain = batch_of("sequence"), built("sequence")
+    booster, model = hybrid(num_microbatches=4, loss_reduction="microbatch_mean"), built("sequence")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    found = booster.execute_pipeline(iter([batch]), boosted, None, optimizer)["loss"]
+    cut = {key: value.tensor_split(4) for key, value in batch.items()}
+    means = [plain(**{key: value[index] for key, value in cut.items()}).loss for index in range(4)]
+    return float(found), torch.stack(means).mean().item()
+
+
+def test_the_mean_of_means_is_an_option(pool: Pool) -> None:
+    ((found, expected),) = pool.run(1, means_of_microbatches)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def without_labels() -> tuple[float, float, int]:
+    """Return loss, norm and skipped steps of a global batch without labels."""
+    batch = batch_of("causal")
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    booster, model = hybrid(num_microbatches=4), built("causal")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    given = share(batch, booster.plugin)
+    loss = booster.execute_pipeline(iter([given]), boosted, None, optimizer)["loss"]
+    optimizer.step()
+    return float(loss), optimizer.last_norm, optimizer.skipped_steps
+
+
+def test_a_global_batch_without_labels_is_as_in_one_process(pool: Pool) -> None:
+    """Torch's mean over no labels is NaN, with gradients of zeros."""
+    for loss, norm, skipped in pool.run(2, without_labels):
+        assert (str(loss), norm, skipped) == ("nan", 0.0, 0)
+
+
+def scale_after_the_first_steps() -> tuple[float, int]:
+    booster, model = hybrid(num_microbatches=4, precision="fp16", initial_scale=2**12), built("causal")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    for step in range(2):
+        given = share(batch_of("causal", step), booster.plugin)
+        booster.execute_pipeline(iter([given]), boosted, None, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.loss_scale, optimizer.skipped_steps
+
+
+def test_scaled_gradients_have_the_magnitude_of_a_mean(pool: Pool) -> None:
+    for found in pool.run(2, scale_after_the_first_steps):
+        assert found == (2**12, 0)
+
+
+def by_the_guides_lines(is_exact: bool) -> float:
+    """Return the norm of a step by `booster.backward`, with the lines of docs/coming-from-colossalai.md or without."""
+    booster, model = hybrid(num_microbatches=None), built("causal")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    batch = share(batch_of("causal"), booster.plugin)
+    if is_exact:
+        count = (batch["labels"][:, 1:] != -100).sum()
+        total = count.clone()
+        torch.distributed.all_reduce(total)
+        loss = boosted(**batch).loss * count * torch.distributed.get_world_size() / total
+    else:
+        loss = boosted(**batch).loss
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    norm: float = optimizer.last_norm
+    return norm
+
+
+def test_backward_averages_replicas_and_the_guides_lines_are_exact(pool: Pool) -> None:
+    norms, batch = [], batch_of("causal")
+    for parts in (
+        [batch],
+        [{key: value.tensor_split(2)[rank] for key, value in batch.items()} for rank in (0, 1)],
+    ):
+        plain = built("causal")
+        torch.stack([plain(**part).loss for part in parts]).mean().backward()
+        norms.append(float(torch.stack([each.grad.norm() for each in plain.parameters()]).norm()))
+    at_once, averaged = norms
+    assert at_once != pytest.approx(averaged, rel=1e-2)
+    assert pool.run(2, by_the_guides_lines, True) == pytest.approx([at_once] * 2, rel=1e-5)
+    assert pool.run(2, by_the_guides_lines, False) == pytest.approx([averaged] * 2, rel=1e-5)
