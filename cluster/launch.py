@@ -151,6 +151,10 @@ def _joined_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 def _start_group(backends: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
     dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # torch leaves the default backend of "cpu:gloo" undefined where another backend was registered, as transformers'
+    # models do with "fake", and warns of it when the group ends. There is no public way to set it.
+    backend = dist.Backend.backend_type_map[backends.rpartition(":")[2].lower()]
+    dist.group.WORLD._set_default_backend(backend)  # type: ignore[union-attr]
 
 
 def torchrun_command(num_processes: int) -> str:
