@@ -393,20 +393,22 @@ class _Watch:
 _watch: _Watch | None = None  # one for each process, as there is one default process group
 
 
-def start_watch() -> None:
+def start_watch() -> bool:
     """Start the watch over the default process group, if it has more than one rank and is not watched yet.
 
     Called when a run starts (`launch_from_torch`, the mesh) and by `naming_failures`. Cheap once it is running.
-    Accesses the store, and waits for no rank.
+    Accesses the store, and waits for no rank. Return True if the watch was started.
     """
     global _watch
     store = default_store()
     if _watch is not None and _watch.store is store and _watch.process_id == os.getpid():
-        return
+        return False
     stop_watch()
-    if store is not None and dist.get_world_size() > 1:
-        _watch = _Watch(store)
-        atexit.register(stop_watch)
+    if store is None or dist.get_world_size() == 1:
+        return False
+    _watch = _Watch(store)
+    atexit.register(stop_watch)
+    return True
 
 
 def stop_watch() -> None:

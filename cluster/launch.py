@@ -1,6 +1,7 @@
 """Start the process group of a run."""
 
 import faulthandler
+import logging
 import os
 import random
 import shlex
@@ -15,11 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .attempt import attempt_store, may_restart, shares_store
 from .device import backend_of, choose_device, default_device, device_errors, is_cuda, is_same_device
 from .environment import prepare_environment
 from .errors import raise_errors
 from .failures import naming_failures, start_watch
 
+_LOG = logging.getLogger(__name__)
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _LONGEST = 1e9  # seconds
@@ -58,7 +61,8 @@ def launch_from_torch(
             f"the environment sets {', '.join(given)} but not {', '.join(missing)}: start the script with "
             "`torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
         )
-    if dist.is_initialized():
+    is_ours = not dist.is_initialized()
+    if not is_ours:
         if device is not None and not is_same_device(device, default_device()):
             raise ValueError(
                 f"device={str(device)!r} is not {default_device()}, the device of the existing process group: give it "
@@ -69,11 +73,15 @@ def launch_from_torch(
         timeout = timedelta(seconds=timeout_seconds)
         backends = _backends(backend, _chosen_device(device, backend))
         if not missing:
-            dist.init_process_group(backends, timeout=timeout)
+            _start_group(backends, *_joined_store(timeout), timeout)
             wait_until_all_have_connected()
         else:
-            dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    start_watch()
+            _start_group(backends, dist.HashStore(), 0, 1, timeout)
+    if start_watch() and not is_ours and may_restart(os.environ) and dist.get_rank() == 0:
+        _LOG.warning(
+            "the script started its process group on a store that torchrun keeps, and a restart would read stale "
+            "addresses: let launch_from_torch start it, or see TORCH_DISABLE_SHARE_RDZV_TCP_STORE in docs/cuda.md"
+        )
     if not faulthandler.is_enabled():  # gloo aborts without an exception if message sizes differ
         with suppress(OSError, ValueError):  # standard error is no file
             faulthandler.enable()
@@ -133,6 +141,23 @@ def _backends(backend: str | None, device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{backend or ('nccl' if is_cuda(device) else 'gloo')}"
 
 
+def _joined_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Connect to the store as torch's env:// does, and join this attempt; return it, the rank and the world size."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    if shares_store(os.environ):
+        store = attempt_store(store, rank, world_size, timeout_seconds=timeout.total_seconds())
+    return store, rank, world_size
+
+
+def _start_group(backends: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # torch leaves the default backend of "cpu:gloo" undefined where another backend was registered, as transformers'
+    # models do with "fake", and warns of it when the group ends. There is no public way to set it.
+    backend = dist.Backend.backend_type_map[backends.rpartition(":")[2].lower()]
+    dist.group.WORLD._set_default_backend(backend)  # type: ignore[union-attr]
+
+
 def torchrun_command(num_processes: int) -> str:
     """The command line that starts this script with `num_processes` processes on this machine."""
     script = sys.argv if Path(sys.argv[0]).is_file() else ["script.py"]
@@ -157,7 +182,7 @@ def join_local_group(
     """
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _start_group("cpu:gloo", store, rank, world_size, timeout)
     try:
         wait_until_all_have_connected()
         yield

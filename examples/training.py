@@ -158,9 +158,10 @@ def train(
 
 
 def progress_bar(done: int, num_steps: int) -> tqdm:
-    """Return the remaining step numbers, with a progress bar on the first rank."""
+    """Return the remaining step numbers, with a progress bar on the first rank if its standard error is a terminal."""
     left = range(done + 1, num_steps + 1)
-    return tqdm(left, desc="training", initial=done, total=num_steps, disable=dist.get_rank() != 0)
+    is_off = None if dist.get_rank() == 0 else True  # tqdm's None: off in files and pipes
+    return tqdm(left, desc="training", initial=done, total=num_steps, disable=is_off)
 
 
 def one_step(run: Run, batches: Iterator[dict[str, Tensor]], step: int) -> Record:

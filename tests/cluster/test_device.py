@@ -158,11 +158,11 @@ def test_what_is_launched_computes_on_the_device_whatever_the_backend(
         monkeypatch.delenv(name, raising=False)
     started: list[str] = []
 
-    def start(backend: str, **_: object) -> None:
-        started.append(backend)
+    def start(backends: str, *_: object) -> None:
+        started.append(backends)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dist, "init_process_group", start)
+        patch.setattr(launch, "_start_group", start)
         patch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "staged"])
         patch.setattr(launch, "seed_everything", lambda seed: None)
         launch_from_torch(**arguments)  # type: ignore[arg-type]

@@ -13,14 +13,17 @@ import torch.distributed as dist
 from echelon.cluster.coordinator import DistCoordinator
 from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
 
+from ..docs.scripts import users_environment, without_name_service
 from ..pool import Pool
 
+# Models of transformers register the backend "fake" when they are imported.
 SCRIPT = """
 import torch
 import torch.distributed as dist
 from echelon.cluster.coordinator import DistCoordinator
 from echelon.cluster.device import default_device
 from echelon.cluster.launch import launch_from_torch
+from torch.testing._internal.distributed import fake_pg
 
 launch_from_torch(seed=7, backend="gloo")
 coordinator = DistCoordinator()
@@ -37,7 +40,7 @@ coordinator.destroy()
 
 
 def without_torchrun() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    return {name: value for name, value in users_environment().items() if name not in TORCHRUN_VARIABLES}
 
 
 @pytest.fixture
@@ -72,6 +75,7 @@ def test_one_script_runs_under_python_and_torchrun(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"world={world_size} total={total} equal=True on=cpu"]
+    assert without_name_service(done.stderr) == ""
 
 
 @pytest.mark.parametrize("present", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
