@@ -178,10 +178,19 @@ class ForwardRandom:
         return stream
 
     def _repeated_calls(self, node: Any) -> list[_Call]:
-        """Return the calls of the checkpointed function that a node of autograd recomputes; none if it does not."""
+        """Return the calls of the checkpointed function that a node of autograd recomputes; none if it does not.
+
+        Raises:
+            RuntimeError: the function is inside of one with use_reentrant=True, and its calls are unknown.
+        """
         number = node._sequence_nr()
         if node.name() == "CheckpointFunctionBackward":
-            return [each for each in self._calls if each.first_node == number + 1 and not each.has_graph]
+            if calls := [each for each in self._calls if each.first_node == number + 1 and not each.has_graph]:
+                return calls
+            raise RuntimeError(
+                "torch.utils.checkpoint with use_reentrant=True repeats a call of the model inside of another "
+                "checkpoint, and its random numbers are unknown: give use_reentrant=False"
+            )
         last = next((each for each in reversed(self._calls) if each.first_node <= number), None)
         if last is None or last.function is None or (function := last.function()) is None:
             return []
