@@ -253,6 +253,7 @@ def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
     booster = Booster(plugin=plugin)
     given = make_optimizer(model, vector_rate=training.vector_rate)
     boosted, optimizer, *_ = booster.boost(model, given)
+    booster.seed(boosted, 0)  # two runs of one process would drop different entries
     assert isinstance(boosted, HybridParallelModule) and isinstance(optimizer, ShardedOptimizer)
     return Run(layout, booster, boosted, optimizer)
 

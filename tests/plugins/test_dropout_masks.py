@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from echelon import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from echelon.cluster import random as random_module
+from echelon.cluster.random import ForwardRandom
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
@@ -35,16 +38,27 @@ PLUGINS: dict[str, Callable[..., Any]] = {
     "fsdp": TorchFSDPPlugin,
 }
 RECOMPUTED = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1)}
+SEQUENCE = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
 # The fraction of equal entries of independent masks: a half, within ten standard deviations of the smallest sample.
 NEAR_A_HALF = pytest.approx(0.5, abs=0.05)
 
 Masks = dict[str, list[Tensor]]
 
 
-class Run:
-    """A boosted GPT-2 with dropout, on batches of eight samples over all replicas."""
+def generators() -> list[Any]:
+    """The states of the global generators of torch, NumPy and Python."""
+    name, keys, *rest = np.random.get_state()
+    return [torch.get_rng_state().tolist(), name, keys.tolist(), rest, random.getstate()]
 
-    def __init__(self, kind: str, sizes: dict[str, Any], *, seed: int = 0, change: str = "") -> None:
+
+class Run:
+    """A boosted GPT-2 with dropout, on batches of eight samples over all replicas.
+
+    Args:
+        seed: of its forwards; None leaves it to boost, on ranks that are seeded apart.
+    """
+
+    def __init__(self, kind: str, sizes: dict[str, Any], *, seed: int | None = 0, change: str = "") -> None:
         self.booster = Booster(plugin=PLUGINS[kind](**sizes))
         model = GPT2.build()
         if change == "recomputed":
@@ -52,24 +66,34 @@ class Run:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable()
         self.called_again = change == "called again"
-        torch.manual_seed(seed)
+        if seed is None:
+            torch.manual_seed(dist.get_rank())
+        self.before_boost = generators()
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model), loss_of)
+        if seed is not None:
+            self.booster.seed(self.model, seed)
         self.called = torch.compile(self.model, backend="eager") if change == "compiled" else self.model
 
     def step(self, number: int, *, by_calls: bool = False) -> float:
-        """Return the loss of a step: by `execute_pipeline` if the plugin has a pipeline, else by calls."""
+        """Return the loss of a step."""
+        loss = self.loss(number, by_calls=by_calls)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def loss(self, number: int, *, by_calls: bool = False) -> float:
+        """Return the loss of a batch: by `execute_pipeline` if the plugin has a pipeline, else by calls."""
         rank, size = self.booster.plugin.data_rank
         whole = make_batch(GPT2, num_samples=8, seed=number)
         batch = {name: tensor[rank::size] for name, tensor in whole.items()}  # in the order of a dataloader
         if by_calls or isinstance(self.booster.plugin, TorchDDPPlugin | TorchFSDPPlugin):
             call = partial(self.called, **batch)
             outputs = checkpoint(call, use_reentrant=False) if self.called_again else call()
-            self.booster.backward(outputs.loss, self.optimizer)
+            if torch.is_grad_enabled():
+                self.booster.backward(outputs.loss, self.optimizer)
             loss = outputs.loss.detach()
         else:
             loss = self.booster.execute_pipeline(iter([batch]), self.model, loss_of, self.optimizer)["loss"]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return float(loss)
 
     def masks(self, **step: Any) -> Masks:
@@ -84,8 +108,8 @@ class Run:
         return found
 
 
-def masks_of(kind: str, sizes: dict[str, Any], *, own_seeds: bool = False, **step: Any) -> Masks:
-    return Run(kind, sizes, seed=dist.get_rank() if own_seeds else 0).masks(**step)
+def masks_of(kind: str, sizes: dict[str, Any], *, seed: int | None = 0, **step: Any) -> Masks:
+    return Run(kind, sizes, seed=seed).masks(**step)
 
 
 def share(pairs: list[tuple[Tensor, Tensor]]) -> float:
@@ -126,15 +150,14 @@ def test_stages_and_microbatches_drop_different_entries(pool: Pool) -> None:
 @pytest.mark.parametrize("by_calls", [False, True])
 def test_ranks_that_compute_one_activation_drop_the_same_entries(pool: Pool, by_calls: bool) -> None:
     # Even if their own generators differ.
-    masks = pool.run(4, masks_of, "hybrid", {"tp_size": 2}, own_seeds=True, by_calls=by_calls)
+    masks = pool.run(4, masks_of, "hybrid", {"tp_size": 2}, seed=None, by_calls=by_calls)
     for replica in (masks[:2], masks[2:]):
         assert in_common(*replica) == 1
     assert in_common(masks[0], masks[2]) == NEAR_A_HALF
 
 
 def test_ranks_with_different_tokens_drop_different_entries(pool: Pool) -> None:
-    sizes = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
-    masks = pool.run(4, masks_of, "hybrid", sizes)
+    masks = pool.run(4, masks_of, "hybrid", SEQUENCE)
     for one, other in combinations(masks, 2):
         assert in_common(one, other) == NEAR_A_HALF
 
@@ -211,55 +234,185 @@ def test_masks_of_single_samples_do_not_depend_on_the_number_of_replicas(pool: P
     assert pool.run(4, mean_losses, sizes)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def plain_losses() -> list[float]:
+def seeded_losses(kind: str, sizes: dict[str, Any]) -> tuple[list[float], list[list[int]]]:
+    """Return the mean losses of three steps over all replicas, and the seeds of this rank's forwards in each."""
+    run, seeds = Run(kind, sizes), list[list[int]]()
+    run.model.unwrap().transformer.wte.register_forward_pre_hook(
+        lambda *_: seeds[-1].append(torch.initial_seed())
+    )
+    losses = []
+    for number in range(3):
+        seeds.append([])
+        losses.append(run.step(number))
+    mean = torch.tensor(losses)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist(), seeds
+
+
+def plain_losses(seeds: list[list[list[int]]]) -> list[float]:
+    """Return the losses of three steps of a plain loop, with a seed for each microbatch, by replica and step."""
     model = GPT2.build()
-    torch.manual_seed(0)
     optimizer = make_optimizer(model)
     losses = []
     for number in range(3):
-        loss = model(**make_batch(GPT2, num_samples=8, seed=number)).loss
-        loss.backward()
+        batch = make_batch(GPT2, num_samples=8, seed=number)
+        total = 0.0
+        for replica, of_replica in enumerate(seeds):
+            mine = {name: tensor[replica :: len(seeds)] for name, tensor in batch.items()}
+            for place, seed in enumerate(of_replica[number]):
+                microbatch = {
+                    name: tensor.chunk(len(of_replica[number]))[place] for name, tensor in mine.items()
+                }
+                torch.manual_seed(seed)
+                loss = model(**microbatch).loss / len(seeds) / len(of_replica[number])
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["hybrid", "ddp", "fsdp"])
-def test_one_process_drops_what_a_plain_loop_drops(pool: Pool, kind: str) -> None:
-    expected = pool.run(1, plain_losses)[0]
-    sizes = {"num_microbatches": 1} if kind == "hybrid" else {}
-    assert pool.run(1, losses_of, kind, sizes)[0] == pytest.approx(expected, rel=1e-6)
+def test_a_plain_loop_of_the_same_seeds_drops_the_same_entries(pool: Pool, kind: str, size: int) -> None:
+    found = pool.run(size, seeded_losses, kind, {})
+    seeds = [of_replica for _, of_replica in found]
+    flat = [seed for of_replica in seeds for step in of_replica for seed in step]
+    assert len(set(flat)) == len(flat) == size * 3 * (2 if kind == "hybrid" else 1)
+    expected = pool.run(1, plain_losses, seeds)[0]
+    assert found[0][0] == pytest.approx(expected, rel=1e-6)
 
 
-def drawn_afterwards(kind: str, sizes: dict[str, Any]) -> list[Any]:
-    """Draw from all generators after three steps of a model that uses them, and an evaluation."""
-    run = Run(kind, sizes)
-    rank = dist.get_rank()
+def changed_generators(kind: str, sizes: dict[str, Any], *, by_calls: bool, change: str) -> list[str]:
+    """Return what changed the generators: boost, training of a model that draws from all of them, or validation."""
+    np.random.standard_normal()  # a second one is kept in the generator's state
+    run = Run(kind, sizes, seed=None, change=change)
+    found = ["boost"] * (generators() != run.before_boost)
 
     def draw(*_: Any) -> None:
-        np.random.rand(rank + 1), random.random(), torch.rand(rank + 1)
+        np.random.standard_normal(3), random.random(), torch.rand(3)
 
-    for module in run.model.unwrap().modules():
-        if isinstance(module, nn.Dropout):
+    # Not in layers: torch's recomputation restores its own generators only.
+    for name, module in run.model.unwrap().named_modules():
+        if name in ("transformer.wte", "lm_head"):
             module.register_forward_hook(draw)
-    for number in range(3):
-        run.step(number)
-    return [
-        torch.randperm(20).tolist(),
-        np.random.permutation(20).tolist(),
-        np.random.standard_normal(),
-        random.random(),
-    ]
+    for number in range(2):
+        run.step(number, by_calls=by_calls)
+    found += ["training"] * (generators() != run.before_boost)
+    with torch.no_grad():  # in training mode
+        run.loss(2, by_calls=by_calls)
+    return found + ["validation"] * (generators() != run.before_boost)
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "sizes"),
-    [(4, "hybrid", {"pp_size": 2}), (2, "fsdp", {})],
+    ("size", "kind", "sizes", "by_calls", "change"),
+    [
+        (1, "hybrid", {}, False, ""),
+        (1, "hybrid", {}, True, "called again"),
+        (1, "ddp", {}, True, ""),
+        (1, "fsdp", {}, True, "recomputed"),
+        (2, "zero", {}, True, "called again"),
+        (2, "hybrid", {"tp_size": 2}, False, ""),
+        (2, "hybrid", {"tp_size": 2} | RECOMPUTED, True, ""),
+        (2, "hybrid", SEQUENCE, False, ""),
+        (4, "hybrid", {"tp_size": 2, "pp_size": 2} | RECOMPUTED, False, ""),
+        (2, "ddp", {}, True, "recomputed"),
+        (2, "fsdp", {}, True, ""),
+    ],
     ids=str,
 )
-def test_a_script_draws_alike_on_all_ranks_after_training(
-    pool: Pool, size: int, kind: str, sizes: dict[str, Any]
+def test_the_generators_of_a_script_are_left_as_they_were(
+    pool: Pool, size: int, kind: str, sizes: dict[str, Any], by_calls: bool, change: str
 ) -> None:
-    first, *others = pool.run(size, drawn_afterwards, kind, sizes)
-    assert all(other == first for other in others)
+    found = pool.run(size, changed_generators, kind, sizes, by_calls=by_calls, change=change)
+    assert found == [[]] * size
+
+
+QUIET = ModelChoice(model_type="gpt2")
+
+
+def batches_drawn_by_the_script(sizes: dict[str, Any]) -> tuple[list[list[int]], float]:
+    """Return the tokens that a script draws from torch's generator in three steps, and the loss of the first."""
+    model = QUIET.build()
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **sizes))
+    boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    torch.manual_seed(1337)
+    tokens, losses = [], []
+    for _ in range(3):
+        ids = torch.randint(3, 60, (4, 8))
+        tokens.append(ids.flatten().tolist())
+        batch = {"input_ids": ids, "labels": ids}
+        losses.append(float(booster.execute_pipeline(iter([batch]), boosted, optimizer=optimizer)["loss"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return tokens, losses[0]
+
+
+def test_a_script_that_draws_its_batches_trains_on_the_same_data_under_every_layout(pool: Pool) -> None:
+    torch.manual_seed(1337)
+    expected = [torch.randint(3, 60, (4, 8)).flatten().tolist() for _ in range(3)]
+    tokens, loss = pool.run(1, batches_drawn_by_the_script, {})[0]
+    assert tokens == expected
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (2, {}),
+        (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
+    ]
+    for size, sizes in layouts:
+        for of_rank in pool.run(size, batches_drawn_by_the_script, sizes):
+            assert of_rank == (expected, pytest.approx(loss, rel=1e-6))
+
+
+def seeds_of_boosts(torch_seeds: list[int]) -> list[int]:
+    """Return the seed of the stream of each boosted model; torch is seeded before each boost."""
+    found = []
+    for seed in torch_seeds:
+        torch.manual_seed(seed + 100 * dist.get_rank())
+        run = Run("hybrid", {}, seed=None)
+        found.append(run.model.random.state()["seed"])
+    return found
+
+
+def test_models_of_one_process_have_different_streams_that_all_ranks_agree_on(pool: Pool) -> None:
+    first, second = pool.run(2, seeds_of_boosts, [0, 0, 0])
+    assert first == second
+    assert len(set(first)) == 3
+
+
+def test_seeding_torch_before_boost_decides_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), rank=lambda _: 0, size=lambda _: 1)
+    monkeypatch.setattr(random_module, "gather_integers", lambda values: [values])
+
+    def seed_of(seed: int) -> int:
+        monkeypatch.setattr(random_module, "_BOOSTS", count())
+        torch.manual_seed(seed)
+        torch.rand(3)
+        return ForwardRandom(mesh).state()["seed"]
+
+    assert seed_of(3) == seed_of(3) != seed_of(4)
+
+
+def seed_apart() -> None:
+    run = Run("zero", {})
+    run.booster.seed(run.model, dist.get_rank())
+
+
+def test_seeds_that_differ_between_ranks_are_refused(pool: Pool) -> None:
+    for error in pool.run_failing(2, seed_apart):
+        assert isinstance(error, ValueError) and "seed is 0 on rank(s) [0] and 1 on rank(s) [1]" in str(error)
+
+
+def repeated_losses() -> list[float]:
+    run = Run("hybrid", {})
+    found = []
+    for seed in (5, 5, 6):
+        run.booster.seed(run.model, seed)
+        with torch.no_grad():
+            found += [run.loss(0), run.loss(0)]
+    return found
+
+
+def test_a_seed_repeats_the_masks_of_calls(pool: Pool) -> None:
+    first, second, again, second_again, other, _ = pool.run(1, repeated_losses)[0]
+    assert first == again != second == second_again
+    assert other not in (first, second)
