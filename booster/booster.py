@@ -126,6 +126,22 @@ class Booster:
         """Accumulate gradients within the block, without reducing them over the data-parallel ranks."""
         return self.plugin.no_sync(model, optimizer)
 
+    def seed(self, model: nn.Module, seed: int) -> None:
+        """Begin anew with the random numbers of a model's training forwards (dropout), as `torch.manual_seed` does.
+
+        They are the model's own: equal seeds and calls have equal masks, and the generators of torch, NumPy and Python
+        are neither read nor changed. Without this call the seed follows from torch's at boost. Collective over the
+        world. See docs/random.md.
+
+        Args:
+            model: the one that `boost` returned.
+            seed: equal on all ranks.
+
+        Raises:
+            ValueError: the seed differs between ranks, or it is no integer.
+        """
+        self.plugin.seed(model, seed)
+
     def save_model(
         self,
         model: nn.Module,
@@ -293,7 +309,8 @@ class Booster:
     ) -> Resumed | None:
         """Resume from a checkpoint of any layout, after checking the hash of every file. Collective over the world.
 
-        Random generators are restored. Under another layout a rank gets those of the nearest rank.
+        Random generators, and the random numbers of the model's forwards, are restored. Under another layout a rank
+        gets those of the nearest rank.
 
         Args:
             directory: the folder of all checkpoints of the run.

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..cluster.placement import Placement
+from ..cluster.random import ForwardRandom
 from .background import Keep
 from .box import Box, cuts_of, flat_boxes, whole_shape
 
@@ -221,6 +222,7 @@ class LocalModel:
         tensors: the local tensors, by their first names.
         loaded: called after the tensors were filled from files.
         adapters: the LoRA adapters of the model.
+        random: the random numbers of its forwards; None for a model that `boost` has not made.
     """
 
     module: nn.Module
@@ -228,3 +230,4 @@ class LocalModel:
     tensors: Mapping[str, LocalTensor]
     loaded: Callable[[], None]
     adapters: tuple[Adapter, ...] = ()
+    random: ForwardRandom | None = None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..cluster.agree import batch_hash, on_all_ranks, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import AXES, ParallelMesh
-from ..cluster.random import set_torch_state, torch_state
+from ..cluster.random import ForwardRandom, set_torch_state, torch_state
 from .background import Keep
 from .commit import written_beside
 from .local import LocalModel
@@ -97,7 +97,7 @@ def prepare_step(
     if trained is not None:
         parts[OPTIMIZER] = prepare_states(trained, keep, group)
 
-    small = {f"{RANDOM}/{random_file(group.rank())}": random_state(mesh)}
+    small = {f"{RANDOM}/{random_file(group.rank())}": random_state(mesh, model.random)}
     if group.rank() == 0:
         small[TRAINING] = content
     return partial(_write_step, step, parts, small, group)
@@ -278,7 +278,7 @@ def load_step(
         states.load()
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(training["scheduler"])
-    _restore_random(path, training, mesh)
+    _restore_random(path, training, mesh, model.random)
     return Resumed(step=training["step"], path=path, user=training["user"])
 
 
@@ -327,10 +327,12 @@ def _none_in(directory: Path) -> str:
     return f"no checkpoint in {place}, which {'has no folder step-…' if place.exists() else 'does not exist'}"
 
 
-def _restore_random(path: Path, training: dict[str, Any], mesh: ParallelMesh) -> None:
+def _restore_random(
+    path: Path, training: dict[str, Any], mesh: ParallelMesh, forwards: ForwardRandom | None
+) -> None:
     def restore() -> None:
         rank = nearest_rank(mesh, training["layout"]["sizes"])
-        restore_random_state(read_values(path / RANDOM / random_file(rank)), mesh)
+        restore_random_state(read_values(path / RANDOM / random_file(rank)), mesh, forwards)
 
     run_or_raise_together(restore, mesh.side_group())
 
@@ -355,8 +357,8 @@ def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:
     return [f"{what} is not a state of a {kind}: it lacks {', '.join(missing)}"]
 
 
-def random_state(mesh: ParallelMesh) -> bytes:
-    """Return the current states of this rank's random generators, in torch's own format."""
+def random_state(mesh: ParallelMesh, forwards: ForwardRandom | None) -> bytes:
+    """Return the current states of this rank's random generators and of a model's forwards, in torch's own format."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     cpu, on_device = torch_state(mesh.device)
     state = {
@@ -365,16 +367,21 @@ def random_state(mesh: ParallelMesh) -> bytes:
         "numpy": (name, torch.from_numpy(np.asarray(keys).copy()), position, has_gauss, gauss),
         "cpu": cpu,
         "cuda": on_device,
+        "forwards": None if forwards is None else forwards.state(),
     }
     return torch_bytes(state)
 
 
-def restore_random_state(state: Mapping[str, Any], mesh: ParallelMesh) -> None:
-    """Restore this rank's random generators."""
+def restore_random_state(
+    state: Mapping[str, Any], mesh: ParallelMesh, forwards: ForwardRandom | None
+) -> None:
+    """Restore this rank's random generators and those of a model's forwards, which older checkpoints lack."""
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, gauss))
     set_torch_state((state["cpu"], state["cuda"]), mesh.device)
+    if forwards is not None and state.get("forwards") is not None:
+        forwards.load_state(state["forwards"])
 
 
 def random_file(rank: int) -> str:

@@ -1,30 +1,41 @@
 """Random state of forwards: equal for replicated activations, different for sharded ones and other microbatches.
 
-[Note: random numbers of forwards] With several replicas or stages, each batch draws one number from torch's CPU
-generator. The forwards of a batch are seeded by that number, the replica, the microbatch and the stage. Afterwards all
-generators are restored, so a script finds them equal on all ranks. Restoring the CPU generator therefore reproduces
-dropout masks: by loading a checkpoint of the run, or by activation checkpointing around the model. Recomputation of
-a layer restores the state at the layer's start, as usual. A single replica with a single stage draws from the global
-generators, as a plain loop does.
+[Note: random numbers of forwards] Training forwards of a boosted model draw from a stream: a seed, and the number of
+calls so far. The ranks agree on the seed at boost, and it follows from torch's. Forwards are seeded by it, the number
+of the call, the replica, the microbatch and the stage. Afterwards all generators are restored: a script's own random
+numbers are those of a script without Echelon. Checkpoints have the stream. Recomputation of a layer restores the state
+at the layer's start, as usual.
+
+[Note: repeated calls] torch.utils.checkpoint around a boosted model calls it again in backward, and the masks must be
+those of the first call. Nodes of autograd are numbered in the order of creation: the node that needs the recomputation
+was created after its call began, and before the next one. The functions of torch's saved-tensor hooks tell which calls
+were inside one checkpointed function. With use_reentrant=True a forward creates no nodes but the one of the checkpoint,
+just before its calls.
 """
 
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
 from torch import nn
 
+from .agree import gather_integers
 from .device import generator_of
 from .mesh import ParallelMesh
 
 # Odd 64-bit constant of SplitMix64 (Steele, Lea, Flood 2014), which makes seeds of neighbouring ranks far apart.
 _SPREAD = 0x9E3779B97F4A7C15
+_BOOSTS = count()  # of this process, whose models have different streams though torch was seeded once
+_MOST_CALLS = 2**12  # calls of which one may be repeated in backward: more than a graph holds
 
 TorchState = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -82,59 +93,112 @@ def common_seed(split: int, rank: int) -> int:
     return (split - (rank + 1) * _SPREAD) % 2**63
 
 
+class _Call(NamedTuple):
+    """A training call that may be repeated in backward; see [Note: repeated calls]."""
+
+    stream: tuple[int, int]  # the seed, and the number of the call
+    first_node: int  # sequence number of the next node of autograd
+    function: ReferenceType | None  # equal for the calls in one checkpointed function; None outside
+    has_graph: bool
+
+
 class ForwardRandom:
     """Random numbers of a model's forwards in training; see [Note: random numbers of forwards].
 
-    No communication. Ranks that compute the same activation must use the same number, drawn by one of them.
+    Construction gathers the seed over the world; nothing else communicates. Sharded activations use `SplitRandom`.
 
     Args:
-        mesh: all ranks. Ranks of one replica and stage draw equal numbers; sharded activations use `SplitRandom`.
+        mesh: all ranks.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._device = mesh.device
         self._replica, self._num_replicas = mesh.rank("dp"), mesh.size("dp")
-        self._is_needed = mesh.size("pp", "dp") > 1
+        # Not drawn from the generator, whose numbers are the script's.
+        seed = _mixed(torch.default_generator.initial_seed() % 2**63, next(_BOOSTS))
+        self._seed, self._num_calls = gather_integers((seed,))[0][0], 0
+        self._calls = deque[_Call](maxlen=_MOST_CALLS)
+        self._repeated: tuple[tuple[int, int], int] = (-1, -1), 0  # graph task and node, and calls repeated for them
 
-    def draw(self, model: nn.Module) -> int:
-        """Draw the number that seeds a batch's forwards; 0 leaves the generators unchanged."""
-        return 1 + _drawn() if self._is_needed and model.training else 0
+    def seed(self, seed: int) -> None:
+        """Begin the stream of a seed, which must be equal on all ranks."""
+        self._seed, self._num_calls = seed % 2**63, 0
+
+    def state(self) -> dict[str, int]:
+        """The position in the stream."""
+        return {"seed": self._seed, "calls": self._num_calls}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue from a position that `state` returned."""
+        self._seed, self._num_calls = state["seed"], state["calls"]
 
     @contextmanager
-    def following(self, drawn: int) -> Iterator[Callable[[int, int], None] | None]:
-        """Yield a function that each forward of a batch calls first, with its stage and microbatch; None seeds nothing.
+    def following(self, model: nn.Module) -> Iterator[Callable[[int, int], None] | None]:
+        """Yield a function that a call's forwards begin with, by stage and microbatch; None in evaluation mode.
 
-        The generators are restored after the block. That takes 70 microseconds, and seeding takes 7 for each forward.
-
-        Args:
-            drawn: the number from `draw`, of one of the ranks that compute the batch.
+        It seeds all generators. They are restored after the block.
         """
-        if not drawn:
+        if not model.training:
             yield None
             return
+        stream = self._stream_of_call()
 
         def begin(stage: int, microbatch: int) -> None:
             # Microbatches are numbered over all replicas in the dataloader's order, so that each keeps its masks.
-            self._seed(drawn, microbatch * self._num_replicas + self._replica, stage)
+            self._seed_all(*stream, microbatch * self._num_replicas + self._replica, stage)
 
         with generators_put_back(self._device):
             yield begin
 
     @contextmanager
-    def call(self, drawn: int) -> Iterator[None]:
+    def call(self, model: nn.Module) -> Iterator[None]:
         """Seed one call of an uncut model."""
-        with self.following(drawn) as begin:
+        with self.following(model) as begin:
             if begin is not None:
                 begin(0, 0)
             yield
 
     @not_compiled
-    def _seed(self, *entropy: int) -> None:
-        digest = hashlib.blake2b(struct.pack("=3q", *entropy), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") >> 1
+    def _stream_of_call(self) -> tuple[int, int]:
+        """Return the seed and the number of a call: the next one, or in a recomputation those of its forward."""
+        node = torch._C._current_autograd_node()
+        if node is not None and (repeated := self._repeated_calls(node)):
+            at, number = (torch._C._current_graph_task_id(), node._sequence_nr()), 0
+            if self._repeated[0] == at:
+                number = self._repeated[1] + 1
+            self._repeated = at, number
+            return repeated[number % len(repeated)].stream
+        stream = self._seed, self._num_calls
+        self._num_calls += 1
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        function = None if hooks is None else ref(hooks[1])
+        self._calls.append(
+            _Call(stream, torch.autograd._get_sequence_nr(), function, torch.is_grad_enabled())
+        )
+        return stream
+
+    def _repeated_calls(self, node: Any) -> list[_Call]:
+        """Return the calls of the checkpointed function that a node of autograd recomputes; none if it does not."""
+        number = node._sequence_nr()
+        if node.name() == "CheckpointFunctionBackward":
+            return [each for each in self._calls if each.first_node == number + 1 and not each.has_graph]
+        last = next((each for each in reversed(self._calls) if each.first_node <= number), None)
+        if last is None or last.function is None or (function := last.function()) is None:
+            return []
+        return [each for each in self._calls if each.function is not None and each.function() is function]
+
+    @not_compiled
+    def _seed_all(self, *entropy: int) -> None:
+        seed = _mixed(*entropy)
         random.seed(seed)
         np.random.seed(seed >> 31)  # different bits from the 32 of torch's CPU generator
         seed_torch(seed, self._device)
+
+
+def _mixed(*numbers: int) -> int:
+    """Hash numbers below 2**63 to one."""
+    digest = hashlib.blake2b(struct.pack(f"={len(numbers)}q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class SplitRandom:

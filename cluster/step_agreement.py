@@ -10,7 +10,6 @@ world agrees if all codes add up to the world size times the first one. Codes ar
 sums are exact in float64.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -43,37 +42,29 @@ class StepAgreement:
         self._ranks = ranks = mesh.replica_ranks()
         self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
         self._num_calls = 0
-        self._compares_always = mesh.world_size == 1
         self._batch: int | Tensor = 0
         self._deviation: float | Tensor = 0.0
         self._why = ""
-        self._world = 0
-        self._settings: dict[str, int] = {}
+        self._num_noted = 0
 
     def is_due(self) -> bool:
         """Count a call. Return True if it is compared beforehand; equal on all ranks."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        return self._compares_always or is_compared(number, self._check_every)
+        return self._mesh.world_size == 1 or is_compared(number, self._check_every)
 
-    def compare_always(self) -> None:
-        """Compare in every call from now on, because ranks draw different random numbers and must take one of them."""
-        self._compares_always = True
-
-    def note(self, batch: Any, settings: Mapping[str, int] | None = None) -> None:
-        """Record the checksums of a call that is not compared beforehand. No communication, no wait for a device.
+    def note(self, batch: Any) -> None:
+        """Record the checksum of a call that is not compared beforehand. No communication, no wait for a device.
 
         The heartbeats show the names, shapes and dtypes of the batch: ranks where these differ may never reach the
         comparison of the checksums, because they wait for each other inside a collective.
 
         Args:
             batch: must be equal on the ranks of one replica.
-            settings: must be equal on all ranks; by name.
         """
         if self._weight:  # otherwise no other rank has this batch
             note_batch(describe_batch(batch), self._ranks)
             self._batch = (self._batch * 31 + batch_code(batch)) % _CODES
-        self._settings = dict(settings or {})
-        self._world = settings_hash([self._world, *self._settings.values()])
+        self._num_noted += 1
 
     def note_deviation(self, deviation: Tensor, why: str) -> None:
         """Record a 0-d number, equal on all ranks, that is above 0 on an error, and the text of that error."""
@@ -87,13 +78,13 @@ class StepAgreement:
         return sum(part.double() if isinstance(part, Tensor) else part for part in parts)
 
     def code(self, settings: Any) -> int:
-        """The checksum of the recorded and further settings, which must be equal on all ranks; below 2**32."""
-        return settings_hash({"calls": self._world, "settings": settings})
+        """The checksum of the number of recorded calls and of settings, equal on all ranks; below 2**32."""
+        return settings_hash({"calls": self._num_noted, "settings": settings})
 
     def clear(self) -> None:
         """Drop the recorded checksums, after a step has compared them."""
         self._batch, self._deviation, self._why = 0, 0.0, ""
-        self._world, self._settings = 0, {}
+        self._num_noted = 0
 
     def explain(self) -> None:
         """Compare the recorded checksums of all ranks. All-gather over the world.
@@ -110,7 +101,7 @@ class StepAgreement:
     def _explain(self) -> None:
         if float(self._deviation) > 0:
             raise ValueError(self._why)
-        require_equal(self._settings, what="a step", rule="every rank must run the same")
+        require_equal({"number of calls": self._num_noted}, what="a step", rule="every rank must run the same")
         found = gather_integers((self._mesh.rank("dp"), int(self._batch)))
         self.require_equal_batches([(replica, code) for replica, code in found])
 

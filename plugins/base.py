@@ -20,9 +20,11 @@ from torch.utils.data.distributed import DistributedSampler
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
+from ..cluster.agree import require_equal
 from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..cluster.random import ForwardRandom
 from ..data.given import shard_given_loader
 from ..data.loader import ShardedLoader, sharded_loader
 from ..zero.optimizer import ShardedOptimizer
@@ -104,6 +106,15 @@ class Plugin(ABC):
             f"{type(self).__name__} has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or "
             "use HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
         )
+
+    def seed(self, model: nn.Module, seed: int) -> None:
+        """Begin anew with the random numbers of a boosted model's training forwards; see `Booster.seed`."""
+        if not isinstance(model, BoostedModule):
+            raise ValueError("booster.seed takes the model that booster.boost returned")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed={seed!r} must be an integer")
+        require_equal({"seed": seed}, what="booster.seed")
+        model.random.seed(seed)
 
     @abstractmethod
     def local_model(self, model: nn.Module) -> LocalModel:
@@ -261,9 +272,13 @@ class BoostedModule(nn.Module, ABC):
 
     Args:
         adapters: its LoRA adapters, for saving.
+
+    Attributes:
+        random: the random numbers of its forwards in training.
     """
 
     module: nn.Module
+    random: ForwardRandom
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
         super().__init__()

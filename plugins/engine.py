@@ -126,13 +126,13 @@ class PipelineEngine:
             outputs_everywhere=return_outputs == "all_ranks",
             training_mode=self.module.training,
         )
-        batch, moved, drawn, wanted = self._next_batch(data_iter, own)
+        batch, moved, wanted = self._next_batch(data_iter, own)
         microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = self._mean_samples
         weighting = _Weighting(criterion or model_loss, len(microbatches), self._first_weight)
-        result = self._run_schedule(microbatches, weighting, optimizer, wanted, drawn)
+        result = self._run_schedule(microbatches, weighting, optimizer, wanted)
         mean, own_loss = self._losses(result, weighting, optimizer, wanted) if wanted.loss else (None, None)
         loss = mean if average_loss else own_loss
         if trains and loss is not None:
@@ -148,12 +148,11 @@ class PipelineEngine:
         weighting: "_Weighting",
         optimizer: ShardedOptimizer | None,
         wanted: "_CallKind",
-        drawn: int,
     ) -> RunResult:
-        """Run this rank's actions of the schedule; `drawn` seeds the random numbers of the forwards."""
+        """Run this rank's actions of the schedule."""
         schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
         trace = None if self.trace is None else Trace(self.mesh.device)
-        with self.random.following(drawn) as begin_forward:
+        with self.random.following(self.module) as begin_forward:
             run = ScheduleRun(
                 stages=self._stages,
                 microbatches=microbatches,
@@ -210,11 +209,11 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _next_batch(self, data_iter: Iterator, own: "_CallKind") -> tuple[Any, Any, int, "_CallKind"]:
+    def _next_batch(self, data_iter: Iterator, own: "_CallKind") -> tuple[Any, Any, "_CallKind"]:
         """Take the next batch, and compare the call between ranks; see [Note: compared calls].
 
         Returns:
-            The batch, the same on the device, the random number of its forwards, and the call's kind for the replica.
+            The batch, the same on the device, and the call's kind for the replica.
 
         Raises:
             StopIteration: the iterators of all ranks have ended.
@@ -227,7 +226,6 @@ class PipelineEngine:
             )
         batch = next(data_iter, _ENDED)
         has_batch = batch is not _ENDED
-        drawn = self.random.draw(self.module) if has_batch else 0
         is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
         if not is_compared and has_batch and own != self._own_kind:
             if own.training_mode != self._own_kind.training_mode:
@@ -236,8 +234,8 @@ class PipelineEngine:
             wait_for_all_ranks()  # ranks whose call is as before never enter this
             is_compared = True
         if is_compared:
-            drawn, wanted = self._compare(batch if has_batch else None, has_batch, drawn, own)
-            return batch, self.to_compute(batch), drawn, wanted
+            wanted = self._compare(batch if has_batch else None, has_batch, own)
+            return batch, self.to_compute(batch), wanted
         if not has_batch:
             rename_call("execute_pipeline at the end of its data")
             wait_for_all_ranks()
@@ -246,21 +244,19 @@ class PipelineEngine:
         self._check_batch(batch, {self.mesh.global_rank: batch_size(batch)})
         moved = self.to_compute(batch)
         hashed = moved if num_bytes(batch) > _HASHED_HERE else batch  # on the device, without waiting for it
-        self.agreement.note(hashed, {"the random number of the batch": drawn})
-        return batch, moved, drawn, self._replica_kind
+        self.agreement.note(hashed)
+        return batch, moved, self._replica_kind
 
-    def _compare(self, batch: Any, has_batch: bool, drawn: int, own: "_CallKind") -> tuple[int, "_CallKind"]:
+    def _compare(self, batch: Any, has_batch: bool, own: "_CallKind") -> "_CallKind":
         """Compare batches and kinds of calls, and store the result for later calls. All-gather between CPUs.
 
-        Returns: the random number of the first rank, and the kind of the call for this replica.
+        Returns: the kind of the call for this replica.
         """
         is_first = own.trains and len(self._equal_batches) < COMPARED_CALLS and self.mesh.size("dp") > 1
         is_hashed = has_batch and (is_first or self.mesh.size("pp", "sp", "tp") > 1)
-        noted = (batch_hash(batch) if is_hashed else 0, batch_size(batch) if has_batch else 0, drawn)
+        noted = (batch_hash(batch) if is_hashed else 0, batch_size(batch) if has_batch else 0)
         rows = gather_integers((int(has_batch), self.mesh.rank("dp"), *noted, *map(int, own)))
-        have, replicas, codes, samples, numbers, trains, losses, outputs, everywhere, modes = zip(
-            *rows, strict=True
-        )
+        have, replicas, codes, samples, trains, losses, outputs, everywhere, modes = zip(*rows, strict=True)
         _require_same_calls(have, trains, modes)
         is_own = [each == self.mesh.rank("dp") for each in replicas]
         wanted = _CallKind(
@@ -280,9 +276,7 @@ class PipelineEngine:
         self._is_even = len({self._num_microbatches(count) for count in samples}) == 1
         if not self._is_even:
             self._check_sharing_ranks(samples)
-        if len(set(numbers)) > 1:
-            self.agreement.compare_always()  # the ranks' generators differ, and all must use one number
-        return numbers[0], wanted
+        return wanted
 
     def _num_microbatches(self, samples: int) -> int:
         return len(microbatch_lengths(samples, **self._cutting))

@@ -332,6 +332,7 @@ class HybridParallelModule(BoostedModule):
         super().__init__(adapters)
         self.module = module = engine.module
         self.engine, self.config, self.mesh = engine, engine.config, engine.mesh
+        self.random = engine.random
         mark_taken(module)
         if self.mesh.size("pp") > 1:
             refuse_direct_calls(module)
@@ -366,14 +367,14 @@ class HybridParallelModule(BoostedModule):
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs; all ranks of the model have equal inputs."""
-        drawn = self._require_equal_inputs(args, kwargs, self.engine.random.draw(self.module))
+        self._require_equal_inputs(args, kwargs)
         moved = self.engine.to_compute(kwargs)
         args, kwargs = self.engine.to_compute(args), with_known_masks(moved, kwargs, self.module)
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
             kwargs = without_cache(self.module, args, kwargs)
             if self._makes_positions:
                 kwargs = with_mask(self.module, args, kwargs)
-        with self.engine.random.call(drawn):
+        with self.random.call(self.module):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -403,24 +404,16 @@ class HybridParallelModule(BoostedModule):
             raise RuntimeError(COMPILED)
         self.module.compile(*args, **kwargs)
 
-    def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: int = 0) -> int:
-        """Compare inputs over the axes whose ranks compute together; see [Note: compared calls].
-
-        Returns:
-            The random number of this call; when ranks compare, that of the first rank.
-        """
+    def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare inputs over the axes whose ranks compute together; see [Note: compared calls]."""
         is_due = self.engine.agreement.is_due()
         if not (is_due or self.optimizer is None or not torch.is_grad_enabled()):
-            self.engine.agreement.note([tensors_of_call(args, kwargs), drawn])
-            return drawn
-        differs = False
+            self.engine.agreement.note([tensors_of_call(args, kwargs), self.module.training])
+            return
         for axis in ("tp", "sp"):
             if self.mesh.size(axis) > 1:
                 group = self.mesh.group(axis)
-                drawn, differs = require_equal_inputs(args, kwargs, group, axis, drawn=drawn, differs=differs)
-        if differs:
-            self.engine.agreement.compare_always()
-        return drawn
+                require_equal_inputs(args, kwargs, group, axis, training=self.module.training)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, including those that the optimizer has moved out of the parameters (zero_stage 2)."""

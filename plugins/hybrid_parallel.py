@@ -347,6 +347,7 @@ class HybridParallelPlugin(Plugin):
             names=boosted.state_names,
             tensors=local_shards(boosted.tensors(), self.mesh),
             adapters=boosted.adapters,
+            random=boosted.random,
             loaded=lambda: None if boosted.optimizer is None else boosted.optimizer.refresh_masters(),
         )
 

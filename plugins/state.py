@@ -28,6 +28,7 @@ from ..checkpoint.step import Resumed
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Shard, placement_of
+from ..cluster.random import ForwardRandom
 from ..shardformer.refusals import is_partial
 from ..zero.bucket import Slot
 from ..zero.inner_optimizer import layout_lines
@@ -46,7 +47,12 @@ def local_shards(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str,
     return {name: local_of(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
-def local_module(module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapter] = ()) -> LocalModel:
+def local_module(
+    module: nn.Module,
+    mesh: ParallelMesh,
+    adapters: Sequence[Adapter] = (),
+    random: ForwardRandom | None = None,
+) -> LocalModel:
     """Describe parameters and persistent buffers of a module with unchanged names and ties; a tied one once."""
     names, named = TensorNames.of(module), saved_state(module)
     return LocalModel(
@@ -54,6 +60,7 @@ def local_module(module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapt
         names=names,
         tensors=local_shards({name: named[name] for name in names.needed}, mesh),
         adapters=tuple(adapters),
+        random=random,
         loaded=lambda: None,
     )
 

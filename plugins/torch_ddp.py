@@ -118,7 +118,7 @@ class TorchPlugin(Plugin):
         """Return this rank's shard of a boosted model, in the format that the optimizer updates."""
         boosted = self._boosted(model, "saving and loading")
         boosted.free_whole_parameters()
-        return local_module(boosted.module, self.mesh, boosted.adapters)
+        return local_module(boosted.module, self.mesh, boosted.adapters, boosted.random)
 
     def _boosted(self, model: nn.Module, call: str) -> "TorchModel":
         if not isinstance(model, TorchModel):
@@ -269,5 +269,5 @@ class TorchDDPModel(TorchModel):
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs in the mixed precision. Buffers are broadcast from the first rank."""
-        with self._autocast(), self.random.call(self.random.draw(self.module)):
+        with self._autocast(), self.random.call(self.module):
             return (self.ddp or self.module)(*args, **kwargs)

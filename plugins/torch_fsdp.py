@@ -214,7 +214,7 @@ class TorchFSDPModel(TorchModel):
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs; each layer is gathered when it computes. Collective over the shard group."""
-        with self.random.call(self.random.draw(self.module)):
+        with self.random.call(self.module):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

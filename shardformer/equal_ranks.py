@@ -82,28 +82,23 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
 
 
 def require_equal_inputs(
-    args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str, *, drawn: int, differs: bool
-) -> tuple[int, bool]:
+    args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str, *, training: bool
+) -> None:
     """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of integers.
 
     Args:
         args, kwargs: arguments of the call.
         group: ranks that compute one model together.
         axis: name of their axis in the mesh.
-        drawn: the number that this rank drew as the seed of the call.
-        differs: True if a rank of the same model, on another axis, is known to have drawn another number.
-
-    Returns:
-        The number that the first rank of the group drew, and True if any rank drew another one.
+        training: the mode of the model on this rank, which must be equal too.
     """
-    own = batch_hash(tensors_of_call(args, kwargs)), drawn, int(differs)
-    found = gather_integers(own, group)
-    if differing := differing_ranks(found):
-        raise ValueError(
-            f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank: give all "
-            "ranks of this axis equal batches (booster.plugin.prepare_dataloader does)"
-        )
-    return found[0][1], any(flag for _, _, flag in found) or bool(differing_ranks(found, 1))
+    found = gather_integers((batch_hash(tensors_of_call(args, kwargs)), int(training)), group)
+    advice = "give all ranks of this axis equal batches (booster.plugin.prepare_dataloader does)"
+    for place, (what, instead) in enumerate([("the inputs", advice), _OF_A_CALL[1]]):
+        if differing := differing_ranks(found, place):
+            raise ValueError(
+                f"{what} of rank(s) {differing} of axis {axis} differ from those of its first rank: {instead}"
+            )
 
 
 def _refuse_average(group: ProcessGroup) -> None:
