@@ -1,7 +1,6 @@
 """Gradients of tensors that enter a boosted model with a graph: embeddings, soft prompts, outputs of another model."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import pytest
