@@ -3,8 +3,9 @@
 [Note: gradients over the sequence axis] Each rank of the sequence axis differentiates the same loss, and the optimizer
 averages the accumulated gradients. After the last layer all ranks compute the same gradients, so the mean is right.
 Before it a rank accumulates only the contribution of its shard. So gradients there are multiplied by the number of
-ranks, at the point where the sequence was gathered. On the tensor axis there is no averaging: replicated parameters
-have complete gradients on every rank.
+ranks, at the point where the sequence was gathered. Gradients of tensors that enter the model are averaged where they
+enter: nothing does so outside. On the tensor axis there is no averaging: replicated parameters have complete gradients
+on every rank.
 """
 
 from collections.abc import Iterator, Sequence

@@ -12,9 +12,11 @@ from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ...cluster.collectives import all_reduce, paired
 from ...cluster.errors import raise_errors
 from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import (
@@ -73,6 +75,8 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
             boundary.leave(layers[-1])
     if is_data:
         assert split.settings.mode is not None
+        average = partial(_average_entering_gradients, group=split.group)
+        model.register_forward_pre_hook(average, with_kwargs=True)
         is_flash_ring = split.settings.mode == RING and not attention_kernels(model).isdisjoint(
             FLASH_PACKAGES
         )
@@ -134,6 +138,25 @@ def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
         with stage.seated():
             found.append(model.get_submodule(stack.paths[0]))
     return list(dict.fromkeys(found))
+
+
+def _average_entering_gradients(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], *, group: dist.ProcessGroup
+) -> tuple[tuple, dict[str, Any]]:
+    """Average the gradients of the tensors that enter the model, as the optimizer does with those of parameters.
+
+    In backward one all-reduce for each of them; none if no tensor enters with a gradient. See
+    [Note: gradients over the sequence axis].
+    """
+
+    def entering(x: Tensor) -> Tensor:
+        # A placeholder comes from the model's embedding, whose parameters the optimizer averages.
+        if not x.requires_grad or isinstance(x, PartTensor) or not torch.is_grad_enabled():
+            return x
+        return paired(x, lambda x: x.view_as(x), lambda gradient: all_reduce(gradient, group) / group.size())
+
+    changed: tuple[tuple, dict[str, Any]] = tree_map_only(Tensor, entering, (args, kwargs))
+    return changed
 
 
 def _without_cache(
