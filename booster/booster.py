@@ -15,7 +15,7 @@ from ..checkpoint.background import Save
 from ..checkpoint.calls import save_errors
 from ..checkpoint.step import Resume, Resumed
 from ..cluster.errors import raise_errors
-from ..plugins.base import Boosted, Plugin, Returned
+from ..plugins.base import Boosted, Dataloaders, Plugin, Returned
 from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
 
@@ -70,7 +70,7 @@ class Booster:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
+        dataloader: Dataloaders = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
         """Wrap model, optimizer, criterion, dataloader and scheduler, and return them in that order.
@@ -81,7 +81,7 @@ class Booster:
 
         A plain DataLoader is sharded over the replicas: each gets `batch_size` samples of its own per step, in the
         global order of its sampler. A dataloader of `plugin.prepare_dataloader`, or one with a DistributedSampler, is
-        returned unchanged.
+        returned unchanged. A list or tuple of dataloaders, as `[train, evaluation]`, is returned as such.
 
         Raises:
             ValueError: on every rank, before anything changes. Checks in this order, each with all of its errors: types
@@ -271,7 +271,7 @@ class Booster:
             directory: the folder of all checkpoints of the run, visible to all ranks.
             step: the number of the step.
             model, optimizer, lr_scheduler: the ones that `boost` returned.
-            dataloader: one of `plugin.prepare_dataloader`; its position is saved.
+            dataloader: the one of training, from `boost` or `plugin.prepare_dataloader`; its position is saved.
             user: further plain values to save, equal on all ranks, or given on the first rank only.
             keep_last: delete older checkpoints, and keep this number of the newest complete ones; None keeps all.
             use_async: copy the tensors, and write them during training; the next save or load waits for it.

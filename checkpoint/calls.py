@@ -120,6 +120,10 @@ def _dataloader_errors(value: Any) -> list[str]:
             return value_errors(value.state_dict(), "the position in the data")
         except ValueError as error:
             return [str(error)]
+    if isinstance(value, list | tuple):
+        return [
+            f"dataloader is a {type(value).__name__}: give the one whose position the run has, that of training"
+        ]
     return _part_errors(
         "dataloader",
         value,

@@ -17,8 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.agree import broadcast_object, require_equal
 from ..cluster.errors import raise_errors
-from .loader import WORKER_SETTINGS, ShardedLoader, loader_errors
-from .sampler import BegunPass, Draw, StatefulSampler, key_errors, num_parts
+from .loader import WORKER_SETTINGS, ShardedLoader, loader_errors, seed_cpu
+from .sampler import BegunPass, Draw, StatefulSampler, derived_seed, key_errors, num_parts
 
 
 class Access(NamedTuple):
@@ -103,6 +103,11 @@ class Streams:
         """Draw from the global generators again, unless `apart` is set."""
         if not self.apart:
             self._own = None
+
+    def reseed(self, seed: int) -> None:
+        """Seed the copies of the global generators."""
+        with self.drawing():
+            seed_cpu(seed)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -280,42 +285,75 @@ _LEAVE = (
     "leave the dataloader out of boost if it gives each replica its own samples, or build it with "
     "plugin.prepare_dataloader"
 )
+_NAME = "the dataloader"
 _MOST_COMPARED = 4096
 
 
-def shard_given_loader(loader: Any, *, rank: int, size: int) -> Any:
-    """Shard a user's plain DataLoader over the replicas; return it unchanged if it needs no sharding.
+def shard_given_loaders(loaders: Any, *, rank: int, size: int) -> Any:
+    """Shard a user's plain DataLoader, or each of a list or tuple; those that need no sharding are unchanged.
 
     `batch_size` is per replica. All ranks draw the order from copies of the current generator states of rank 0, which
-    other draws do not change. A single process draws from the global generators, as a plain loop does.
+    other draws do not change; every further loader of a list draws from other ones. A single process draws from the
+    global generators, as a plain loop does.
 
     Collective over the world.
 
     Args:
-        loader: a plain DataLoader. Returned unchanged are None, loaders of `sharded_loader` or with a
-            DistributedSampler, and, with a single replica, loaders that cannot be sharded.
+        loaders: a plain DataLoader, or a list or tuple of them. Returned unchanged are None, loaders of
+            `sharded_loader` or with a DistributedSampler, and, with a single replica, loaders that cannot be sharded.
         rank, size: rank and size of the data axis.
 
     Raises:
-        ValueError: the loader cannot be sharded, or differs between ranks; on every rank.
+        ValueError: loaders cannot be sharded, or differ between ranks; on every rank.
     """
-    errors = [] if _is_sharded(loader) else loader_errors(loader)
-    is_left = _is_sharded(loader) or (size == 1 and bool(errors))
-    _require_equal({"kind": type(loader).__name__, "is sharded": is_left, "why not": "; ".join(errors)})
-    if is_left:
-        return loader
-    if errors:
-        raise ValueError(f"boost cannot shard the dataloader: {errors[0]}; {_LEAVE}")
+    several = type(loaders) in (list, tuple)
+    by_name = {f"dataloader[{n}]": each for n, each in enumerate(loaders)} if several else {_NAME: loaders}
+    errors = {name: [] if _is_sharded(each) else loader_errors(each) for name, each in by_name.items()}
+    left = [name for name, each in by_name.items() if _is_sharded(each) or (size == 1 and errors[name])]
+    _require_equal(
+        {
+            "kind": {name: type(each).__name__ for name, each in by_name.items()},
+            "is sharded": left,
+            "why not": errors,
+        }
+    )
+    raise_errors(
+        [
+            f"boost cannot shard {name}: {reasons[0]}; {_LEAVE}"
+            for name, reasons in errors.items()
+            if reasons and name not in left
+        ]
+    )
+    sharded = [
+        each if name in left else _sharded(each, name, number, rank=rank, size=size)
+        for number, (name, each) in enumerate(by_name.items())
+    ]
+    return type(loaders)(sharded) if several else sharded[0]
+
+
+def _sharded(loader: DataLoader, name: str, number: int, *, rank: int, size: int) -> ShardedLoader:
+    """Return the loader of this rank's share. Collective over the world.
+
+    Args:
+        loader: a plain DataLoader.
+        name: its name in errors and in the log.
+        number: its place among the loaders of one call.
+        rank, size: rank and size of the data axis.
+    """
     streams = Streams(_generators(loader), apart=dist.get_world_size() > 1)
     seed = _follow_first_rank(streams)
     if dist.get_world_size() > 1:
-        _require_equal(_description(loader, streams))
+        _require_equal(_description(loader, streams), what=name)
+        if number:  # else loaders of equal length would have one order, as pairs of a sample with itself
+            streams.reseed(derived_seed(seed, number))
     if size > 1 and dist.get_rank() == 0:
+        batch_size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
         _LOG.warning(
-            "boost shards the dataloader over %d replicas: batch_size=%d is that of each, %d samples a step",
+            "boost shards %s over %d replicas: batch_size=%d is that of each, %d samples a step",
+            name,
             size,
-            loader.batch_sampler.batch_size,
-            loader.batch_sampler.batch_size * size,
+            batch_size,
+            batch_size * size,
         )
     return rebuilt_loader(loader, streams, seed=seed, rank=rank, size=size)
 
@@ -414,8 +452,8 @@ def _shown(samples: Any) -> str:
     return f"{', '.join(map(str, first))}, … ({zlib.crc32(repr([*samples]).encode()):08x})"
 
 
-def _require_equal(settings: dict[str, Any]) -> None:
+def _require_equal(settings: dict[str, Any], what: str = _NAME) -> None:
     try:
-        require_equal(settings, what="the dataloader")
+        require_equal(settings, what=what)
     except ValueError as error:
         raise ValueError(f"{error}; {_LEAVE}") from None

@@ -308,12 +308,16 @@ def _start_worker(worker: int, then: Callable[[int], None] | None) -> None:
 @contextmanager
 def seeded(entropy: Sequence[int]) -> Iterator[None]:
     """Seed Python, NumPy and torch's CPU generator for a block, and restore their states afterwards."""
-    seed, cpu = derived_seed(*entropy), torch.device("cpu")
-    with generators_put_back(cpu):
-        random.seed(seed)
-        np.random.seed(seed)
-        seed_torch(seed, cpu)
+    with generators_put_back(torch.device("cpu")):
+        seed_cpu(derived_seed(*entropy))
         yield
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed Python, NumPy and torch's CPU generator."""
+    random.seed(seed)
+    np.random.seed(seed)
+    seed_torch(seed, torch.device("cpu"))
 
 
 def _samples(dataset: Any, indices: list[int]) -> list[Any]:

@@ -25,7 +25,7 @@ from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
-from ..data.given import shard_given_loader
+from ..data.given import shard_given_loaders
 from ..data.loader import ShardedLoader, sharded_loader
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
@@ -33,7 +33,9 @@ from .scaled_optimizer import ScaledOptimizer
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Returned = bool | Literal["all_ranks"]
-Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
+Dataloaders = DataLoader | Sequence[DataLoader | None] | None
+# The dataloader is Any: one, or a list or tuple, as `boost` got.
+Boosted = tuple[nn.Module, Optimizer | None, Callable | None, Any, LRScheduler | None]
 
 _LOG = logging.getLogger("echelon")
 
@@ -62,7 +64,7 @@ class Plugin(ABC):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
+        dataloader: Dataloaders = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
         """Wrap model and optimizer; return the other arguments unchanged. Collective over the world.
@@ -168,7 +170,7 @@ class Plugin(ABC):
             )
 
     def shard_dataloader(self, dataloader: Any) -> Any:
-        """Shard a plain DataLoader over the data-parallel ranks. Collective; called by `Booster.boost`.
+        """Shard a plain DataLoader, or several, over the data-parallel ranks. Collective; called by `Booster.boost`.
 
         Its batch size is per replica, as in `prepare_dataloader`. Its sampler, generators, collator and workers
         are kept. See docs/checkpoints_data.md.
@@ -177,7 +179,7 @@ class Plugin(ABC):
             ValueError: it cannot be sharded; raised on every rank.
         """
         rank, size = self.data_rank
-        return shard_given_loader(dataloader, rank=rank, size=size)
+        return shard_given_loaders(dataloader, rank=rank, size=size)
 
     def prepare_dataloader(
         self,
