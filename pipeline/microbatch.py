@@ -72,7 +72,7 @@ def merge(outputs: Sequence[Any]) -> Any:
     """Join the outputs of microbatches into the output of their batch.
 
     Tensors are concatenated along their batch dims. Tensors without dimensions (losses) are averaged, with equal
-    weight for each microbatch. None and other values that are equal in all outputs are kept; unequal values become a list.
+    weight for each microbatch. None and other values that are equal in all outputs are kept; unequal ones are listed.
 
     Args:
         outputs: trees of one structure, in the order of the microbatches.

@@ -69,7 +69,7 @@ def given_errors(model: object) -> list[str]:
         several = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         return [
             f"{shared[0]}{several} of this {type(model).__name__} is already boosted, or sharded by ShardFormer, in "
-            "another model: copy it (copy.deepcopy) before the first boost, or boost one module that contains both models"
+            "another model: copy it (copy.deepcopy) before the first boost, or boost one module that contains both"
         ]
     if is_taken(model):
         return [

@@ -18,8 +18,8 @@ from ..cluster.mesh import ParallelMesh
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
-from .derived import derived_table
 from .configs import copy_configs
+from .derived import derived_table
 from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import add_gradient_hooks
 from .layers.lora import adapted
