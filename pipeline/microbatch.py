@@ -2,7 +2,8 @@
 
 A tree is a tensor, or a dict, tuple or list of trees. Mappings of other types (transformers' BatchEncoding)
 are returned as plain dicts; dataclasses that are mappings (transformers' ModelOutput) and named tuples keep
-their class. Other values in a tree, and tensors without dimensions, are given to every microbatch.
+their class. Other values in a tree, and tensors without dimensions, are given to every microbatch. Tensors are split
+and joined along their batch dim, which is dim 0 except for the arguments of `_BATCH_DIMS`.
 """
 
 import dataclasses
@@ -13,12 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Argument name -> number of dims of the tensor -> its batch dim, where this is not 0.
+_BATCH_DIMS = {"position_ids": {3: 1}}  # (axes, B, S): time, height and width in Qwen2-VL
+
+
+def batch_dim(path: str, tensor: Tensor) -> int:
+    """Return the batch dim of a tensor at this path of a batch: `position_ids`, `inputs.position_ids`."""
+    return _BATCH_DIMS.get(path.rpartition(".")[2], {}).get(tensor.dim(), 0)
+
 
 def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | None) -> list[Any]:
-    """Split a batch along dim 0 into microbatches, which share its memory.
+    """Split a batch along its batch dims into microbatches, which share its memory.
 
     Args:
-        batch: a tree of tensors that are equally long along dim 0.
+        batch: a tree of tensors that are equally long along their batch dims.
         num_microbatches: number of microbatches; the first ones are one sample longer if it does not divide the batch.
         microbatch_size: samples per microbatch; the last one is shorter if it does not divide the batch. Give one
             of the two, or both if they agree.
@@ -31,19 +40,21 @@ def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | No
     """
     total = batch_size(batch)
     if total == 0:
-        raise ValueError("the batch is empty: all its tensors have length 0 along dim 0")
+        raise ValueError("the batch is empty: all its tensors have no samples")
     lengths = microbatch_lengths(total, num_microbatches, microbatch_size)
     starts = [0, *accumulate(lengths)]
     return [_slice(batch, start, length) for start, length in zip(starts, lengths, strict=False)]
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples: the length of all tensors of a batch along dim 0.
+    """Return the number of samples: the length of all tensors of a batch along their batch dims.
 
     Raises:
         ValueError: the lengths differ, or no tensor has dimensions.
     """
-    lengths = {path: tensor.shape[0] for path, tensor in _named_tensors(batch) if tensor.dim()}
+    lengths = {
+        path: tensor.shape[batch_dim(path, tensor)] for path, tensor in _named_tensors(batch) if tensor.dim()
+    }
     if not lengths:
         raise ValueError(
             f"a batch of type {type(batch).__name__} has no tensor with a batch dimension: "
@@ -51,21 +62,23 @@ def batch_size(batch: Any) -> int:
         )
     if len(set(lengths.values())) > 1:
         each = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
-        raise ValueError(f"the tensors of a batch must be equally long along dim 0, the samples: {each}")
+        raise ValueError(
+            f"the tensors of a batch must be equally long along their batch dims, the samples: {each}"
+        )
     return next(iter(lengths.values()))
 
 
 def merge(outputs: Sequence[Any]) -> Any:
     """Join the outputs of microbatches into the output of their batch.
 
-    Tensors are concatenated along dim 0. Tensors without dimensions (losses) are averaged, with equal weight for
-    each microbatch. None and other values that are equal in all outputs are kept; unequal values become a list.
+    Tensors are concatenated along their batch dims. Tensors without dimensions (losses) are averaged, with equal
+    weight for each microbatch. None and other values that are equal in all outputs are kept; unequal ones are listed.
 
     Args:
         outputs: trees of one structure, in the order of the microbatches.
 
     Raises:
-        ValueError: no outputs, or they differ in structure or in more than the length along dim 0.
+        ValueError: no outputs, or they differ in structure or in more than the number of samples.
     """
     if not outputs:
         raise ValueError("there are no outputs to merge")
@@ -115,7 +128,13 @@ def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size
 
 
 def _slice(batch: Any, start: int, length: int) -> Any:
-    return map_tensors(batch, lambda tensor: tensor.narrow(0, start, length) if tensor.dim() else tensor)
+    def cut(entries: list[Any], path: str) -> Any:
+        value = entries[0]
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        return value.narrow(batch_dim(path, value), start, length)
+
+    return _joined([batch], cut)
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
@@ -164,13 +183,20 @@ def _merge(entries: list[Any], path: str) -> Any:
 
 
 def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
-    if len({(tensor.dtype, tuple(tensor.shape[1:]), tensor.dim()) for tensor in tensors}) > 1:
+    dim = batch_dim(path, tensors[0])
+    if len({(tensor.dtype, _without(tensor.shape, dim), tensor.dim()) for tensor in tensors}) > 1:
         each = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
-        raise ValueError(f"{_place(path)} cannot be concatenated along dim 0 over the microbatches: {each}")
+        raise ValueError(
+            f"{_place(path)} cannot be concatenated along dim {dim} over the microbatches: {each}"
+        )
     if tensors[0].dim():
-        return torch.cat(tensors)
+        return torch.cat(tensors, dim)
     stacked = torch.stack(tensors)
     return stacked.mean() if stacked.is_floating_point() or stacked.is_complex() else stacked.float().mean()
+
+
+def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _place(path: str) -> str:

@@ -29,11 +29,12 @@ from ..pipeline.stage import (
 )
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.compiled_layers import compile_layers, layers_to_compile
+from ..shardformer.configs import copy_configs
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
-from ..shardformer.refusals import given_errors, mark_taken, refuse_partial_state
+from ..shardformer.refusals import given_errors, mark_all_taken, mark_taken, refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
@@ -80,6 +81,9 @@ def boost(
     with naming_failures("boost"):
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's names, of the full model
+        if mesh.size("tp", "pp", "sp", "wp") > 1:
+            mark_all_taken(model)  # before the cut, which leaves other modules to each stage
+        copy_configs(model)
         config.fused.choose_attention(model, mesh.device)
         ties = plan.cut_stages(mesh)
         plan.split_layers()

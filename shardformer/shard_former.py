@@ -18,13 +18,14 @@ from ..cluster.mesh import ParallelMesh
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
+from .configs import copy_configs
 from .derived import derived_table
 from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import add_gradient_hooks
 from .layers.lora import adapted
 from .layers.parallel_module import is_of_peft
 from .policy import Policy
-from .refusals import given_errors, policy_errors, refuse_partial_state
+from .refusals import given_errors, mark_all_taken, policy_errors, refuse_partial_state
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table_policy import TablePolicy
@@ -125,6 +126,9 @@ class ShardFormer:
             run_or_raise_together(partial(raise_errors, errors), *groups)
             require_equal_models(model, *groups)
         raise_errors(errors)
+        if sharder is not None:
+            mark_all_taken(model)
+        copy_configs(model)
         fused.choose_attention(model, device)
         shared = []
         if sharder is not None:

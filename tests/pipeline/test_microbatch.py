@@ -54,6 +54,18 @@ def test_microbatches_share_the_memory_of_the_batch() -> None:
     ]
 
 
+def test_positions_of_several_axes_are_cut_along_the_batch() -> None:
+    batch = {"input_ids": rows(3), "text": {"position_ids": torch.arange(18).view(3, 3, 2)}}
+    microbatches = split(batch, num_microbatches=3, microbatch_size=None)
+    positions = [each["text"]["position_ids"] for each in microbatches]
+    assert [each[0].tolist() for each in positions] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    joined = merge(microbatches)
+    assert all(
+        torch.equal(*pair) for pair in zip(joined["text"].values(), batch["text"].values(), strict=True)
+    )
+    assert batch_size({"position_ids": torch.zeros(4, 6, 2), "labels": rows(6)}) == 6
+
+
 def test_nested_batches_keep_their_containers() -> None:
     batch = {"a": rows(3), "b": [rows(3), (rows(3), None)], "pair": Pair(rows(3), rows(3))}
     first, second = split(batch, num_microbatches=2, microbatch_size=None)

@@ -1,0 +1,99 @@
+"""Two models of one process that share a config, a layer or a weight."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, Phi3ForCausalLM
+
+from echelon import ShardConfig, ShardFormer
+from echelon.verify.batch import loss_of
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .training import hybrid, refused, sgd, share
+
+LLAMA, PHI3 = ModelChoice(model_type="llama"), ModelChoice(model_type="phi3")
+CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "phi3": Phi3ForCausalLM}
+SEQUENCES = {"sp_size": 2, "enable_sequence_parallelism": True}
+
+
+def losses_of_one_config(choice: ModelChoice, settings: dict[str, Any]) -> list[float]:
+    """Return the first loss of two equal models of one config object; require that the object does not change."""
+    booster, config, losses = hybrid(**settings), choice.config(), []
+    first = CLASSES[choice.model_type](config)
+    before, kernel = config.to_dict(), config._attn_implementation
+    second = CLASSES[choice.model_type](config)
+    second.load_state_dict(first.state_dict())
+    for plain in (first, second):
+        model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+        batch = share(booster, choice, 0)
+        losses.append(float(booster.execute_pipeline(batch, model, loss_of, optimizer)["loss"]))
+        assert config.to_dict() == before and config._attn_implementation == kernel
+        assert plain.config is not config and plain.config is plain.model.config
+    return losses
+
+
+@pytest.mark.parametrize(
+    "choice, settings",
+    [
+        (LLAMA, SEQUENCES | {"sequence_parallelism_mode": "ring_attn"}),
+        (LLAMA, SEQUENCES | {"sequence_parallelism_mode": "all_to_all"}),
+        (LLAMA, {"enable_flash_attention": True}),
+        (PHI3, {"tp_size": 2}),
+    ],
+)
+def test_boosting_leaves_the_config_to_the_next_model(
+    pool: Pool, choice: ModelChoice, settings: dict[str, Any]
+) -> None:
+    for first, second in pool.run(2, losses_of_one_config, choice, settings):
+        assert first == pytest.approx(second, rel=1e-6)
+
+
+def with_layer_of(first: Any) -> nn.Module:
+    second: Any = LLAMA.build(1)
+    second.model.layers[1] = first.model.layers[1]
+    return second
+
+
+def with_weight_of(first: Any) -> nn.Module:
+    second: Any = LLAMA.build(1)
+    second.model.layers[0].mlp.up_proj.weight = first.model.layers[0].mlp.up_proj.weight
+    return second
+
+
+SHARED = {"layers.1": with_layer_of, "layers.0.mlp.up_proj.weight": with_weight_of}
+
+
+@pytest.mark.parametrize("settings", [{"pp_size": 2}, {"tp_size": 2}, SEQUENCES])
+def test_a_layer_of_a_boosted_model_is_refused_on_every_rank(pool: Pool, settings: dict[str, Any]) -> None:
+    for name in SHARED:
+        for refusal in pool.run(2, refusal_of_shared, name, settings):
+            assert refusal.startswith(f"model.{name}") and "is already boosted, or sharded" in refusal
+
+
+def refusal_of_shared(name: str, settings: dict[str, Any]) -> str:
+    booster, first = hybrid(**settings), LLAMA.build()
+    second = SHARED[name](first)
+    booster.boost(first, sgd(first), loss_of)
+    before = {name: each.clone() for name, each in second.named_parameters()}
+    text = refused(lambda: booster.boost(second, sgd(second), loss_of))
+    assert all(
+        torch.equal(each, before[name]) for name, each in second.named_parameters() if not each.is_meta
+    )
+    return text
+
+
+def test_shardformer_refuses_it_too(pool: Pool) -> None:
+    for refusal in pool.run(2, refusal_of_shardformer):
+        assert refusal.startswith("model.layers.1 of this LlamaForCausalLM is already boosted, or sharded")
+
+
+def refusal_of_shardformer() -> str:
+    former = ShardFormer(ShardConfig(tensor_parallel_size=2))
+    former.init_distributed()
+    first = LLAMA.build()
+    second = with_layer_of(first)
+    former.optimize(first)
+    return refused(lambda: former.optimize(second))
