@@ -150,12 +150,15 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
     A parameter that already has this placement (a tied one) is not changed.
 
     Raises:
-        AssertionError: it already has another placement.
+        ValueError: it already has another placement, from a layer that it is tied to.
     """
     present = placement_of(parameter)
     if present is not None:
         if present != placement:
-            raise AssertionError(f"a tied parameter was placed as {present} and again as {placement}")
+            raise ValueError(
+                "a parameter is tied to one that is sharded in another way: untie it "
+                f"(here {placement}, there {present})"
+            )
         return
     if isinstance(placement, Shard):
         parameter.data = placement.local(parameter.data, rank)

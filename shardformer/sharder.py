@@ -26,6 +26,7 @@ from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
+from .layers.linear import Linear1D_Row
 from .layers.parallel_module import ParallelModule
 from .layers.sequence_axis import INSTEAD, axis_of
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
@@ -369,14 +370,15 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
         whole = [
             path
             for path, module in sharers
-            if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked
+            if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked)
+            or (isinstance(module, Linear1D_Row) and module.bias is parameter)  # every rank adds all of it
         ]
         if isinstance(placement_of(parameter), Shard):
             split = next((path for path, _ in sharers if path not in whole), "another")
             for path in whole:
                 errors.add(
                     path,
-                    f"shares a weight with {split}, which is sharded, but is not sharded itself: untie it, "
+                    f"shares a parameter with {split}, which is sharded, but is not sharded itself: untie it, "
                     "or use a policy that shards it too",
                 )
 

@@ -263,7 +263,7 @@ class Linear1D_Row(_SplitLinear):
         self.split_random = split_random
         dim = 1 - self.output_dim
         shard = shard_of(self.weight, dim, process_group, **cut)
-        is_real = replace(shard, dim=0).local(torch.ones(self.weight.shape[dim]), process_group.rank())
+        is_real = replace(shard, dim=0).local(torch.ones(sum(shard.blocks)), process_group.rank())
         self.register_buffer(
             "_is_real", None if bool(is_real.all()) else is_real.to(self.weight.device), persistent=False
         )

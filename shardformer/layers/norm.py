@@ -56,7 +56,7 @@ class SplitRMSNorm(ParallelModule):
         self.epsilon = epsilon_of(native)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
         shard = shard_of(self.weight, 0, process_group, **cut)
-        self._counted = self.weight.shape[0] * shard.replicas  # by all ranks together
+        self._counted = sum(shard.blocks) * shard.replicas  # by all ranks together
         place(self.weight, shard, process_group.rank())
         self.train(native.training)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from ...cluster.placement import Shard
+from ...cluster.placement import Shard, placement_of
 from ...lazy.tensor import LazyTensor
 
 # Attributes with the hooks of a module; accelerate additionally sets `forward` on the instance.
@@ -75,14 +75,16 @@ def shard_of(
     """Return the placement of a tensor that is sharded along `dim` over a group.
 
     Args:
-        tensor: the unsharded tensor.
+        tensor: the tensor; a tied one may be sharded already.
         dim: the sharded dimension.
         group: the tensor axis.
         split_sizes: lengths of the fused blocks along `dim`, each sharded separately; None is a single block.
         padded_sizes: their lengths after padding with zeros; None is no padding.
         cut: `replicas` and `stretches`, see `Shard`.
     """
-    blocks = (tensor.shape[dim],) if split_sizes is None else tuple(split_sizes)
+    present = placement_of(tensor)
+    length = sum(present.blocks) if isinstance(present, Shard) and present.dim == dim else tensor.shape[dim]
+    blocks = (length,) if split_sizes is None else tuple(split_sizes)
     padded = None if padded_sizes is None else tuple(padded_sizes)
     return Shard(size=group.size(), dim=dim, blocks=blocks, padded=padded, **cut)
 

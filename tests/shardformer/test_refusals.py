@@ -147,7 +147,7 @@ ROWS = {
     "a second head": Row(
         changed(with_second_head, tie_word_embeddings=False),
         TWO,
-        (("second_head: shares a weight with lm_head",),),
+        (("second_head: shares a parameter with lm_head",),),
     ),
     "key-value heads": Row(
         lambda: llama(**GROUPED),

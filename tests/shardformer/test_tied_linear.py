@@ -1,0 +1,67 @@
+"""Linear weights that the script tied: sharded once where both layers shard alike, refused by name elsewhere."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
+
+from ..plugins.training import hybrid, refused, sgd
+from ..pool import Pool
+
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+BIASED = ModelChoice(
+    model_type="llama", num_layers=2, settings=(("attention_bias", True), ("num_key_value_heads", 4))
+)
+SEQUENCES = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+DOWN = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+GATE = ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
+QUERY = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj")
+
+
+def tied(pair: tuple[str, str]) -> nn.Module:
+    model = LLAMA.build()
+    model.get_submodule(pair[1]).weight = model.get_submodule(pair[0]).weight
+    return model
+
+
+def trained(pair: tuple[str, str], settings: dict[str, Any]) -> dict[str, float]:
+    booster, plain = hybrid(num_microbatches=1, max_norm=1.0, **settings), tied(pair)
+    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+    result = {}
+    for step in range(2):
+        batch = make_batch(LLAMA, num_samples=4, seed=step)
+        loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]
+        optimizer.step()
+        result |= {f"loss {step}": float(loss), f"norm {step}": float(optimizer.get_grad_norm())}
+        optimizer.zero_grad()
+    return result
+
+
+@pytest.mark.parametrize("pair", [DOWN, GATE])
+@pytest.mark.parametrize("settings", [{}, SEQUENCES, {"zero_stage": 1}])
+def test_layers_that_shard_alike_train_as_in_one_process(
+    pool: Pool, pair: tuple[str, str], settings: dict[str, Any]
+) -> None:
+    expected = pytest.approx(pool.run(1, trained, pair, {})[0], rel=1e-5)
+    assert pool.run(2, trained, pair, {"tp_size": 2, **settings}) == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_column_tied_to_a_row_is_refused_by_both_names(pool: Pool, name: str) -> None:
+    for text in pool.run(2, refusal_of, QUERY, name):
+        assert all(path in text for path in QUERY) and "shares a parameter with" in text
+
+
+def refusal_of(pair: tuple[str, str], name: str) -> str:
+    model = BIASED.build()
+    first, second = map(model.get_submodule, pair)
+    setattr(second, name, getattr(first, name))
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    booster = hybrid(tp_size=2)
+    text = refused(lambda: booster.boost(model, sgd(model), loss_of))
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+    return text
