@@ -25,7 +25,7 @@ class Access(NamedTuple):
     """Read and write the state of a random generator, as plain values."""
 
     read: Callable[[Any], Any]
-    write: Callable[[Any, Any], None]
+    write: Callable[[Any, Any], object]
 
 
 _ACCESS: dict[type, Access] = {
