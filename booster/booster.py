@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.background import Save
 from ..checkpoint.calls import save_errors
 from ..checkpoint.step import Resume, Resumed
-from ..cluster.errors import raise_errors
+from ..cluster.errors import naming_arguments, raise_errors
 from ..plugins.base import Boosted, Dataloaders, Plugin, Returned
 from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
@@ -40,6 +40,7 @@ class Booster:
             argument `precision`.
     """
 
+    @naming_arguments
     def __init__(
         self,
         plugin: Plugin | None = None,

@@ -1,14 +1,21 @@
-"""Errors: a list of errors raised as one, failures of other ranks, and deferred SIGTERM."""
+"""Errors: a list of errors raised as one, unknown arguments, failures of other ranks, and deferred SIGTERM."""
 
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import wraps
+from inspect import Parameter, signature
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 
 class ErrorList(ValueError):
@@ -33,6 +40,48 @@ def raise_errors(errors: Sequence[str]) -> None:
 def errors_of(error: Exception) -> tuple[str, ...]:
     """The texts of an `ErrorList`, or the text of any other error."""
     return error.args if isinstance(error, ErrorList) else (str(error),)
+
+
+def unknown_arguments(
+    function: Callable[..., object], names: Iterable[str], others: Iterable[str] = ()
+) -> list[str]:
+    """Return Python's error for each name that is no argument of a function, with the nearest arguments.
+
+    Args:
+        function: its signature has the arguments.
+        names: names of keyword arguments in a call.
+        others: further names that it accepts.
+    """
+    parameters = signature(function).parameters.values()
+    known = [
+        each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD and each.name != "self"
+    ]
+    errors = []
+    for name in names:
+        if name not in (*known, *others):
+            nearest = " or ".join(_nearest(name, known) or get_close_matches(name, [*known, *others], 1))
+            error = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+            errors.append(f"{error}: did you mean {nearest}?" if nearest else error)
+    return errors
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return at most three names that have all words of `name`, as tp_size of tp, or only words of it."""
+    words = set(name.split("_"))
+    alike = [each for each in known if words <= {*each.split("_")} or words >= {*each.split("_")}]
+    return get_close_matches(name, alike, 3, 0)
+
+
+def naming_arguments(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """Decorate: the TypeError of an unknown keyword argument names the nearest arguments."""
+
+    @wraps(function)
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+        if errors := unknown_arguments(function, kwargs):
+            raise TypeError(str(ErrorList(*errors)))
+        return function(*args, **kwargs)
+
+    return called
 
 
 # gloo's messages about a lost peer; NCCL and the store have error types of their own.

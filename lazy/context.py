@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path
 
-from ..cluster.errors import raise_errors
+from ..cluster.errors import naming_arguments, raise_errors
 from .files import open_tensors
 from .replay import Geometry, make
 from .tensor import LazyTensor, allocate, content_of, lazily
@@ -97,6 +97,7 @@ class LazyInitContext(TorchDispatchMode):
         ValueError: on entry, if torch's default device is not the CPU.
     """
 
+    @naming_arguments
     def __init__(self, default_device: torch.device | str | int | None = None) -> None:
         super().__init__()
         self.default_device = _CPU if default_device is None else torch.device(default_device)

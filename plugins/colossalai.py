@@ -1,7 +1,9 @@
 """Arguments of ColossalAI's plugins without a counterpart in Echelon: accepted if they change nothing, else refused."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from ..cluster.errors import ErrorList, unknown_arguments
 
 
 class Unavailable(NamedTuple):
@@ -67,19 +69,28 @@ FSDP = {
 }
 
 
-def unavailable_errors(plugin: type, known: Mapping[str, Unavailable], given: Mapping[str, Any]) -> list[str]:
-    """Return an error for each given argument with a value that is not accepted.
+def unavailable_errors(
+    init: Callable[..., None], known: Mapping[str, Unavailable], given: Mapping[str, Any]
+) -> list[str]:
+    """Return an error for each argument with a value that is not accepted.
+
+    Args:
+        init: the constructor of the plugin.
+        known: ColossalAI's arguments.
+        given: arguments that are not in the constructor's signature.
 
     Raises:
-        TypeError: an argument is unknown; the message is Python's own.
+        TypeError: an argument is unknown; with the nearest names, and with the errors of the others.
     """
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{plugin.__name__}.__init__() got an unexpected keyword argument {name!r}")
-    return [
+    errors = [
         f"{name}={value!r} of ColossalAI is not available: {known[name].instead}"
         for name, value in given.items()
-        if not any(
-            value is each or (type(value) in (int, float) and value == each) for each in known[name].taken
-        )
+        if name in known and not any(_is_same(value, accepted) for accepted in known[name].taken)
     ]
+    if unknown := unknown_arguments(init, given, known):
+        raise TypeError(str(ErrorList(*unknown, *errors)))
+    return errors
+
+
+def _is_same(value: Any, accepted: Any) -> bool:
+    return value is accepted or (type(value) in (int, float) and bool(value == accepted))

@@ -178,7 +178,7 @@ class HybridParallelPlugin(Plugin):
         **others: Any,
     ) -> None:
         self.config = HybridConfig(**own_arguments(locals()) | {"precision": given_precision(precision)})
-        unavailable = unavailable_errors(type(self), self._unavailable, others)
+        unavailable = unavailable_errors(HybridParallelPlugin.__init__, self._unavailable, others)
         require_process_group()
         raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
         require_equal(self.config, what="the plugin")

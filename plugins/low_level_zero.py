@@ -64,7 +64,9 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         **others: Any,
     ) -> None:
         arguments = own_arguments(locals())
-        unavailable_errors(type(self), ZERO, others)  # an unknown name may be one of HybridParallelPlugin
+        unavailable_errors(
+            LowLevelZeroPlugin.__init__, ZERO, others
+        )  # an unknown name may be one of HybridParallelPlugin
         renamed = {_RENAMED.get(name, name): value for name, value in arguments.items()}
         try:
             super().__init__(**renamed, **others)

@@ -181,7 +181,7 @@ class TorchDDPPlugin(TorchPlugin):
         **others: Any,
     ) -> None:
         given = own_arguments(locals())
-        unavailable = unavailable_errors(type(self), DDP, others)
+        unavailable = unavailable_errors(TorchDDPPlugin.__init__, DDP, others)
         require_process_group()
         switches = {name: value for name, value in given.items() if name != "bucket_cap_mb"}
         is_size = isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0

@@ -80,7 +80,7 @@ class TorchFSDPPlugin(TorchPlugin):
         require_process_group()
         raise_errors(
             [
-                *unavailable_errors(type(self), FSDP, others),
+                *unavailable_errors(TorchFSDPPlugin.__init__, FSDP, others),
                 *precision_errors(
                     precision=self._precision,
                     growth_factor=growth_factor,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import nn
 from echelon import (
     Booster,
     HybridParallelPlugin,
+    LazyInitContext,
     LowLevelZeroPlugin,
     PipelineGradientCheckpointConfig,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from echelon.cluster.errors import ErrorList
 from echelon.plugins.colossalai import DDP, FSDP, HYBRID, ZERO
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
@@ -403,6 +406,57 @@ def take_and_refuse_arguments_of_colossalai() -> None:
     )
     LowLevelZeroPlugin(norm_type=2)  # equals 2.0
     TorchFSDPPlugin(cpu_offload=None)
+
+
+ZERO_SIZES = "zero_size or zero_stage or zero_bucket_size_in_m"
+# What is called, with which unknown arguments, and the nearest ones by the error.
+TYPOS: tuple[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]], ...] = (
+    (HybridParallelPlugin, {"tp": 2}, ("tp_size",)),
+    (HybridParallelPlugin, {"dp": 2, "pp_szie": 2}, ("dp_size", "pp_size")),
+    (HybridParallelPlugin, {"zero": 1}, (ZERO_SIZES,)),
+    (HybridParallelPlugin, {"num_micro_batches": 4}, ("num_microbatches",)),
+    (
+        HybridParallelPlugin,
+        {"sequence_parallelism": True},
+        ("sequence_parallelism_mode or enable_sequence_parallelism",),
+    ),
+    (HybridParallelPlugin, {"use_fp9": True}, ("use_fp8",)),
+    (LowLevelZeroPlugin, {"zero_stage": 2}, ("stage",)),
+    (TorchDDPPlugin, {"bucket_cap": 25}, ("bucket_cap_mb",)),
+    (TorchFSDPPlugin, {"offload": True}, ("cpu_offload",)),
+    (Booster, {"precision": "bf16"}, ("mixed_precision",)),
+    (LazyInitContext, {"device": "cpu"}, ("default_device",)),
+    (LazyInitContext, {"tensor_cls": None}, ("",)),
+)
+
+
+def misspell_arguments() -> None:
+    """Give unknown arguments, and every argument without one of its letters."""
+    for called, given, nearest in TYPOS:
+        with pytest.raises(TypeError) as error:
+            called(**given)
+        lines = [
+            f"{called.__name__}.__init__() got an unexpected keyword argument {name!r}"  # type: ignore[attr-defined]
+            + f": did you mean {meant}?" * bool(meant)
+            for name, meant in zip(given, nearest, strict=True)
+        ]
+        assert str(error.value) == str(ErrorList(*lines))
+    for called in dict.fromkeys(called for called, _, _ in TYPOS):
+        for name, parameter in signature(called).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                with pytest.raises(TypeError, match=rf"did you mean .*{name}"):
+                    called(**{name[:3] + name[4:]: 1})
+    with pytest.raises(TypeError) as error:
+        HybridParallelPlugin(tp=2, use_fp8=True, dp_outside=False)
+    unknown, unavailable = str(error.value).splitlines()[1:]
+    assert unknown.endswith("argument 'tp': did you mean tp_size?")
+    assert unavailable.startswith(
+        "- use_fp8=True of ColossalAI is not available: leave it out and use precision="
+    )
+
+
+def test_an_unknown_argument_is_answered_with_the_nearest(pool: Pool) -> None:
+    pool.run(1, misspell_arguments)
 
 
 def test_arguments_of_colossalai(pool: Pool) -> None:
