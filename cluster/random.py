@@ -118,7 +118,10 @@ class ForwardRandom:
         seed = _mixed(torch.default_generator.initial_seed() % 2**63, next(_BOOSTS))
         self._seed, self._num_calls = gather_integers((seed,))[0][0], 0
         self._calls = deque[_Call](maxlen=_MOST_CALLS)
-        self._repeated: tuple[tuple[int, int], int] = (-1, -1), 0  # graph task and node, and calls repeated for them
+        self._repeated: tuple[tuple[int, int], int] = (
+            (-1, -1),
+            0,
+        )  # graph task and node, and calls repeated for them
 
     def seed(self, seed: int) -> None:
         """Begin the stream of a seed, which must be equal on all ranks."""
@@ -185,7 +188,9 @@ class ForwardRandom:
         """
         number = node._sequence_nr()
         if node.name() == "CheckpointFunctionBackward":
-            if calls := [each for each in self._calls if each.first_node == number + 1 and not each.has_graph]:
+            if calls := [
+                each for each in self._calls if each.first_node == number + 1 and not each.has_graph
+            ]:
                 return calls
             raise RuntimeError(
                 "torch.utils.checkpoint with use_reentrant=True repeats a call of the model inside of another "

@@ -101,7 +101,9 @@ class StepAgreement:
     def _explain(self) -> None:
         if float(self._deviation) > 0:
             raise ValueError(self._why)
-        require_equal({"number of calls": self._num_noted}, what="a step", rule="every rank must run the same")
+        require_equal(
+            {"number of calls": self._num_noted}, what="a step", rule="every rank must run the same"
+        )
         found = gather_integers((self._mesh.rank("dp"), int(self._batch)))
         self.require_equal_batches([(replica, code) for replica, code in found])
 
