@@ -178,10 +178,9 @@ def dropout(precision: str) -> Row:
 
     def losses(seed: int, **options: Any) -> list[float]:
         model = choice.build()
-        torch.manual_seed(seed)
         plugin = HybridParallelPlugin(precision=precision, num_microbatches=2, **SCALE, **options)
         booster = Booster(plugin=plugin)
-        return train_boosted(booster, model, batches(choice))[0]
+        return train_boosted(booster, model, batches(choice), seed)[0]
 
     again = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     plain, recomputed = losses(0), losses(0, gradient_checkpoint_config=again)
@@ -198,11 +197,12 @@ def batches(choice: ModelChoice) -> list[dict[str, Tensor]]:
 
 
 def train_boosted(
-    booster: Booster, model: nn.Module, data: Sequence[dict[str, Tensor]]
+    booster: Booster, model: nn.Module, data: Sequence[dict[str, Tensor]], seed: int = 0
 ) -> tuple[list[float], nn.Module, Any]:
-    """Train a boosted model; return the losses, the model and the optimizer."""
+    """Train a boosted model whose forwards have this seed; return the losses, the model and the optimizer."""
     given = torch.optim.AdamW(model.parameters(), lr=RATE)
     boosted, optimizer, *_ = booster.boost(model, given)
+    booster.seed(boosted, seed)
     found = []
     for batch in data:
         batch = {name: value.to(default_device()) for name, value in batch.items()}

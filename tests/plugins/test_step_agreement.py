@@ -92,6 +92,20 @@ def test_a_batch_of_a_call_of_the_model_that_departs_is_named_too(pool: Pool) ->
         assert is_unchanged
 
 
+def call_in_two_modes() -> None:
+    booster = hybrid(tp_size=2)
+    model, _ = boosted(booster, LLAMA)
+    model.train(dist.get_rank() == 0)
+    model(**batch_of(booster, 0))
+
+
+def test_a_call_in_two_modes_is_refused(pool: Pool) -> None:
+    for error in pool.run_failing(2, call_in_two_modes):
+        assert isinstance(error, ValueError) and "the modes (training or evaluation) of rank(s) [1]" in str(
+            error
+        )
+
+
 def losses_of_ranks_seeded_apart() -> list[float]:
     booster = hybrid(zero_stage=1)
     model, optimizer = boosted(booster, LLAMA)
