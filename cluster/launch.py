@@ -29,7 +29,7 @@ def launch_from_torch(
     *,
     backend: str | None = None,
     device: torch.device | str | int | None = None,
-    seed: int = 1024,
+    seed: int | None = 1024,
     timeout_seconds: float = 600.0,
 ) -> None:
     """Start the default process group from torchrun's variables, or alone under a plain `python script.py`.
@@ -42,7 +42,7 @@ def launch_from_torch(
         backend: backend for the device's tensors: "nccl", "gloo", or one registered with torch. None takes NCCL on
             CUDA, else gloo.
         device: "cpu", "cuda", or the number of a visible GPU; None takes a GPU if there is one.
-        seed: seeds Python, NumPy and torch equally on every rank.
+        seed: seeds Python, NumPy and torch equally on every rank; None leaves their states as they are.
         timeout_seconds: time after which a collective raises if a peer does not join it.
 
     Raises:
@@ -77,7 +77,8 @@ def launch_from_torch(
     if not faulthandler.is_enabled():  # gloo aborts without an exception if message sizes differ
         with suppress(OSError, ValueError):  # standard error is no file
             faulthandler.enable()
-    seed_everything(seed)
+    if seed is not None:
+        seed_everything(seed)
 
 
 def seed_everything(seed: int) -> None:
@@ -103,8 +104,8 @@ def _value_errors(*, backend: object, device: object, seed: object, timeout_seco
             f"backend={backend!r} is unknown: use 'nccl', 'gloo', one that was registered with torch, or leave it out",
         ),
         (
-            not is_seed,
-            f"seed={seed!r} must be an integer from -2**63 to below 2**64",
+            seed is not None and not is_seed,
+            f"seed={seed!r} must be an integer from -2**63 to below 2**64, or None",
         ),
         (
             not (is_time and 0 < timeout_seconds <= _LONGEST),  # type: ignore[operator]

@@ -38,7 +38,7 @@ class ShardOptions:
             normalization=self.enable_fused_normalization or self.enable_all_optimization,
             jit=self.enable_jit_fused or self.enable_all_optimization,
             loss=self.enable_fused_loss,
-            is_ring=self.sequence_parallelism_mode == "ring_attn",
+            is_ring=self.enable_sequence_parallelism and self.sequence_parallelism_mode == "ring_attn",
         )
 
     def sequence_over(

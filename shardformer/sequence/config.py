@@ -14,6 +14,7 @@ TENSOR_MODES = ("split_gather", "ring")
 # On the sequence axis: sharded throughout the layer, with attention over the full sequence.
 SEQUENCE_MODES = ("all_to_all", "ring_attn")
 MODES = (*TENSOR_MODES, *SEQUENCE_MODES)
+_NAMES = ", ".join(map(repr, MODES))
 _TURNED_OFF = "without enable_sequence_parallelism=True, which turns it on: give both, or none"
 
 
@@ -40,12 +41,15 @@ class SequenceParallelism:
     def asked(
         *, enable: bool, mode: str | None, sp_size: int | None, **settings: Any
     ) -> "SequenceParallelism":
-        """Return settings from the user's switch and mode; the default mode depends on the axes."""
+        """Return settings from the user's switch and mode, which shards nothing unless the switch is on.
+
+        The default mode depends on the axes.
+        """
         if not isinstance(enable, bool):
             misuse = f"enable_sequence_parallelism={enable!r} must be True or False"
             return SequenceParallelism(misuse=misuse, **settings)
         if not enable:
-            misuse = "" if mode is None else f"sequence_parallelism_mode={mode!r} {_TURNED_OFF}"
+            misuse = "" if mode in (None, *MODES) else f"{_option(mode)} must be one of {_NAMES}"
             return SequenceParallelism(misuse=misuse, **settings)
         usual = "split_gather" if sp_size in (None, 1) else "all_to_all"
         return SequenceParallelism(mode=usual if mode is None else mode, **settings)
@@ -77,9 +81,9 @@ class SequenceParallelism:
                 for name, value in given.items()
                 if value not in (None, False)
             ]
-        option = f"sequence_parallelism_mode={self.mode!r}"
+        option = _option(self.mode)
         if self.mode not in MODES:
-            return [f"{option} must be one of {', '.join(map(repr, MODES))}"]
+            return [f"{option} must be one of {_NAMES}"]
         is_number = isinstance(inner, int) and not isinstance(inner, bool) and inner >= 1
         is_tensor, is_ring = self.is_on_tensor_axis, self.mode == "ring_attn"
         rows = [
@@ -111,6 +115,10 @@ class SequenceParallelism:
                 ),
             ]
         return [error for holds, error in rows if holds]
+
+
+def _option(mode: object) -> str:
+    return f"sequence_parallelism_mode={mode!r}"
 
 
 WHOLE = SequenceParallelism()

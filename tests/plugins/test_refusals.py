@@ -93,9 +93,9 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         HybridParallelPlugin,
-        dict(tp_size=2, sequence_parallelism_mode="split_gather", wp_size=2),
+        dict(tp_size=2, sequence_parallelism_mode="gather", wp_size=2),
         (
-            "sequence_parallelism_mode='split_gather' without enable_sequence_parallelism=True",
+            "sequence_parallelism_mode='gather' must be one of 'split_gather', 'ring', 'all_to_all', 'ring_attn'",
             "wp_size=2 does not divide the 1 ranks",
         ),
     ),
