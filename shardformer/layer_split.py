@@ -213,6 +213,7 @@ class LayerSplit:
 
         def column(name: str) -> dict[str, Any]:
             _, outputs = widths(layer.get_submodule(name))
+            self._require_order(name, outputs)
             shared = self._shares_key_values(name)
             number = {"num_key_value_heads": self.heads.padded_key_value} if shared else {}
             return {
@@ -246,6 +247,24 @@ class LayerSplit:
                         random = randoms.get(table.region_of(name) or "")
                         adapters.append(self._replacement(name, LoraSplit, {"split_random": random}))
         return [*linear, *adapters]
+
+    def _require_order(self, name: str, outputs: int) -> None:
+        """Raise ValueError for a fused projection whose order the table does not say: a guess would mix its parts."""
+        table, region = self._table, self._table.region_of(name)
+        columns, rows = (
+            [each for each in present(self.layer, names) if table.region_of(each) == region]
+            for names in (table.column, table.row)
+        )
+        if name in table.fused or len(columns) != 1 or len(rows) != 1:
+            return
+        inputs, _ = widths(self.layer.get_submodule(rows[0]))
+        if outputs > inputs and outputs % inputs == 0:
+            count = outputs // inputs
+            raise ValueError(
+                f"its {outputs} outputs are {count} times the {inputs} inputs of {rows[0]}, and fused does not say how "
+                f"they are ordered: give fused={{{name!r}: {count}}} if they are {count} blocks (all queries, all "
+                "keys, all values), or 1 if every head, or feature, has its own side by side"
+            )
 
     def _shares_key_values(self, name: str) -> bool:
         """Return True for a fused query-key-value projection whose key-value heads are replicated over ranks."""

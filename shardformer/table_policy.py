@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import divisors
-from ..pipeline.plan import StagePlan
+from ..pipeline.plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
@@ -227,7 +227,24 @@ class TablePolicy(Policy):
         is_counted = self.table.column and not (self.table.attention or self.table.divide)
         for name in self.table.divisible if is_counted else ():
             with self.errors.at(prefix):
-                require_divisible(name, setting(config, name, "leave it out of divisible"), ranks)
+                require_divisible(name, setting(config, name, self._count_advice()), ranks)
+
+    def _count_advice(self) -> str:
+        """Return advice for a table without counts: the numbers in the first layer that its code may read."""
+        layer = next(iter(layers_of(self.model, self._stacks()).values()))
+        counts = [
+            f"{join(path, name)}={value}"
+            for path, module in layer.named_modules()
+            if any(is_within(path, region) for region in self.table.regions)
+            and next(module.parameters(recurse=False), None) is None
+            for name, value in vars(module).items()
+            if type(value) is int and value > 1 and not name.startswith("_")
+        ]
+        numbers = f" of {', '.join(counts)}" if counts else ""
+        return (
+            f"name in divide those{numbers} that a rank's shard changes (heads, the width of all heads), and also in "
+            "divisors those by which the full width is divided; without any, give divisible=()"
+        )
 
     def postprocess(self) -> nn.Module:
         """Route the loss to a sharded head, and refuse calls whose results would be sharded over ranks.

@@ -164,6 +164,7 @@ GPT_NEOX = Table(
     # Cut between heads, each with its query, key and value.
     column=("attention.query_key_value", "mlp.dense_h_to_4h"),
     row=("attention.dense", "mlp.dense_4h_to_h"),
+    fused={"attention.query_key_value": 1},
     attention={"attention": "attention.dense"},
     dropout={"attention": RegionDropout(probability="attention.attention_dropout", row="attention.dense")},
     embedding="embed_in",
@@ -208,6 +209,7 @@ BLOOM = Table(
     # Cut between heads, each with its query, key and value.
     column=("self_attention.query_key_value", "mlp.dense_h_to_4h"),
     row=("self_attention.dense", "mlp.dense_4h_to_h"),
+    fused={"self_attention.query_key_value": 1},
     attention={"self_attention": "self_attention.dense"},
     divide=("self_attention.num_heads",),
     needed={"slow_but_exact": False},  # with True the code multiplies slices of row weights itself

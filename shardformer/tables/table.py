@@ -77,8 +77,8 @@ class Table:
             entries of its heads. Inputs with one entry for all heads, or with two dimensions (flash-attn's padding
             masks), are not sliced.
         fused: modules of `column` and parameters of `split` that fuse several projections: a number of projections of
-            equal size, or, in `column`, an order of query, key and value heads. Fused weights whose heads contain
-            their own query, key and value need no entry.
+            equal size, or, in `column`, an order of query, key and value heads. 1: every head, or feature, has its
+            own query, key and value side by side.
         key_value: names in `column`, `split` and `norms` with one block per key-value head.
         key_value_heads: path of the attribute with the number of key-value heads; None is the config's
             `num_key_value_heads`.

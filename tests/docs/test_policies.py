@@ -5,6 +5,7 @@ import io
 import re
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, shard_model
 from echelon.cluster.placement import PartialGrad, Shard, placement_of
+from echelon.shardformer import Table
 from echelon.shardformer.layers import Linear1D_Col, VocabParallelLMHead1D
+from echelon.zero.optimizer import ShardedOptimizer
 
 from ..pool import Pool
-from ..shardformer.bare_training import causal_batch, departure
+from ..shardformer.bare_training import _whole, causal_batch, departure
 from ..shardformer.compare import named
 from .scripts import code_blocks
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "policies.md"
-TABLE, BY_TABLE, POLICY, BY_POLICY, TRAINING = range(5)  # numbers of the guide's blocks
+TABLE, BY_TABLE, GPT, POLICY, BY_POLICY, TRAINING = range(6)  # numbers of the guide's blocks
 
 
 def executed(*blocks: int) -> dict[str, Any]:
@@ -206,3 +209,118 @@ def test_the_guide_quotes_the_error_of_indivisible_heads(pool: Pool) -> None:
     assert "`Decoder(num_heads=3, width=36)`" in GUIDE.read_text()
     _, quoted = code_blocks(GUIDE, "text")
     assert pool.run(2, refuse_three_heads) == [quoted.strip()] * 2
+
+
+# The GPT with fused queries, keys and values.
+
+
+def gpt_batch(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 101, (4, 9), generator=torch.Generator().manual_seed(step))
+    return {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+
+def new_gpt() -> tuple[Any, nn.Module, Table]:
+    names = executed(GPT)
+    small_gpt = sys.modules["small_gpt"]
+    torch.manual_seed(1)
+    return small_gpt, names["GPT"](small_gpt.GPTConfig()), names["SMALL_GPT"]
+
+
+def gpt_departures(tp_size: int, pp_size: int) -> tuple[int, list[str]]:
+    """Train by plain SGD; return the number of compared gradients, and the tensors that differ from one process."""
+    _, model, _ = new_gpt()
+    alone = deepcopy(model)
+    booster = Booster(
+        plugin=HybridParallelPlugin(tp_size=tp_size, pp_size=pp_size, num_microbatches=2, precision="fp32")
+    )
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    mesh: Any = booster.plugin.mesh  # type: ignore[attr-defined]
+    group = mesh.group("tp") if tp_size > 1 else None
+    assert isinstance(optimizer, ShardedOptimizer)
+    wrong, count = [], 0
+    for step in range(3):
+        loss = alone(**gpt_batch(step))[1]
+        loss.backward()
+        outputs = booster.execute_pipeline(
+            iter([gpt_batch(step)]), boosted, lambda outputs, inputs: outputs[1], optimizer
+        )
+        wrong += differing(f"loss of step {step}", outputs["loss"], loss.detach())
+        optimizer.reduce_gradients()
+        gradients = optimizer.gradients()
+        expected = dict(
+            alone.named_parameters(remove_duplicate=False)
+        )  # the last stage has the tied one as lm_head
+        local = dict(boosted.unwrap().named_parameters())  # type: ignore[attr-defined]
+        for name, parameter in local.items():
+            if name in gradients:
+                count += 1
+                found = _whole(parameter, gradients[name], group, name)
+                wrong += differing(f"gradient of {name} in step {step}", found, expected[name].grad)
+        plain.step()
+        plain.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in local.items():
+            found = _whole(parameter, parameter.data, group, name)
+            wrong += differing(f"{name} after step {step}", found, expected[name].detach())
+    return count, wrong
+
+
+def differing(name: str, found: Tensor, expected: Tensor | None) -> list[str]:
+    """Return the name if a tensor departs by more than 5e-6 of the largest entry: float32 sums in another order."""
+    assert expected is not None
+    distance = (found - expected).abs().max()
+    return [] if distance <= 5e-6 * expected.abs().max() else [f"{name}: {distance:g}"]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)], ids=str
+)
+def test_the_guides_gpt_has_the_gradients_of_one_process(pool: Pool, tp_size: int, pp_size: int) -> None:
+    results = pool.run(tp_size * pp_size, gpt_departures, tp_size, pp_size)
+    assert [wrong for _, wrong in results] == [[]] * len(results)
+    # 4 layers of 12 tensors, embeddings, final norm; the gradient of the tied weight is the first stage's.
+    assert sum(count for count, _ in results) == 3 * tp_size * 52
+
+
+def gpt_refusals() -> dict[str, str]:
+    """Return the errors of tables that a newcomer writes first, by what they lack."""
+    _, model, table = new_gpt()
+    made = {
+        "counts": replace(table, divide=(), divisors=()),
+        "order": replace(table, fused={}),
+        "head": replace(table, heads=()),
+    }
+    found = {}
+    for lack, each in made.items():
+        with pytest.raises(ValueError) as raised:
+            shard_model(deepcopy(model), each)
+        found[lack] = str(raised.value)
+    return found
+
+
+def test_tables_without_counts_order_or_head_are_refused_with_the_entry_to_write(pool: Pool) -> None:
+    for found in pool.run(2, gpt_refusals):
+        assert "name in divide those of attn.n_head=4, attn.n_embd=32 that" in found["counts"]
+        assert "its 96 outputs are 3 times the 32 inputs of attn.c_proj" in found["order"]
+        assert "give fused={'attn.c_attn': 3}" in found["order"]
+        assert "shares a weight with" in found["head"]
+        guide = GUIDE.read_text()
+        for quoted in (
+            "its 96 outputs are 3 times the 32 inputs of attn.c_proj",
+            "the table takes num_attention_heads",
+        ):
+            assert quoted in guide and any(quoted in error for error in found.values())
+
+
+def unfit_shapes() -> None:
+    """Without `divisors` the code divides the full width by the local number: torch's error is quoted in the guide."""
+    _, model, table = new_gpt()
+    split = shard_model(model, replace(table, divisors=()))
+    with pytest.raises(RuntimeError, match=r"shape '\[4, 8, 2, 16\]' is invalid for input of size"):
+        split(**gpt_batch(0))
+
+
+def test_a_width_that_is_divided_by_a_local_number_fits_no_shape(pool: Pool) -> None:
+    pool.run(2, unfit_shapes)
