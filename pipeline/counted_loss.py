@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +161,7 @@ class ObservedStage:
         self.observed = Observed()
         self._waits_for, self._state = last_layer, ""
         if last_layer is not None:
-            last_layer.register_forward_hook(self._begin)
+            last_layer.register_forward_hook(_Begin(self))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
         """Return the model's outputs."""
@@ -174,7 +175,21 @@ class ObservedStage:
                 self.observed.__exit__(None, None, None)
             self._state = ""
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self) -> None:
         if self._state == "before":  # not in a recomputation, nor in another call
             self._state = "open"
             self.observed.__enter__()
+
+
+class _Begin:
+    """Hook of the last layer; in a copy of the layer it does nothing."""
+
+    def __init__(self, stage: ObservedStage | None = None) -> None:
+        self._stage = None if stage is None else ref(stage)
+
+    def __call__(self, *_: Any) -> None:
+        if self._stage is not None and (stage := self._stage()) is not None:
+            stage._begin()
+
+    def __reduce__(self) -> tuple[type["_Begin"], tuple[()]]:
+        return _Begin, ()

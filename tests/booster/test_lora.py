@@ -111,9 +111,8 @@ def test_saved_adapters_are_those_of_one_process(
 ) -> None:
     found = pool.run(world, train_and_save, choice, tmp_path, settings, given=given, timeout=120.0)
     assert [each["moved"] for each in found] == [[]] * world
-    replicas = world // (settings.get("tp_size", 1) * settings.get("pp_size", 1))
     stored = load_file(tmp_path / "adapter_model.safetensors")
-    expected = in_one_process(choice, parts=2 * replicas)
+    expected = in_one_process(choice, parts=1)
     assert any("lora_A" in name for name in stored)
     for name, tensor in stored.items():
         torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=TOLERANCE)

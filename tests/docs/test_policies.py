@@ -305,7 +305,7 @@ def test_tables_without_counts_order_or_head_are_refused_with_the_entry_to_write
         assert "name in divide those of attn.n_head=4, attn.n_embd=32 that" in found["counts"]
         assert "its 96 outputs are 3 times the 32 inputs of attn.c_proj" in found["order"]
         assert "give fused={'attn.c_attn': 3}" in found["order"]
-        assert "shares a weight with" in found["head"]
+        assert "shares a parameter with" in found["head"]
         guide = GUIDE.read_text()
         for quoted in (
             "its 96 outputs are 3 times the 32 inputs of attn.c_proj",

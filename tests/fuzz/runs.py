@@ -213,24 +213,19 @@ def _cut(batch: Batch, number: int) -> list[Batch]:
 
 
 def _weight(draw: Draw, batch: Batch) -> int:
-    """The share of a part of a batch in the loss of all of it: 1, or as many as the tokens that are predicted."""
-    if draw.criterion == "model":
-        return 1
+    """The share of a part of a batch in the loss of all of it: the number of its labels that count."""
     first = 1 if FAMILIES[draw.family].data == "causal" else 0  # nothing predicts the first token
-    return int((batch["labels"][:, first:] != -100).sum())
+    return int((batch["labels"][..., first:] != -100).sum())
 
 
 def _accumulate(draw: Draw, model: torch.nn.Module, parts: list[list[Batch]]) -> float:
     """Add up the gradients of a step, and return its loss."""
     criterion = criterion_of(draw)
     if criterion is None:
-        total = 0.0
-        for replica in parts:
-            for batch in replica:
-                loss = model(**batch).loss / (len(replica) * len(parts))
-                loss.backward()
-                total += loss.item()
-        return total
+        batches = [batch for replica in parts for batch in replica]
+        loss = model(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss
+        loss.backward()
+        return float(loss.item())
     # of the whole batch: sums of all parts before anything is differentiated
     sums = [criterion(model(**batch), batch) for replica in parts for batch in replica]
     loss = sum(total for total, _ in sums) / sum(weight for _, weight in sums)

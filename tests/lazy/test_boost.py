@@ -81,11 +81,14 @@ def sharded_in_both_ways(model_type: str) -> list[str]:
     lazy, eager = boosted
     assert isinstance(eager, HybridParallelModule) and isinstance(lazy, HybridParallelModule)
     left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
-    own, others = lazy.local_parameters, eager.local_parameters
+    own, others = (
+        {name: vars(each) | {"_echelon_taken": None} for name, each in model.local_parameters.items()}
+        for model in (lazy, eager)
+    )
     return [
         *differences(lazy.module, eager.module),
         *left,
-        *(n for n in others if vars(others[n]) != vars(own[n])),
+        *(name for name in others if others[name] != own[name]),
     ]
 
 
