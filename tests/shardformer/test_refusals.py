@@ -260,7 +260,7 @@ ROWS = {
     "no config": Row(
         without_config,
         TWO,
-        (("takes num_heads from the model's config, and the model has none: leave it",),),
+        (("takes num_heads from the model's config, and the model has none: name in divide those",),),
         BARE,
     ),
     "all at once": Row(
