@@ -25,6 +25,7 @@ from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..data.given import shard_given_loader
 from ..data.loader import ShardedLoader, sharded_loader
+from ..pipeline.stage import with_known_cache_name
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .scaled_optimizer import ScaledOptimizer
@@ -279,6 +280,7 @@ class BoostedModule(nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs. If a rank fails meanwhile, the ranks that wait for it raise its name."""
+        kwargs = with_known_cache_name(self.module, kwargs)
         if torch.compiler.is_compiling():  # torch.compile cannot trace the detection of failed ranks
             return self.compute(*args, **kwargs)
         with naming_failures("model(**batch)", self.ranks_of_call()):
