@@ -64,6 +64,8 @@ class EmptyCache(DynamicCache):
         return key_states, value_states
 
 
+# Substrings in names of layers' inputs that are no tensors or have no gradients: masks, rotations, caches, routes.
+WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
 # Arguments of layers with an entry for each position, besides hidden states, and their sequence dimension.
 LAYER_POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 
