@@ -1,4 +1,4 @@
-# `make finetune` and `make test` need Python >= 3.10 with pip, and make: the rest they set up in $(VENV).
+# `make finetune` and `make test` need Python >= 3.11 with pip, and make: the rest they set up in $(VENV).
 
 PYTHON ?= python3
 # Installed before everything else, so that another build can be chosen:

@@ -23,6 +23,7 @@ from ..checkpoint.optimizer import Trained
 from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..cluster.releases import log_newer_releases
 from ..data.given import shard_given_loader
 from ..data.loader import ShardedLoader, sharded_loader
 from ..pipeline.stage import with_known_cache_name
@@ -140,10 +141,11 @@ class Plugin(ABC):
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def announce_precision(self) -> None:
-        """Log a default precision and warn of fp16 on a CPU, once: on the first rank, at the first boost."""
+        """Log newer releases and a default precision, and warn of fp16 on a CPU: once, on the first rank."""
         if self._is_precision_announced or self.mesh.global_rank:
             return
         self._is_precision_announced = True
+        log_newer_releases()
         if self.has_default_precision:
             _LOG.warning(
                 "%s=%r, since none was given: the default is fp32 on a CPU, bf16 on a GPU that supports it, "
