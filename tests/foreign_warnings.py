@@ -61,7 +61,7 @@ def kept() -> list[str]:
 def pytest_configure(config: pytest.Config) -> None:
     """Let warnings of torch's C++ code pass: `pytest_warning_recorded` gets them."""
     if FOLDER in os.environ:
-        config.addinivalue_line("filterwarnings", f"default:(?s:.*){_BY_C}")
+        config.addinivalue_line("filterwarnings", rf"default:[\s\S]*{_BY_C}")
 
 
 def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:

@@ -1,5 +1,8 @@
 """Warnings of other packages are collected, and Echelon's own stay errors."""
 
+import json
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -49,6 +52,20 @@ def test_a_warning_of_echelon_stays_an_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(FutureWarning, match="own"):
         module_named("echelon.pretended", monkeypatch).f("own")
     assert foreign_warnings.kept() == []
+
+
+def test_one_test_fails_with_every_message(tmp_path: Path) -> None:
+    environment = {**os.environ, foreign_warnings.FOLDER: str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/foreign_warnings.py"]
+    for messages in ((), ("one", "another")):
+        for message in messages:
+            row = {"category": "UserWarning", "message": message, "module": "torch.nn"}
+            (tmp_path / f"{message}.json").write_text(json.dumps(row))
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == bool(messages), done.stdout + done.stderr
+        assert all(f"UserWarning of torch.nn: {message}" in done.stdout for message in messages)
 
 
 def test_without_the_variable_every_warning_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from echelon.zero.inner_optimizer import choose_fused_kernels

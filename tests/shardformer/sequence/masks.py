@@ -117,8 +117,11 @@ def whole(kind: str, length: int) -> Tensor:
         assert mask is not None
         return mask.expand(BATCH, 1, length, length)
 
-    with registered("always", always):
+    AttentionMaskInterface.register("always", always)  # as this release calls it
+    try:
         return made(kind, length, "always")
+    finally:
+        del AttentionMaskInterface._global_mapping["always"]
 
 
 @contextmanager
