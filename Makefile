@@ -1,29 +1,38 @@
-# `make finetune` and `make test` need Python >= 3.10 with pip, and make: the rest they set up in $(VENV).
+# `make finetune` and `make test` need Python >= 3.11 with pip, and make: the rest they set up in $(VENV).
 
 PYTHON ?= python3
 # Installed before everything else, so that another build can be chosen:
 # make test TORCH="torch==2.12.0 --index-url URL"
-TORCH ?= torch==2.13.0
+TORCH ?= $(shell sed -n '/^torch==/p' constraints.txt)
 
 # `make test-older` tries the oldest releases that pyproject.toml allows: of transformers, and of torch beside a later
 # transformers. One environment for each.
 OLDER ?= transformers==5.0.0
 OLDEST_TORCH ?= torch==2.11.0
 BESIDE_IT ?= transformers==5.17.0
+# `make test-newest` takes the newest that pip finds.
+NEWEST ?= --upgrade transformers peft
 # The tests that a release can touch.
 OLDER_TESTS := $(addprefix tests/,contract models shardformer verify pipeline plugins cli)
 
 VENV := .venv
 BIN := $(VENV)/bin
 OLDER_VENV := .venv-older-$(subst ==,-,$(OLDER))
+NEWEST_VENV := .venv-newest
 # Written once everything is installed, and says with what.
 READY := $(VENV)/.installed
 OLDER_READY := $(OLDER_VENV)/.installed
+NEWEST_READY := $(NEWEST_VENV)/.installed
+# The releases of constraints.txt, except for torch, of which another build may be chosen.
+PINNED := build/constraints.txt
 SETTINGS := $(PYTHON) $(TORCH)
 OLDER_SETTINGS := $(SETTINGS) $(OLDER)
 
-# Several pytest processes, each with workers of its own: a distributed test waits more than it computes.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+# Several pytest processes, each with workers of its own: a distributed test waits more than it computes. A run writes its
+# counts and releases into build/releases, from which `make releases` makes docs/releases.md.
+PYTEST := OMP_NUM_THREADS=1 RELEASES=build/releases $(BIN)/pytest -n 3 --dist worksteal
+# Where `make test-newest` collects warnings of other packages.
+FOREIGN := build/warnings
 
 # The part of `make test-all`, of how many: one of eight takes at most 40 minutes on 2 cores. Of `make gpu`: names.
 PART ?= 1/1
@@ -39,7 +48,7 @@ FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help finetune gpu test test-all test-older test-one-older lint format links install clean always
+.PHONY: help finetune gpu releases test test-all test-newest test-older test-one-older lint format links install clean always
 
 help:
 	@echo "make finetune   fine-tune BERT on 4 processes: tensor and pipeline parallelism, then ZeRO"
@@ -47,6 +56,8 @@ help:
 	@echo "make test       lint, type check and the quick tests"
 	@echo "make test-all   the same with every test; PART=3/8 for the third of eight parts, each with its results"
 	@echo "make test-older quick tests with $(OLDER), then with $(OLDEST_TORCH) and $(BESIDE_IT)"
+	@echo "make test-newest quick tests with the newest torch, transformers and peft that pip finds"
+	@echo "make releases   add the last runs to the table of releases, docs/releases.md"
 	@echo "make lint       lint and type check"
 	@echo "make format     rewrite the sources in the house format"
 	@echo "make links      only make $(LINKS): with it on PYTHONPATH, this checkout is imported without being installed"
@@ -72,6 +83,16 @@ test-older: test-one-older
 
 test-one-older: $(OLDER_READY)
 	$(subst $(BIN),$(OLDER_VENV)/bin,$(PYTEST)) -q -m "not slow" $(OLDER_TESTS)
+
+# One test fails for all warnings of other packages; Echelon's own are errors.
+test-newest: $(NEWEST_READY)
+	rm -rf $(FOREIGN)
+	mkdir -p $(FOREIGN)
+	FOREIGN_WARNINGS=$(FOREIGN) $(subst $(BIN),$(NEWEST_VENV)/bin,$(PYTEST)) -q -m "not slow"; status=$$?; \
+	FOREIGN_WARNINGS=$(FOREIGN) $(NEWEST_VENV)/bin/pytest -q tests/foreign_warnings.py && exit $$status
+
+releases: $(READY)
+	$(BIN)/python -m tests.releases
 
 lint: $(READY) links
 	$(BIN)/ruff check
@@ -101,16 +122,26 @@ $(OLDER_READY): CLEAR := $(if $(wildcard $(OLDER_READY)),--clear)
 endif
 $(OLDER_READY): SETTINGS := $(OLDER_SETTINGS)
 $(OLDER_READY): RELEASE := $(OLDER)
+$(NEWEST_READY): always
+$(NEWEST_READY): TORCH := --upgrade torch
+$(NEWEST_READY): RELEASE := $(NEWEST)
+$(READY): $(PINNED)
+$(READY): CONSTRAINED := --constraint $(PINNED)
+$(READY): export PIP_BUILD_CONSTRAINT := $(PINNED)
 
-$(READY) $(OLDER_READY): pyproject.toml
+$(PINNED): constraints.txt
+	mkdir -p $(@D)
+	sed '/^torch==/d' $< > $@
+
+$(READY) $(OLDER_READY) $(NEWEST_READY): pyproject.toml
 	@# Without ensurepip (Debian keeps it in a package of its own) pip is put in from outside.
 	$(PYTHON) -m venv $(CLEAR) $(@D) || { $(PYTHON) -m venv --without-pip $(@D) && $(PYTHON) -m pip install \
 		--target "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }
-	$(@D)/bin/python -m pip install --upgrade pip
-	$(@D)/bin/python -m pip install $(TORCH)
-	$(@D)/bin/python -m pip install -e ".[test]" $(RELEASE)
+	$(@D)/bin/python -m pip install --upgrade pip $(CONSTRAINED)
+	$(@D)/bin/python -m pip install $(TORCH) $(CONSTRAINED)
+	$(@D)/bin/python -m pip install -e ".[test]" $(RELEASE) $(CONSTRAINED)
 	echo "$(SETTINGS)" > $@
 
 clean:
-	rm -rf $(VENV) .venv-older-* .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .venv-older-* $(NEWEST_VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

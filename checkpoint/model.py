@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..cluster.agree import on_all_ranks, on_first_rank, run_or_raise_together
+from ..cluster.transformers_api import CONFIG_NAME, GENERATION_CONFIG_NAME, custom_object_save
 from .background import Keep
 from .commit import (
     Replaced,

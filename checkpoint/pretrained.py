@@ -9,7 +9,6 @@ import copy
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cluster.agree import on_all_ranks, run_or_raise_together
+from ..cluster.transformers_api import (
+    WeightConverter,
+    WeightRenaming,
+    converted,
+    creation_on_meta,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    rename_source_key,
+)
 from ..lazy.context import refuse_quantized
 from ..lazy.files import open_tensors
 from ..lazy.tensor import LazyTensor, lazily, real
@@ -196,11 +204,8 @@ def outline_of(model_class: Any, config: Any) -> Any:
     Raises:
         ValueError: the class cannot be built from its config alone.
     """
-    from transformers import initialization
-
-    safely = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)  # since 5.1
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), safely():
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), creation_on_meta():
             outline = model_class(copy.deepcopy(config))
             outline.tie_weights()  # transformers 5.0 does not tie weights on the meta device
             return outline
@@ -215,14 +220,6 @@ def _renamed(
     stored: Mapping[str, Tensor], outline: Any, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors that the model has, by its names, and the others, by their stored names."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
     rules = get_model_conversion_mapping(outline)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -253,11 +250,10 @@ def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[
     for target, converter in converters.items():
         sources = sorted(set().union(*converter.layer_targets.values()))
         try:
-            made = converter.convert(target, model=outline, config=outline.config)
+            made = converted(converter, target, outline)
         except Exception as error:  # conversions may raise anything
             errors.append(f"{target} from {sources}: {type(error).__name__}: {error}")
             continue
-        made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns errors too
         found |= {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
     if errors:
         raise ValueError(f"weights of {path} cannot be converted into the model's: {'; '.join(errors)}")

@@ -126,6 +126,12 @@ def connecting_pairs_apart() -> Iterator[None]:
         default.bound_device_id = bound
 
 
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Set the timeout of a group, by torch's private function before 2.14 has a public one."""
+    function = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    function(timeout, group)
+
+
 def torch_mesh(
     device_type: str,
     shape: tuple[int, ...],
@@ -148,7 +154,7 @@ def torch_mesh(
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims, backend_override=options or None)
     if {backend_of("cpu"), backend_of(device_type)} & {"gloo", "nccl"}:  # torch warns of other backends
         for dim in dims:
-            distributed_c10d._set_pg_timeout(default_timeout(), mesh.get_group(dim))
+            set_timeout(default_timeout(), mesh.get_group(dim))
     wait_until_all_have_connected()
     return mesh
 

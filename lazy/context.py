@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten_with_path
 
 from ..cluster.errors import naming_arguments, raise_errors
+from ..cluster.transformers_api import file_readers, reading_files
 from .files import open_tensors
 from .replay import Geometry, make
 from .tensor import LazyTensor, allocate, content_of, lazily
@@ -245,10 +246,8 @@ class _LazyFile:
 @contextmanager
 def reading_lazily() -> Iterator[None]:
     """Make `from_pretrained` get lazy tensors from files within the block; see [Note: from_pretrained]."""
-    from transformers import modeling_utils
-
     thread = threading.get_ident()
-    opened, loaded = modeling_utils.safe_open, modeling_utils.load_state_dict
+    opened, loaded = file_readers()
 
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
         file = opened(filename, *args, **kwargs)
@@ -264,11 +263,8 @@ def reading_lazily() -> Iterator[None]:
         refuse_quantized(path.parent)
         return {name: lazily(tensor) for name, tensor in open_tensors(path).items()}
 
-    modeling_utils.safe_open, modeling_utils.load_state_dict = safe_open, load_state_dict
-    try:
+    with reading_files(safe_open, load_state_dict):
         yield
-    finally:
-        modeling_utils.safe_open, modeling_utils.load_state_dict = opened, loaded
 
 
 def refuse_quantized(folder: Path) -> None:

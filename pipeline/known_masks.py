@@ -22,6 +22,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
+from ..cluster.transformers_api import attention_name
+
 _ANSWERED = {Tensor.__bool__, Tensor.__int__, Tensor.item, Tensor.tolist}  # questions
 _LEADING = {  # to one
     *(Tensor.to, Tensor.bool, Tensor.long, Tensor.view, Tensor.reshape, Tensor.expand, Tensor.unsqueeze, pad),
@@ -88,7 +90,7 @@ def with_known_masks(moved: Any, batch: Any, model: nn.Module) -> Any:
         return moved
     masks = [name for name in moved if _is_known(name, batch[name])]
     kernels = (
-        [each.config._attn_implementation for each in model.modules() if isinstance(each, PreTrainedModel)]
+        [attention_name(each.config) for each in model.modules() if isinstance(each, PreTrainedModel)]
         if masks
         else []
     )

@@ -55,8 +55,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from ..cluster.transformers_api import CACHE_NAMES, EmptyCache, attention_name
 from .known_masks import compiles_masks, is_compiled, mask_of_all
 from .plan import StagePlan, is_within
 from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, note_returns, stage_roles
@@ -132,6 +133,7 @@ class Stage:
             received: the tensors from the previous stage; empty on the first.
         """
         args, kwargs = as_arguments(microbatch)
+        kwargs = with_known_cache_name(self.model, kwargs)
         # No cache: it would save the keys and values of all layers, and a stage has only its own.
         if self._takes_cache:
             kwargs = without_cache(self.model, args, kwargs)
@@ -343,12 +345,32 @@ def depends_on_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -
     return is_given and argument(model, args, kwargs, "attention_mask") is None
 
 
-class EmptyCache(DynamicCache):
-    """A cache that saves nothing: a recomputed layer would append its keys and values a second time."""
+def cache_name(model: nn.Module) -> str | None:
+    """Return the name of the argument by which a model's forward takes a cache; None if it takes none."""
+    return next((name for name in CACHE_NAMES if takes(model, name)), None)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of this call only."""
-        return key_states, value_states
+
+def cache_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Return the cache of a model's call, by any of its names; None if it is not given."""
+    caches = (argument(model, args, kwargs, name) for name in CACHE_NAMES)
+    return next((cache for cache in caches if cache is not None), None)
+
+
+def with_known_cache_name(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call, with the cache under the name that this release of transformers has for it.
+
+    Raises:
+        ValueError: a cache is given under two names.
+    """
+    unknown = [name for name in CACHE_NAMES if name in kwargs and not takes(model, name)]
+    if not unknown or (known := cache_name(model)) is None:
+        return dict(kwargs)
+    if known in kwargs or len(unknown) > 1:
+        names = [name for name in CACHE_NAMES if name in kwargs]
+        raise ValueError(
+            f"{' and '.join(names)} are two names of one argument, the cache: give {known} alone"
+        )
+    return {known if name == unknown[0] else name: value for name, value in kwargs.items()}
 
 
 def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,10 +384,10 @@ def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> d
         return {**kwargs, "use_cache": False}
     use_cache = argument(model, args, kwargs, "use_cache")
     is_asked = getattr(getattr(model, "config", None), "use_cache", False) if use_cache is None else use_cache
-    if not (is_asked and model.training and takes(model, "past_key_values")):
+    name = cache_name(model)
+    if not (is_asked and model.training) or name is None or cache_of(model, args, kwargs) is not None:
         return dict(kwargs)
-    given = argument(model, args, kwargs, "past_key_values")
-    return {**kwargs, "past_key_values": EmptyCache() if given is None else given}
+    return {**kwargs, name: EmptyCache()}
 
 
 def makes_positions(model: nn.Module) -> bool:
@@ -384,11 +406,9 @@ def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) ->
         args, kwargs: the arguments of its call, on its device.
     """
     ids = argument(model, args, kwargs, "input_ids")
-    given = (
-        argument(model, args, kwargs, name) for name in (*_SAYING_WHICH, "past_key_values", "inputs_embeds")
-    )
+    given = (argument(model, args, kwargs, name) for name in (*_SAYING_WHICH, *CACHE_NAMES, "inputs_embeds"))
     is_plain = isinstance(ids, Tensor) and ids.dim() == 2 and not any(each is not None for each in given)
-    if not is_plain or is_compiled(model) or compiles_masks(model.config._attn_implementation):
+    if not is_plain or is_compiled(model) or compiles_masks(attention_name(model.config)):
         return dict(kwargs)
     return {**kwargs, "attention_mask": mask_of_all(ids)}
 
@@ -397,6 +417,9 @@ def drop_cache(outputs: Any) -> Any:
     """Return a model's outputs without its cache, of which each rank would have only its layers'."""
     if isinstance(outputs, tuple):
         return tuple(each for each in outputs if not isinstance(each, Cache))
-    if isinstance(getattr(outputs, "past_key_values", None), Cache):
-        return dataclasses.replace(outputs, past_key_values=None)
-    return outputs
+    if not dataclasses.is_dataclass(outputs) or isinstance(outputs, type):
+        return outputs
+    caches = [
+        each.name for each in dataclasses.fields(outputs) if isinstance(getattr(outputs, each.name), Cache)
+    ]
+    return dataclasses.replace(outputs, **dict.fromkeys(caches)) if caches else outputs

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
-from transformers.modeling_outputs import BaseModelOutput
 
+from ..cluster.transformers_api import BaseModelOutput
 from .plan import Stack, StagePlan, is_within
 
 # The name of the encoder's output in transformers' decoders and their layers.

@@ -25,8 +25,10 @@ from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
+from ..cluster.releases import log_newer_releases
 from ..data.given import shard_given_loaders
 from ..data.loader import ShardedLoader, sharded_loader
+from ..pipeline.stage import with_known_cache_name
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .scaled_optimizer import ScaledOptimizer
@@ -152,10 +154,11 @@ class Plugin(ABC):
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def announce_precision(self) -> None:
-        """Log a default precision and warn of fp16 on a CPU, once: on the first rank, at the first boost."""
+        """Log newer releases and a default precision, and warn of fp16 on a CPU: once, on the first rank."""
         if self._is_precision_announced or self.mesh.global_rank:
             return
         self._is_precision_announced = True
+        log_newer_releases()
         if self.has_default_precision:
             _LOG.warning(
                 "%s=%r, since none was given: the default is fp32 on a CPU, bf16 on a GPU that supports it, "
@@ -296,6 +299,7 @@ class BoostedModule(nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs. If a rank fails meanwhile, the ranks that wait for it raise its name."""
+        kwargs = with_known_cache_name(self.module, kwargs)
         if torch.compiler.is_compiling():  # torch.compile cannot trace the detection of failed ranks
             return self.compute(*args, **kwargs)
         with naming_failures("model(**batch)", self.ranks_of_call()):

@@ -24,6 +24,7 @@ from ..pipeline.stage import (
     makes_positions,
     refuse_direct_calls,
     takes,
+    with_known_cache_name,
     with_mask,
     without_cache,
 )
@@ -396,6 +397,7 @@ class HybridParallelModule(BoostedModule):
         with naming_failures("model.generate", self.mesh.replica_stage_ranks()):
             self._require_equal_inputs(args, kwargs)
             module: Any = self.module
+            kwargs = with_known_cache_name(module, kwargs)
             return module.generate(*self.engine.to_compute(args), **self.engine.to_compute(kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.models.auto import modeling_auto
 
 from ..checkpoint.local import Adapter
 from ..checkpoint.model import ADAPTER_SAFETENSORS, ADAPTER_TORCH
 from ..cluster.errors import raise_errors
+from ..cluster.transformers_api import modeling_auto
 from ..shardformer.layers.lora import adapted
 from ..shardformer.layers.parallel_module import is_of_peft
 from ..shardformer.refusals import is_taken

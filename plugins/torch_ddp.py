@@ -22,6 +22,7 @@ from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
+from ..pipeline.stage import with_known_cache_name
 from ..shardformer.fused import switch_errors
 from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import given_errors, mark_taken
@@ -261,7 +262,7 @@ class TorchDDPModel(TorchModel):
         """Call the transformers model's `generate` in the mixed precision; each rank independently."""
         module: Any = self.module
         with self._autocast():
-            return module.generate(*args, **kwargs)
+            return module.generate(*args, **with_known_cache_name(module, kwargs))
 
     def ranks_of_call(self) -> Sequence[int] | None:
         """Return all ranks if buffers are broadcast from the first one, else only this one."""

@@ -24,6 +24,7 @@ from ..checkpoint.local import Adapter
 from ..cluster.errors import raise_errors
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.mesh import ParallelMesh, divisors, shard_mesh
+from ..pipeline.stage import with_known_cache_name
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.fused import switch_errors
 from ..shardformer.recompute import recomputable_layers
@@ -223,7 +224,7 @@ class TorchFSDPModel(TorchModel):
         Ranks whose texts end early continue until all ranks are done, which costs a reduction per token.
         """
         module: Any = self.module
-        return module.generate(*args, **{"synced_gpus": True, **kwargs})
+        return module.generate(*args, **{"synced_gpus": True, **with_known_cache_name(module, kwargs)})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..cluster.errors import errors_of, raise_errors
+from ..cluster.transformers_api import IGNORED_STYLES, MODULE_STYLES, PARAMETER_STYLES, PP_PLAN, TP_PLAN
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
@@ -22,30 +23,6 @@ from .tables.table import RegionDropout, Table, active_regions, has_submodule, i
 
 # Packed: two projections of equal size in one weight.
 _PACKED = 2
-# Styles without an effect: replicated modules need none, parameters have entries of their own, and activations
-# outside regions are never sharded, whatever the plan proposes for norms.
-_IGNORED = ("replicate", "local_params", "sequence_parallel")
-# For modules: the field of a table, by style.
-_OF_MODULES = {
-    "colwise": "column",
-    "packed_colwise": "column",
-    "rowwise": "row",
-    "colwise_gather_output": "gathered",
-    "colwise_rep": "gathered",
-    "rowwise_split_input": "scattered",
-    "rowwise_rep": "scattered",
-    "replicated_with_grad_allreduce": "partial",
-    "mla_kv_a_proj": "partial",
-    "moe_tp_experts": "exits",
-    "all_reduce": "exits",
-}
-# For parameters: the sharded dimension and the least number of dimensions, by style.
-_OF_PARAMETERS = {
-    "colwise": (-2, 1),
-    "packed_colwise": (-2, 2),
-    "rowwise": (-1, 2),
-    "packed_rowwise": (-1, 2),
-}
 # Attributes with numbers of heads. Code that computes with one would include the heads of other ranks.
 _HEAD_COUNTS = {"num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "embed_dim"}
 _GROUPS = "num_key_value_groups"
@@ -67,14 +44,12 @@ def derived_table(model: nn.Module) -> Table:
     """
     base: Any = getattr(model, "base_model", model)
     config = getattr(base, "config", None)
-    splits: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    order: Mapping[str, Any] = getattr(config, "base_model_pp_plan", None) or {}
+    splits: Mapping[str, str] = getattr(config, TP_PLAN, None) or {}
+    order: Mapping[str, Any] = getattr(config, PP_PLAN, None) or {}
     named = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
     stacks = [name for name in present(base, named) if isinstance(base.get_submodule(name), nn.ModuleList)]
     if len(stacks) != 1:
-        given = (
-            f"plans for {stacks}" if stacks else "no base_model_tp_plan or base_model_pp_plan for its layers"
-        )
+        given = f"plans for {stacks}" if stacks else f"no {TP_PLAN} or {PP_PLAN} for its layers"
         raise ValueError(
             f"the config of a {type(model).__name__} has {given}: no plan describes how to shard it"
         )
@@ -104,14 +79,14 @@ def derived_table(model: nn.Module) -> Table:
 
 def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mapping[str, Any]) -> list[str]:
     if not order:
-        return ["transformers has no base_model_pp_plan for this model: use pp_size=1"]
+        return [f"transformers has no {PP_PLAN} for this model: use pp_size=1"]
     found = [
-        f"base_model_pp_plan does not name {name}, which has parameters: use pp_size=1"
+        f"{PP_PLAN} does not name {name}, which has parameters: use pp_size=1"
         for name, child in base.named_children()
         if name not in order and any(True for _ in child.parameters())
     ]
     found += [
-        f"base_model_pp_plan names {name!r}, and the model has no such module"
+        f"{PP_PLAN} names {name!r}, and the model has no such module"
         for name in order
         if not has_submodule(base, name)
     ]
@@ -133,8 +108,11 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     Raises:
         ValueError: the plan does not determine it; all reasons at once.
     """
-    if not splits:
-        raise ValueError("transformers has no base_model_tp_plan for this model: use tp_size=1")
+    assert isinstance(plain.stage, StagePlan)
+    if not any(
+        is_within(path, plain.stage.layers) for path in splits
+    ):  # from 5.24 on, perhaps for the embedding alone
+        raise ValueError(f"transformers has no {TP_PLAN} for the layers of this model: use tp_size=1")
     table, errors = _sorted(plain, splits, layers)
     errors += [error for layer in layers for error in _layer_errors(layer, table)]
     raise_errors(list(dict.fromkeys(errors)))
@@ -192,7 +170,7 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
     for layer in layers:
         parts |= {**dict(layer.named_modules()), **dict(layer.named_parameters())}
     for path, style in splits.items():
-        if style in _IGNORED:
+        if style in IGNORED_STYLES:
             continue
         if not path.startswith(stack):
             if path != plain.embedding:
@@ -200,11 +178,11 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
             continue
         pattern = re.compile(r"\d+".join(map(re.escape, path.removeprefix(stack).split("*"))))
         for name in filter(pattern.fullmatch, parts):
-            thing, (dim, least) = parts[name], _OF_PARAMETERS.get(style, (0, 0))
+            thing, (dim, least) = parts[name], PARAMETER_STYLES.get(style, (0, 0))
             if isinstance(thing, Parameter) and dim and thing.ndim >= least:
                 split[name] = max(thing.ndim + dim, 0)
-            elif isinstance(thing, nn.Module) and style in _OF_MODULES:
-                fields.setdefault(_OF_MODULES[style], []).append(name)
+            elif isinstance(thing, nn.Module) and style in MODULE_STYLES:
+                fields.setdefault(MODULE_STYLES[style], []).append(name)
             else:
                 errors.append(
                     f"transformers' plan gives {name} ({type(thing).__name__}) the style {style!r}, which "

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import divisors
 from ..cluster.random import SplitRandom
+from ..cluster.transformers_api import Conv1D
 from ..pipeline.plan import is_within
 from .layers.forward_code import part_errors
 from .layers.linear import (

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
 
 from ..cluster.random import SplitRandom
+from ..cluster.transformers_api import Conv1D, GradientCheckpointingLayer, set_checkpoint, set_checkpointed
 from .layers.linear import Linear1D_Row
 from .layers.sequence_axis import axis_of
 from .sequence.boundary import CheckpointWithLength
@@ -163,11 +162,11 @@ def checkpoint_layers(
         checkpoint: a non-reentrant checkpoint function, so that hooks of parameters fire as usual.
     """
     for layer in (layer for local in layers.values() for layer in local):
-        layer.gradient_checkpointing = False  # type: ignore[assignment]
+        set_checkpointed(layer, is_on=False)
     for layer in _recomputed(layers, config):
         if config.recompute_modules is None:
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
-            layer._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
+            set_checkpointed(layer, is_on=True)
+            set_checkpoint(layer, checkpoint)
             continue
         within = _within(layer, checkpoint)
         for path, module in layer.named_modules():

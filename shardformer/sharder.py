@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from ..cluster.errors import errors_of, raise_errors
 from ..cluster.placement import Shard, placement_of
+from ..cluster.transformers_api import Conv1D
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager

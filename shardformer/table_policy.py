@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import divisors
+from ..cluster.transformers_api import grouped_width
 from ..pipeline.plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
@@ -378,12 +379,8 @@ def expert_width_errors(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -
     """
     found: dict[int, str] = {}  # by width
     for path, module in model.named_modules():
-        config: Any = getattr(module, "config", None)
-        weight, is_transposed = getattr(module, "down_proj", None), getattr(module, "is_transposed", None)
-        is_grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
-        if not is_grouped or is_transposed is None or not isinstance(weight, Tensor):
+        if (width := grouped_width(module)) is None:
             continue
-        width = weight.shape[1 if is_transposed else 2]
         sizes = [size for size in divisors(width) if width // size * dtype.itemsize % _ROW == 0]
         if width % tp_size == 0 and tp_size not in sizes:
             smaller = [str(size) for size in sizes if size < tp_size]

@@ -16,10 +16,20 @@ runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "checkout.py"))["r
 
 import pytest
 
-from .matrix import pytest_collection_modifyitems, pytest_configure, pytest_runtest_makereport
+from . import foreign_warnings, matrix, releases
+from .matrix import pytest_collection_modifyitems, pytest_runtest_makereport
 from .pool import Pool
 
-__all__ = ["pool", "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_makereport"]
+__all__ = ["pool", "pytest_collection_modifyitems", "pytest_runtest_makereport"]
+foreign_warnings.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register what other files do in a session."""
+    config.pluginmanager.register(foreign_warnings, "warnings of other packages")
+    foreign_warnings.pytest_configure(config)
+    matrix.pytest_configure(config)
+    releases.pytest_configure(config)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from . import foreign_warnings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -64,6 +66,7 @@ def serve(connection: Connection, stacks: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, which signals all
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    foreign_warnings.install()
     gc.freeze()  # objects imported before the fork are excluded from garbage collection after each test
     environment = dict(os.environ)
     with open(stacks, "w") as file:

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from ...cluster.device import compute_capability, is_cuda
-
-# Arguments that the mask covers, and arguments that do not concern attention.
-BESIDES = frozenset(
-    (
-        *("sliding_window", "position_ids", "cache_position", "use_cache"),
-        *("output_router_logits", "output_hidden_states", "return_dict"),
-        *("num_items_in_batch", "shift_labels"),  # of the loss
-    )
+from ...cluster.transformers_api import (
+    BESIDES_ATTENTION,
+    SUPPORTS_FLASH,
+    SUPPORTS_FLEX,
+    SUPPORTS_SDPA,
+    attention_name,
+    can_set_attention,
+    register_attention,
 )
-
 
 # B batch, N query heads, M key-value heads, Q queries, K keys, D width of a head
 
@@ -62,7 +60,7 @@ def xformers_attention(
         ValueError: an argument is not supported.
     """
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if unknown := sorted(given - BESIDES):
+    if unknown := sorted(given - BESIDES_ATTENTION):
         raise ValueError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which xFormers does not "
             "support: leave enable_xformers out for this model"
@@ -206,8 +204,8 @@ class Kernel:
         return [f"{option}: {self.words} {message}" for is_wrong, message in rows if is_wrong]
 
 
-_SDPA = Kernel(words="sdpa (torch's fused attention)", flag="_supports_sdpa", needs_cuda=False, caps=False)
-_PACKAGE = Kernel(words="", flag="_supports_flash_attn", is_short=True, capability=_AMPERE)
+_SDPA = Kernel(words="sdpa (torch's fused attention)", flag=SUPPORTS_SDPA, needs_cuda=False, caps=False)
+_PACKAGE = Kernel(words="", flag=SUPPORTS_FLASH, is_short=True, capability=_AMPERE)
 _TORCH = replace(_SDPA, needs_cuda=True, is_short=True, capability=_AMPERE)
 
 # By the names of transformers, except for three that transformers does not have.
@@ -239,7 +237,7 @@ KERNELS = {
     ),
     FLEX_ATTENTION: Kernel(
         words="flex_attention (torch's FlexAttention)",
-        flag="_supports_flex_attn",
+        flag=SUPPORTS_FLEX,
         module="triton",
         package="triton (pip install triton)",
         drops=False,
@@ -258,8 +256,7 @@ def register_kernels() -> None:
     """Register the kernels that transformers does not have. Repeated calls change nothing."""
     for name, kernel in KERNELS.items():
         if kernel.attend is not None:
-            AttentionInterface.register(name, kernel.attend)
-            AttentionMaskInterface.register(name, AttentionMaskInterface()[SDPA])
+            register_attention(name, kernel.attend, SDPA)
 
 
 # Models whose masks transformers silently drops with flash-attn: the tokens of an image see each other, later ones too.
@@ -295,9 +292,9 @@ def set_attention(model: nn.Module, kernel: str) -> None:
     chosen: Any = model
     chosen.set_attn_implementation(kernel)
     for part in _parts(model).values():  # some releases do not reach all of them from the model
-        if part.config._attn_implementation != kernel:
+        if attention_name(part.config) != kernel:
             part.set_attn_implementation(kernel)
-            assert part.config._attn_implementation == kernel, (part, kernel)
+            assert attention_name(part.config) == kernel, (part, kernel)
 
 
 def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
@@ -339,7 +336,7 @@ def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
             f"was built with {', '.join(names)}, which is not {kernel.words}",
             build if name in fixed[0] else "",
         )
-    elif config._attn_implementation != name and not part._can_set_attn_implementation():
+    elif attention_name(config) != name and not can_set_attention(part):
         yield "has the attention that was chosen when it was built, which cannot be changed", build
     if not kernel.caps and (caps := _settings(part, "attn", "softcap")):
         yield f"caps its attention scores ({caps}), which {kernel.words} does not support", ""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
-from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import InFlight, once_differentiable
+from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 
 # N rows of all other dimensions together, I input features, O output features

@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from ...cluster.transformers_api import WITHOUT_GRADIENT
 from ...pipeline.plan import is_within
 from .sequence_axis import INSTEAD
 
 # Names that a statement may use besides the value under analysis.
 _NEUTRAL = frozenset(("self", "torch", "nn", "F"))
-# Substrings in names of inputs that are no tensors or have no gradients: masks, rotations, caches, routes.
-_WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
 # Attributes in code that accesses several positions, or their number.
 _MIXING = re.compile(
     "(un)?flatten|(un)?squeeze|view|reshape|permute|transpose|chunk|split|roll|shape|size|mean|sum|cumsum|gather|"
@@ -110,7 +109,7 @@ def tensor_inputs(module: nn.Module) -> list[str]:
         each.name
         for each in inputs[1:]
         if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        and not any(part in each.name for part in _WITHOUT_GRADIENT)
+        and not any(part in each.name for part in WITHOUT_GRADIENT)
     ]
 
 

@@ -22,10 +22,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.nn.functional import linear
-from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scatter
 from ...cluster.placement import Shard, place, placement_of
+from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 from .deferred_linear import LaterProduct, beside, weight_gradient
 from .parallel_module import ParallelModule, require_native

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import (
     begin_all_reduce,
@@ -25,6 +24,7 @@ from ...cluster.collectives import (
 )
 from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
+from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import WeightGradients
 from .deferred_linear import Crossing, LaterProduct, Regather, beside, is_trained, linear
 from .parallel_module import ParallelModule, require_native, shard_of

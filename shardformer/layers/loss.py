@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...cluster.collectives import all_reduce
+from ...cluster.transformers_api import ForCausalLMLoss
 from ...pipeline.counted_loss import divided
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .parallel_module import require_all

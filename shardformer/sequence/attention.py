@@ -15,10 +15,25 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from ...cluster.random import not_compiled
-from ..layers.attention import BESIDES, EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
+from ...cluster.transformers_api import (
+    ATTENTION,
+    ATTENTION_BY_HEADS,
+    ATTENTION_SETTINGS,
+    ATTENTION_TABLE,
+    BESIDES_ATTENTION,
+    CALLS_ATTENTION,
+    CALLS_INTERFACE,
+    DEFAULT_ATTENTION,
+    EAGER_FUNCTION,
+    AttentionMaskInterface,
+    attention_name,
+    can_set_attention,
+    register_attention,
+    set_attention_name,
+)
+from ..layers.attention import EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
 from .block_mask import BlockKind, Mask, block_mask
@@ -34,30 +49,13 @@ _UNSHARDED = (
     "sequence_parallelism_mode='all_to_all'"
 )
 
-# Arguments of attention, and others that models pass to it: these repeat the mask, or do not concern attention.
-_SETTINGS = frozenset(("scaling", "dropout", "is_causal", "softcap"))
-_BY_HEADS = _SETTINGS | frozenset(
-    (
-        "sliding_window",
-        "position_bias",
-        "s_aux",
-        "deterministic",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-    )
-)
-_BESIDES = BESIDES | {"deterministic"}
+_BY_HEADS = ATTENTION_SETTINGS | ATTENTION_BY_HEADS
+_BESIDES = BESIDES_ATTENTION | {"deterministic"}
 # The arguments that each mode supports, or that do not change its results.
-KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _SETTINGS | _BESIDES}
+KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: ATTENTION_SETTINGS | _BESIDES}
 _MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # outputs at one position depend on other positions
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
-_CALL = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
-# transformers before 5.1 indexed the table of attention functions directly.
-_INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
-_DEFAULT = re.compile(r"(?:get_interface\([^,]*,\s*|attention_interface: Callable = )(\w*eager\w*)")
 _READS_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
 _ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
@@ -71,13 +69,12 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
     """
     _register()
     for part in models_around(model, _is_sharded):
-        # `set_attn_implementation` would try to import a package for a name that contains "flash".
-        part.config._attn_implementation = {"": _attention_name(mode, part.config._attn_implementation)}
+        set_attention_name(part.config, _sequence_attention_name(mode, attention_name(part.config)))
 
 
 def attention_kernels(model: nn.Module) -> set[str]:
     """Return the attention kernels of layers with sharded sequences."""
-    return {part.config._attn_implementation for part in models_around(model, _is_sharded)}
+    return {attention_name(part.config) for part in models_around(model, _is_sharded)}
 
 
 def all_to_all_attention(
@@ -200,7 +197,7 @@ def _is_sharded(module: nn.Module) -> bool:
     return axis_of(module) is not None
 
 
-def _attention_name(mode: str, kernel: str) -> str:
+def _sequence_attention_name(mode: str, kernel: str) -> str:
     """Return the registered name of a mode's attention, for models that used this kernel."""
     if mode == RING and kernel != EAGER:
         return f"echelon_{mode}"  # one name: all kernels except eager attention have the same masks
@@ -211,14 +208,12 @@ def _register() -> None:
     """Register the attention functions and masks in transformers. May be called repeatedly."""
     register_kernels()
     for kernel in KERNELS:
-        name = _attention_name(ALL_TO_ALL, kernel)
-        AttentionInterface.register(name, partial(all_to_all_attention, kernel))
-        AttentionMaskInterface.register(name, mask_of(kernel))
+        name = _sequence_attention_name(ALL_TO_ALL, kernel)
+        register_attention(name, partial(all_to_all_attention, kernel), kernel)
     for kernel in (SDPA, EAGER):
         ring = partial(ring_attention_of, is_eager=kernel == EAGER)
-        AttentionInterface.register(_attention_name(RING, kernel), ring)
         blocks = partial(block_mask, levels=kernel == EAGER)
-        AttentionMaskInterface.register(_attention_name(RING, kernel), blocks)
+        register_attention(_sequence_attention_name(RING, kernel), ring, blocks)
 
 
 def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
@@ -270,7 +265,7 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]
     def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         # Flash attention reads its version from the config.
         if (config := getattr(module, "config", None)) is not None:
-            module = AttributeView(module, config=AttributeView(config, _attn_implementation=name))
+            module = AttributeView(module, config=AttributeView(config, **{ATTENTION: name}))
         result: tuple[Tensor, Any] = function(module, *args, **kwargs)
         return result
 
@@ -285,9 +280,9 @@ def mask_of(name: str) -> Callable[..., Any]:
 
 def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
     if name == EAGER:
-        found = _first(module, "eager_attention_forward")
+        found = _first(module, EAGER_FUNCTION)
     else:
-        functions = _first(module, "ALL_ATTENTION_FUNCTIONS")  # a model's file may define its own
+        functions = _first(module, ATTENTION_TABLE)  # a model's file may define its own
         found = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
     if found is None:
         raise AssertionError(f"{type(module).__module__} has no attention by {name!r}")
@@ -325,10 +320,10 @@ def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.M
 
 def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
     name, config = type(part).__name__, part.config
-    kernel = config._attn_implementation
+    kernel = attention_name(config)
     if kernel not in KERNELS:
         yield f"{name} computes attention by {kernel!r}, but it must be one of {', '.join(KERNELS)}"
-    if not part._can_set_attn_implementation():
+    if not can_set_attention(part):
         yield f"{name} has the attention that was chosen when it was built, which cannot be changed"
     if config.is_encoder_decoder:
         yield f"{name} has a decoder with cross-attention"
@@ -365,15 +360,14 @@ def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
 def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
     """Yield errors of arguments that the module passes to attention and that would be ignored there."""
     name, code = type(attention).__name__, _code(type(attention))
-    given = {argument for call in _CALL.findall(code) for argument in _ARGUMENT.findall(call)}
+    given = {argument for call in CALLS_ATTENTION.findall(code) for argument in _ARGUMENT.findall(call)}
     known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
     if getattr(attention, "sinks", None) is None:
         known |= {"s_aux"}  # None without sinks
-    others = set(_DEFAULT.findall(code)) - {"eager_attention_forward"}
-    config: Any = attention.config
-    if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
+    others = set(DEFAULT_ATTENTION.findall(code)) - {EAGER_FUNCTION}
+    if mode == ALL_TO_ALL and others and attention_name(attention.config) == EAGER:
         yield (
-            f"{name} computes attention by {', '.join(sorted(others))}, not by eager_attention_forward, and "
+            f"{name} computes attention by {', '.join(sorted(others))}, not by {EAGER_FUNCTION}, and "
             "cannot be replaced"
         )
     if _READS_MASK.search(code):
@@ -384,7 +378,7 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
 
 def _is_attention(module: nn.Module) -> bool:
     """Return True if a module calls attention through transformers' interface."""
-    return _INTERFACE.search(_code(type(module))) is not None
+    return CALLS_INTERFACE.search(_code(type(module))) is not None
 
 
 def _code(kind: type[nn.Module]) -> str:

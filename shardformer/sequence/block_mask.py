@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.functional import pad
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...cluster.errors import raise_errors
+from ...cluster.transformers_api import bidirectional_mask_function, causal_mask_function
 
 # B batch, N heads, Q queries, K keys, S sequence
 
@@ -240,11 +240,10 @@ def block_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    cache_position: Tensor | None = None,
     levels: bool = False,
     **_: Any,
 ) -> BlockMask:
-    """Make a `BlockMask`, with the signature of transformers' `AttentionMaskInterface`.
+    """Make a `BlockMask`, with the signature of a mask function in `register_attention`.
 
     Args:
         batch_size: number of rows.
@@ -257,14 +256,11 @@ def block_mask(
             or sees all keys.
         use_vmap: True if the mask function takes only single positions.
         device: where tensors are made.
-        cache_position: positions of the queries; older releases give it instead of their length, offset and device.
         levels: see `BlockMask`.
 
     Raises:
         ValueError: a cache contains keys.
     """
-    if cache_position is not None:
-        q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     if int(q_offset) or int(kv_offset):
         raise ValueError(
             f"queries begin at position {int(q_offset)} and keys at {int(kv_offset)}: ring attention "

@@ -18,14 +18,22 @@ from torch.utils._pytree import tree_map_only
 
 from ...cluster.collectives import all_reduce, paired
 from ...cluster.errors import raise_errors
+from ...cluster.transformers_api import (
+    CACHE_NAMES,
+    LAYER_POSITIONS,
+    EmptyCache,
+    checkpoint_of,
+    set_checkpoint,
+)
 from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import (
-    EmptyCache,
     argument,
+    cache_of,
     depends_on_cache,
     drop_cache,
     local_stages,
     takes,
+    with_known_cache_name,
     without_cache,
 )
 from ...pipeline.stand_ins import StandIn
@@ -163,8 +171,9 @@ def _without_cache(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], *, is_flash_ring: bool
 ) -> tuple[tuple, dict[str, Any]]:
     """Turn the key-value cache off: each rank would cache only a shard. Raise ValueError if a cache is requested."""
-    given = argument(model, args, kwargs, "past_key_values")
-    if argument(model, args, kwargs, "use_cache") or not isinstance(given, (EmptyCache, NoneType)):
+    kwargs = with_known_cache_name(model, kwargs)
+    cache = cache_of(model, args, kwargs)
+    if argument(model, args, kwargs, "use_cache") or not isinstance(cache, (EmptyCache, NoneType)):
         raise ValueError(
             "use_cache=True, as in generate(), is not supported by 'all_to_all' and 'ring_attn', where each "
             "rank has the keys and values of its shard: save the model, and generate with it in one process "
@@ -175,7 +184,7 @@ def _without_cache(
         positions = argument(model, args, kwargs, "position_ids")
         if len(positions) > 1:
             kwargs = {**kwargs, "attention_mask": torch.ones_like(positions)}
-        kept = {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        kept = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         return args, {**kept, "use_cache": False}
     return args, without_cache(model, args, kwargs)
 
@@ -195,10 +204,8 @@ def _refuse_collecting(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 _DIM = 1  # the sequence dimension of hidden states (B, S, H)
-# Arguments of layers with an entry for each position, besides hidden states, and their sequence dimension.
-_BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 # Not sharded for any layer: attention covers the full sequence, and the loss takes its shard itself.
-_WHOLE = ("attention_mask", "past_key_values", "past_key_value", "shift_labels")
+_WHOLE = ("attention_mask", "shift_labels")
 
 
 class Boundary:
@@ -262,8 +269,8 @@ class Boundary:
             PartRandom.from_native_module(layer, self.axis.group)
 
     def _own(self, layer: nn.Module, name: str, value: Any) -> Any:
-        if name in _BY_POSITION:
-            return tree_map_only(Tensor, lambda x: self._part(x, _BY_POSITION[name]), value)
+        if name in LAYER_POSITIONS:
+            return tree_map_only(Tensor, lambda x: self._part(x, LAYER_POSITIONS[name]), value)
         if name not in _WHOLE and isinstance(value, Tensor) and self.axis.length in value.shape:
             raise ValueError(
                 f"{type(layer).__name__} received {name} of shape {tuple(value.shape)}, whose dimension of "
@@ -307,6 +314,6 @@ class CheckpointWithLength:
 def remember_lengths(layers: Sequence[nn.Module]) -> None:
     """Wrap the checkpoint functions of these layers in `CheckpointWithLength`; called before every forward."""
     for layer in layers:
-        checkpoint, axis = getattr(layer, "_gradient_checkpointing_func", None), axis_of(layer)
+        checkpoint, axis = checkpoint_of(layer), axis_of(layer)
         if checkpoint is not None and axis is not None and not isinstance(checkpoint, CheckpointWithLength):
-            layer._gradient_checkpointing_func = CheckpointWithLength(checkpoint, axis)  # type: ignore[assignment]
+            set_checkpoint(layer, CheckpointWithLength(checkpoint, axis))

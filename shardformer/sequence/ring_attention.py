@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...cluster.ring import circulate, round_trip
+from ...cluster.transformers_api import bidirectional_mask_function, causal_mask_function
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from . import flex
 from .block_mask import BlockKind, BlockMask, GivenMask, Mask

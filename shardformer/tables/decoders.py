@@ -173,16 +173,23 @@ GPT_NEOX = Table(
 
 # GPT-J: attention and MLP in parallel after one norm, a language-model head with a bias.
 GPTJ = Table(
-    stage=StagePlan(layers="h", entry=("wte",), arity=2),
+    stage=StagePlan(layers="h", entry=("wte",)),
     regions=("attn", "mlp"),
     column=("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in"),
     row=("attn.out_proj", "mlp.fc_out"),
     attention={"attn": "attn.out_proj"},
     divide=("attn.num_attention_heads",),
-    dropout={"attn": RegionDropout(probability="attn.attn_dropout.p", row="attn.out_proj")},
+    dropout={"attn": RegionDropout(probability="attn.attention_dropout", row="attn.out_proj")},
     embedding="wte",
     heads=("lm_head",),
 )
+# Before 5.24 dropout is a module, and layers return tuples.
+_OLDER_GPTJ = replace(
+    GPTJ,
+    stage=StagePlan(layers="h", entry=("wte",), arity=2),
+    dropout={"attn": RegionDropout(probability="attn.attn_dropout.p", row="attn.out_proj")},
+)
+GPTJ = replace(GPTJ, older={"h.0.attn.attn_dropout": _OLDER_GPTJ})
 
 # OPT: the MLP is two linear layers of the block; the embedding may be narrower than the layers.
 OPT = Table(

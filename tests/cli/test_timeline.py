@@ -103,8 +103,8 @@ def test_every_schedule_can_be_selected_by_its_name_alone(tmp_path: Path, style:
         ),
         (("--measure", "--layers", "0"), ("layers=0 must be at least 1",)),
         (
-            ("--measure", "--model", "codegen"),
-            ("a CodeGenForCausalLM (model_type='codegen') has neither a table",),
+            ("--measure", "--model", "xglm"),
+            ("a XGLMForCausalLM (model_type='xglm') has neither a table",),
         ),
     ],
 )

@@ -124,8 +124,8 @@ def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.Monke
         (("--model", "nonesuch", "--zero", "9"), ("'nonesuch' is not a model type", "zero_stage=9")),
         (("--model", "t5", "--head", "causal", "--tp", "2"), ("no 't5' with head 'causal'", "seq2seq")),
         (
-            ("--model", "codegen", "--tp", "2"),
-            ("a CodeGenForCausalLM (model_type='codegen') has neither a table",),
+            ("--model", "xglm", "--tp", "2"),
+            ("a XGLMForCausalLM (model_type='xglm') has neither a table",),
         ),
         (("--microbatches", "0"), ("num_microbatches=0",)),
         (("--tp", "two"), ("'--tp'", "integer")),
@@ -154,10 +154,10 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
 
 
 def test_errors_of_weight_sharding_and_of_the_split_are_reported_together() -> None:
-    dropping = ModelChoice(model_type="codegen", settings=(("layerdrop", 0.1),))
+    dropping = ModelChoice(model_type="xglm", settings=(("layerdrop", 0.1),))
     sharing, split = command.sharding_errors(dropping, HybridConfig(pp_size=2, wp_size=2))
     assert sharing.startswith("layerdrop=0.1 in the model's config")
-    assert split.startswith("a CodeGenForCausalLM (model_type='codegen') has neither a table")
+    assert split.startswith("a XGLMForCausalLM (model_type='xglm') has neither a table")
     unknown = ModelChoice(model_type="ctrl")
     (sharing,) = command.sharding_errors(unknown, HybridConfig(wp_size=2))
     assert "the layers of a CTRLLMHeadModel are unknown" in sharing and "wp_size=1" in sharing

@@ -135,7 +135,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], str 
     monkeypatch.setattr(mesh_module, "backend_of", lambda device: "nccl")
     for name in ("start_watch", "wait_until_all_have_connected"):
         monkeypatch.setattr(mesh_module, name, lambda: None)
-    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
+    monkeypatch.setattr(mesh_module, "set_timeout", lambda timeout, group: None)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
     yield groups
     dist.destroy_process_group()

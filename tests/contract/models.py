@@ -6,13 +6,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers.models.beit import modeling_beit
+from transformers.models.gptj import modeling_gptj
 
 from echelon.verify.models import ModelChoice
 
 # Experts so narrow that in 16 bits a quarter of one is not a multiple of 16 bytes.
 NARROW_EXPERTS = (("intermediate_size", 48),)
 # Model types that only support attention by their own code.
-OWN_ATTENTION = {"bloom", "gemma2", "gpt_neo", "gptj", "swinv2"}
+_OLDER_GPTJ = set() if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else {"gptj"}  # before 5.24
+OWN_ATTENTION = {"bloom", "gemma2", "gpt_neo", "swinv2"} | _OLDER_GPTJ
 # Model types that choose between their own attention and sdpa at construction.
 BUILT_ATTENTION = {"falcon", "sam", "sam_vision_model"}
 # Layers that work on windows of images, run several times, or depend on all positions.
@@ -21,7 +23,7 @@ _NEVER = {"albert", "sam", "sam_vision_model", "swin", "swinv2"}
 _KNOWS_POSITIONS = {"beit"} if hasattr(modeling_beit, "BeitMLP") else set()
 # Cross-attention, and attention that is only computed by the model's own code.
 _CROSS = {"bart", "blip-2", "marian", "mbart", "mt5", "pegasus", "t5", "umt5", "whisper"}
-_OWN_CODE = {"bloom", "falcon", "gpt_neo", "gptj"}
+_OWN_CODE = {"bloom", "falcon", "gpt_neo"} | _OLDER_GPTJ
 # The model types with a table that refuse a mode of sequence parallelism.
 REFUSED_MODES = {
     "split_gather": _NEVER | _KNOWS_POSITIONS,

@@ -222,13 +222,13 @@ REFUSALS = {
     ),
     # Models without a table.
     "no table and no plan": Refusal(
-        model="codegen",
+        model="xglm",
         needles=("has neither a table", "nor a plan of transformers to shard it: use tp_size=1"),
         **at(tp=2),
     ),
     "a part without a table": Refusal(
         model="blip-2",
-        settings={"text_config": {"model_type": "codegen"}},
+        settings={"text_config": {"model_type": "xglm"}},
         needles=("there is no table to shard language_model of this Blip2ForConditionalGeneration",),
         **at(tp=2),
     ),

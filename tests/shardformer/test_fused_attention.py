@@ -147,7 +147,7 @@ def test_a_query_that_sees_nothing_gets_0_as_by_sdpa() -> None:
         ("bloom", SDPA, "BloomForCausalLM cannot compute attention with sdpa"),
         ("gemma2", SDPA, "caps its attention scores (attn_logit_softcapping=50.0)"),
         ("gemma2", XFORMERS, "caps its attention scores (attn_logit_softcapping=50.0)"),
-        ("gptj", XFORMERS, "GPTJForCausalLM was built with GPTJAttention"),
+        ("gpt_neo", XFORMERS, "GPTNeoForCausalLM was built with GPTNeoSelfAttention"),
         pytest.param("sam", XFORMERS, "was built with SamVisionSdpaAttention", marks=PARTS),
         ("t5", "flash_attention_2", "T5Stack (encoder) cannot compute attention with flash_attention_2"),
     ],

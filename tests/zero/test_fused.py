@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from echelon.zero.inner_optimizer import choose_fused_kernels
@@ -44,6 +45,9 @@ def check_fused() -> None:
     assert optimizer.param_groups[0]["fused"] is True, "another run's kernel came with its state"
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(), reason="torch for CUDA, without a GPU"
+)
 def test_counts_of_steps_are_where_the_kernel_reads_them() -> None:
     parameters = list(small_model().parameters())
     optimizer = torch.optim.Adagrad(parameters)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface, MistralConfig
+from transformers import AttentionInterface, AttentionMaskInterface, MistralConfig
 from transformers import masking_utils as masks
+from transformers.models.mistral.modeling_mistral import eager_attention_forward
 
+from echelon.cluster.transformers_api import CACHE_NAMES, register_attention
 from echelon.shardformer.sequence.block_mask import BlockMask, block_mask
 
 BATCH = 2
@@ -93,7 +95,7 @@ def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any
         "input_embeds": embeds,
         "attention_mask": None,
         "cache_position": torch.arange(length),
-        "past_key_values": None,
+        **dict.fromkeys(CACHE_NAMES),
     }
     call = getattr(masks, function)
     takes = inspect.signature(call).parameters
@@ -115,15 +117,18 @@ def whole(kind: str, length: int) -> Tensor:
         assert mask is not None
         return mask.expand(BATCH, 1, length, length)
 
-    with registered("always", always):
+    AttentionMaskInterface.register("always", always)  # as this release calls it
+    try:
         return made(kind, length, "always")
+    finally:
+        del AttentionMaskInterface._global_mapping["always"]
 
 
 @contextmanager
 def registered(name: str, function: Any) -> Iterator[None]:
     """Register a mask function in transformers inside the block."""
-    AttentionMaskInterface.register(name, function)
+    register_attention(name, eager_attention_forward, function)
     try:
         yield
     finally:
-        del AttentionMaskInterface._global_mapping[name]
+        del AttentionMaskInterface._global_mapping[name], AttentionInterface._global_mapping[name]

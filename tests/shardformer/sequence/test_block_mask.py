@@ -10,7 +10,7 @@ from transformers import masking_utils as masks
 
 from echelon.shardformer.sequence.block_mask import BlockKind, BlockMask, GivenMask, block_mask
 
-from .masks import KINDS, in_blocks, whole
+from .masks import KINDS, in_blocks, registered, whole
 
 LENGTH = 13
 
@@ -100,8 +100,10 @@ def test_a_mask_that_cannot_be_used_is_refused(mask: Tensor, words: str) -> None
 
 
 def test_older_releases_give_positions_for_lengths_and_a_cache_of_keys_is_refused() -> None:
-    assert block_mask(1, kv_length=8, cache_position=torch.arange(8)).lengths == (8, 8)
+    with registered("blocks", block_mask):
+        make = masks.AttentionMaskInterface()["blocks"]
+    assert make(1, kv_length=8, cache_position=torch.arange(8)).lengths == (8, 8)
     with pytest.raises(ValueError, match="begin at position 7"):
-        block_mask(1, kv_length=8, cache_position=torch.tensor([7]))
+        make(1, kv_length=8, cache_position=torch.tensor([7]))
     with pytest.raises(ValueError, match="use_cache=False"):
         block_mask(1, 1, 8, q_offset=7, mask_function=masks.causal_mask_function)

@@ -1,0 +1,231 @@
+"""All that Echelon knows of transformers' internals: names and signatures that differ between releases.
+
+A release that renames or moves one of them changes this file alone; a test finds the names elsewhere. The public names
+of the package itself (`transformers.PreTrainedModel`) are used everywhere. Names of a model's modules are in tables.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, initialization, modeling_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+__all__ = [
+    "CONFIG_NAME",
+    "GENERATION_CONFIG_NAME",
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "BaseModelOutput",
+    "Conv1D",
+    "ForCausalLMLoss",
+    "GradientCheckpointingLayer",
+    "WeightConverter",
+    "WeightRenaming",
+    "bidirectional_mask_function",
+    "causal_mask_function",
+    "custom_object_save",
+    "dot_natural_key",
+    "get_model_conversion_mapping",
+    "modeling_auto",
+    "rename_source_key",
+]
+
+# The key-value cache as an argument of models and layers. 5.24 has the first name; the others are those of older
+# releases, and of models with code of their own.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
+
+
+class EmptyCache(DynamicCache):
+    """A cache that saves nothing: a recomputed layer would append its keys and values a second time."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of this call only."""
+        return key_states, value_states
+
+
+# Substrings in names of layers' inputs that are no tensors or have no gradients: masks, rotations, caches, routes.
+WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
+# Arguments of layers with an entry for each position, besides hidden states, and their sequence dimension.
+LAYER_POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+
+# Arguments that layers pass to attention functions: settings,
+ATTENTION_SETTINGS = frozenset(("scaling", "dropout", "is_causal", "softcap"))
+# those that repeat the mask or describe heads,
+ATTENTION_BY_HEADS = frozenset(
+    (
+        *("sliding_window", "position_bias", "s_aux", "deterministic"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    )
+)
+# and those that the mask covers, or that do not concern attention.
+BESIDES_ATTENTION = frozenset(
+    (
+        *("sliding_window", "position_ids", "cache_position", "use_cache"),
+        *("output_router_logits", "output_hidden_states", "return_dict"),
+        *("num_items_in_batch", "shift_labels"),  # of the loss
+    )
+)
+# Names in a model's file: its eager attention, and the table of the others.
+EAGER_FUNCTION, ATTENTION_TABLE = "eager_attention_forward", "ALL_ATTENTION_FUNCTIONS"
+# Code of a module that calls attention through the interface (5.0 indexes the table), and its eager function.
+CALLS_INTERFACE = re.compile(ATTENTION_TABLE + r"(\.get_interface\(|\[)")
+CALLS_ATTENTION = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
+DEFAULT_ATTENTION = re.compile(r"(?:get_interface\([^,]*,\s*|attention_interface: Callable = )(\w*eager\w*)")
+# Attributes of a model's class: True if it supports the kernel.
+SUPPORTS_SDPA, SUPPORTS_FLASH, SUPPORTS_FLEX = (
+    "_supports_sdpa",
+    "_supports_flash_attn",
+    "_supports_flex_attn",
+)
+# The setting of a config that names its attention.
+ATTENTION = "_attn_implementation"
+
+
+def attention_name(config: Any) -> str:
+    """Return the name of the attention of models with this config."""
+    name: str = getattr(config, ATTENTION)
+    return name
+
+
+def set_attention_name(config: Any, name: str) -> None:
+    """Set the attention to a registered name; `set_attn_implementation` imports a package for some names."""
+    setattr(config, ATTENTION, {"": name})
+
+
+def can_set_attention(model: Any) -> bool:
+    """Return True if the attention of a model can be changed after its construction."""
+    return bool(model._can_set_attn_implementation())
+
+
+def register_attention(name: str, attend: Callable[..., Any], masks: str | Callable[..., Any]) -> None:
+    """Register an attention function, and the function that makes its masks.
+
+    Args:
+        name: the name in both interfaces of transformers.
+        attend: the attention function.
+        masks: the name of an attention that has the same masks, or a function with the signature that the newest
+            release calls: with `q_length`, `q_offset` and `device`.
+    """
+    AttentionInterface.register(name, attend)
+    made = AttentionMaskInterface()[masks] if isinstance(masks, str) else _by_position(masks)
+    AttentionMaskInterface.register(name, made)
+
+
+def _by_position(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept the positions of the queries, as older releases give them, for their length, offset and device."""
+
+    def make(*args: Any, cache_position: Tensor | None = None, **kwargs: Any) -> Any:
+        if cache_position is not None:
+            first, device = cache_position[0], cache_position.device
+            kwargs |= {"q_length": len(cache_position), "q_offset": first, "device": device}
+        return make_mask(*args, **kwargs)
+
+    return make
+
+
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Return True if a layer is recomputed in backward. From 5.24 on it is not in a forward without gradients."""
+    return bool(getattr(layer, "gradient_checkpointing", False))
+
+
+def checkpoint_of(layer: nn.Module) -> Any:
+    """Return the function by which a layer is recomputed; None if it has none."""
+    return getattr(layer, "_gradient_checkpointing_func", None)
+
+
+def set_checkpointed(layer: nn.Module, *, is_on: bool) -> None:
+    """Turn the recomputation of a layer on or off."""
+    layer.gradient_checkpointing = is_on  # type: ignore[assignment]
+
+
+def set_checkpoint(layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
+    """Set the function by which a layer is recomputed."""
+    layer._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
+
+
+def grouped_width(module: nn.Module) -> int | None:
+    """Return the inner width of experts that torch's grouped product computes; None for another module."""
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    weight, is_transposed = getattr(module, "down_proj", None), getattr(module, "is_transposed", None)
+    if implementation != "grouped_mm" or is_transposed is None or not isinstance(weight, Tensor):
+        return None
+    return weight.shape[1 if is_transposed else 2]
+
+
+# The plans of a config, for the names of its base model's modules: how each is sharded, and in which order they run.
+TP_PLAN, PP_PLAN = "base_model_tp_plan", "base_model_pp_plan"
+# Styles without an effect: replicated modules need none, parameters have entries of their own, and activations
+# outside regions are never sharded, whatever the plan proposes for norms.
+IGNORED_STYLES = ("replicate", "local_params", "sequence_parallel")
+# For modules: the field of a table, by style.
+MODULE_STYLES = {
+    "colwise": "column",
+    "packed_colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "rowwise_split_input": "scattered",
+    "rowwise_rep": "scattered",
+    "replicated_with_grad_allreduce": "partial",
+    "mla_kv_a_proj": "partial",
+    "moe_tp_experts": "exits",
+    "all_reduce": "exits",
+}
+# For parameters: the sharded dimension and the least number of dimensions, by style.
+PARAMETER_STYLES = {
+    "colwise": (-2, 1),
+    "packed_colwise": (-2, 2),
+    "rowwise": (-1, 2),
+    "packed_rowwise": (-1, 2),
+}
+
+
+def creation_on_meta() -> AbstractContextManager[Any]:
+    """Return a context in which models can be built on the meta device. Releases before 5.1 need none."""
+    made: AbstractContextManager[Any] = getattr(
+        initialization, "meta_device_safe_creation_ops", nullcontext
+    )()
+    return made
+
+
+def converted(converter: Any, target: str, model: Any) -> dict[str, Any]:
+    """Run a `WeightConverter` on the tensors that it has collected, and return the results by name."""
+    made = converter.convert(target, model=model, config=model.config)
+    return made[0] if isinstance(made, tuple) else made  # 5.0 returns errors too
+
+
+def file_readers() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions by which `from_pretrained` opens safetensors files, and loads others."""
+    return modeling_utils.safe_open, modeling_utils.load_state_dict
+
+
+@contextmanager
+def reading_files(safe_open: Callable[..., Any], load_state_dict: Callable[..., Any]) -> Iterator[None]:
+    """Let `from_pretrained` read files by other functions within the block."""
+    before = file_readers()
+    modeling_utils.safe_open, modeling_utils.load_state_dict = safe_open, load_state_dict
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open, modeling_utils.load_state_dict = before
