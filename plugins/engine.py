@@ -94,7 +94,6 @@ class PipelineEngine:
             config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
         self._equal_batches: list[bool] = []
-        self._has_noted_outputs = False
         self.trace: list[Span] | None = None
 
     def run(
@@ -371,20 +370,7 @@ class PipelineEngine:
             arrived = broadcast_object(on_cpu, self._last_rank, self.mesh.group("pp"))
             if not is_last:
                 outputs = map_tensors(arrived, lambda tensor: tensor.to(self.mesh.device))
-        elif asked.outputs and not is_last:
-            self._note_absent_outputs()
         return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
-
-    def _note_absent_outputs(self) -> None:
-        """Log once, on the first rank without outputs, which rank has them. No error: a script may expect None."""
-        first = 1 if self._last_rank == 0 else 0
-        is_first = self.mesh.rank("pp") == first and self.mesh.rank("data") == self.mesh.rank("tp") == 0
-        if is_first and not self._has_noted_outputs:
-            self._has_noted_outputs = True
-            _LOG.warning(
-                "execute_pipeline returns outputs on the last stage, and None on the others: give "
-                'return_outputs="all_ranks" to have them on every rank'
-            )
 
 
 def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Sequence[int]) -> None:

@@ -42,10 +42,10 @@ def test_the_page_is_that_of_the_data() -> None:
     assert PAGE.read_text() == page(json.loads(DATA.read_text()))
 
 
-def test_the_newest_releases_that_are_called_tried_have_a_row_without_failures() -> None:
-    rows = [row for row in json.loads(DATA.read_text()) if not row["failed"]]
+def test_the_newest_releases_that_are_called_tried_have_a_row() -> None:
+    rows = json.loads(DATA.read_text())
     for package, release in NEWEST_TRIED.items():
-        assert max(_numbers(row[package]) for row in rows) == _numbers(release), package
+        assert _numbers(release) in [_numbers(row[package]) for row in rows], package
 
 
 def test_the_constraints_hold_releases_that_were_tried() -> None:

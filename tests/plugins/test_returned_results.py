@@ -12,7 +12,7 @@ import torch.distributed as dist
 from echelon.verify.batch import loss_of
 
 from ..pool import Pool
-from .training import BERT, LLAMA, boosted, hybrid, logged, refused, share
+from .training import BERT, LLAMA, boosted, hybrid, refused, share
 
 RETURNED = "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out"
 
@@ -93,21 +93,3 @@ def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, An
         expected = LLAMA.build().eval()(**next(share(booster, LLAMA, 0))).logits
     logits = [None if outputs is None else outputs.logits for outputs in found]
     return booster.plugin.stage_manager.is_last_stage(), *logits, expected
-
-
-def test_one_line_says_where_the_outputs_are(pool: Pool) -> None:
-    lines = pool.run(4, ask_twice_for_outputs)
-    assert [len(of_rank) for of_rank in lines] == [1, 0, 0, 0]
-    assert 'None on the others: give return_outputs="all_ranks"' in lines[0][0]
-
-
-def ask_twice_for_outputs() -> list[str]:
-    booster = hybrid(pp_size=2, tp_size=2)
-    model, _ = boosted(booster, LLAMA)
-
-    def ask() -> None:
-        with torch.no_grad():
-            for step in range(2):
-                booster.execute_pipeline(share(booster, LLAMA, step), model, loss_of, return_outputs=True)
-
-    return logged(ask)
