@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.models import LENGTH, ModelChoice
 
 from ..pool import Pool
 from .training import hybrid, logged
@@ -25,6 +25,8 @@ HEADS = {
     "token": ModelChoice(model_type="bert", head="token"),
     "sequence": ModelChoice(model_type="bert", head="classification"),
     "question": ModelChoice(model_type="bert", head="question"),
+    "several terms": ModelChoice(model_type="bert", head="pretraining"),
+    "auxiliary": ModelChoice(model_type="mixtral", settings=(("output_router_logits", True),)),
     "seq2seq": ModelChoice(model_type="t5", num_layers=2),
     "image": ModelChoice(model_type="vit", head="image_classification"),
 }
@@ -84,12 +86,40 @@ def batch_of(name: str, seed: int = 3) -> Batch:
         labels = torch.randint(1, 12, (SAMPLES, 5), generator=drawn)
         return {"input_values": torch.randn(SAMPLES, 400, generator=drawn), "labels": labels}
     batch = make_batch(HEADS[name], num_samples=SAMPLES, seed=seed)
-    if name in ("causal", "masked", "token", "seq2seq"):
+    if name == "question":  # positions behind the text are ignored; all of the first replica's last samples
+        batch["start_positions"][:7] = LENGTH
+        batch["end_positions"][5:20] = LENGTH + 2
+    if name == "several terms":
+        batch["next_sentence_label"][5:15] = -100
+    if name in ("causal", "masked", "token", "seq2seq", "several terms", "auxiliary"):
         lengths = torch.randint(0, 6, (SAMPLES, 1), generator=drawn)
         prompt = torch.arange(batch["labels"].shape[1]) < lengths
         batch["labels"] = batch["labels"].masked_fill(prompt, -100)
         batch["labels"][:7] = -100  # all of the first microbatch
     return batch
+
+
+def global_loss(plain: nn.Module, batch: Batch, parts: list[Batch]) -> Tensor:
+    """Return the loss of a batch at once, but for an auxiliary loss: the mean over its parts."""
+    outputs = plain(**batch)
+    loss: Tensor = outputs["loss"]
+    if outputs.get("aux_loss") is None:
+        return loss
+    mean = torch.stack([plain(**part).aux_loss for part in parts]).mean()
+    return loss + plain.config.router_aux_loss_coef * (mean - outputs.aux_loss)
+
+
+def parts_of(batch: Batch, plugin: Any) -> list[Batch]:
+    """Return all microbatches of all replicas."""
+    replicas = [
+        {key: value.tensor_split(plugin.data_rank[1])[rank] for key, value in batch.items()}
+        for rank in range(plugin.data_rank[1])
+    ]
+    return [
+        {key: value.tensor_split(4)[index] for key, value in each.items()}
+        for each in replicas
+        for index in range(4)
+    ]
 
 
 def share(batch: Batch, plugin: Any) -> Batch:
@@ -100,13 +130,15 @@ def share(batch: Batch, plugin: Any) -> Batch:
 def departures(name: str, sizes: dict[str, Any], criterion: Any = None, calls: int = 1) -> dict[str, float]:
     """Return the relative distances of loss and gradients from one process that computes all at once."""
     plain, batches = built(name), [batch_of(name, seed=3 + call) for call in range(calls)]
-    whole = {key: torch.cat([each[key] for each in batches]) for key in batches[0]}
-    outputs = plain(**(whole if sizes.get("gradient_accumulation_steps") else batches[0]))
-    outputs["loss"].backward()
-    expected = outputs["loss"].item()
-    for batch in batches[1:] if not sizes.get("gradient_accumulation_steps") else []:
-        plain(**batch)["loss"].backward()
     booster, model = hybrid(**{"num_microbatches": 4} | sizes), built(name)
+    if sizes.get("gradient_accumulation_steps"):
+        batches_at_once = [{key: torch.cat([each[key] for each in batches]) for key in batches[0]}]
+    else:
+        batches_at_once = batches
+    for batch in batches_at_once:
+        wanted = global_loss(plain, batch, parts_of(batch, booster.plugin))
+        wanted.backward()
+    expected = wanted.item()
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
     if calls == 1:
         with torch.no_grad():
