@@ -34,7 +34,7 @@ class Counted(NamedTuple):
         loss: as the model got it.
         number: the number that its mean divides by, 0-d; None for a sum, which is divided by nothing.
         term: the loss itself in `separate` mode, with a graph; else the same tensor.
-        count: returns `number` for another microbatch; None if it is no function of labels.
+        recount: returns `number` for another microbatch; None if it is no function of labels.
         version: of `loss`, which changes if another term is added in place.
         has_graph: the term had one of itself.
         of_batch: False if its target is known to be no function of the batch: positions of pairs.
@@ -44,7 +44,7 @@ class Counted(NamedTuple):
     number: Tensor | None
     term: Tensor
     version: int
-    count: Callable[[OfMicrobatch], Tensor] | None = None
+    recount: Callable[[OfMicrobatch], Tensor] | None = None
     has_graph: bool = True
     of_batch: bool = True
 
@@ -87,24 +87,17 @@ class Observed(TorchFunctionMode):
             return self._divided(*args, **kwargs)
         if func not in _COUNTS:
             return func(*args, **kwargs) if self._functions is None else self._called(func, args, kwargs)
-        given = _signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
+        bound = _signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
         if arguments["reduction"] == "none" or _divides_otherwise(func, arguments):
             return func(*args, **kwargs)
         loss, number = _evaluate(func, arguments)
         target = arguments["target_lengths" if func is F.ctc_loss else "target"]
-        made = None if self._functions is None else self._functions.of(target)
-        count = None
-        if made is not None and made.of_batch and number is not None:
-            known = {**arguments, "input": None}
-            is_shape = func not in _WITH_LABELS or target.is_floating_point()
-            count = (
-                partial(_in_proportion, made, number, target.numel())
-                if is_shape
-                else partial(_count_labels, made, known)
-            )
-        return self._add(loss, number, count, of_batch=made is None or made.of_batch)
+        made = self._function_of(target)
+        if func in _WITH_LABELS and not target.is_floating_point():
+            return self._add(loss, number, made, partial(_recount_labels, {**arguments, "input": None}))
+        return self._add(loss, number, made, partial(_in_proportion, number, target.numel()))
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call another function; record it if it makes a label of labels."""
@@ -122,13 +115,17 @@ class Observed(TorchFunctionMode):
         if adds_up:
             return self._add(total / count, None)
         number = torch.as_tensor(count, device=total.device)
-        made = None if self._functions is None else self._functions.of(count)
-        return self._add(
-            total / number.clamp_min(1), number, None if made is None else partial(_computed, made)
-        )
+        return self._add(total / number.clamp_min(1), number, self._function_of(count), _unchanged)
+
+    def _function_of(self, tensor: Any) -> LabelFunction | None:
+        return None if self._functions is None else self._functions.of(tensor)
 
     def _add(
-        self, loss: Tensor, number: Tensor | None, count: Any = None, *, of_batch: bool = True
+        self,
+        loss: Tensor,
+        number: Tensor | None,
+        made: LabelFunction | None = None,
+        recount: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Record a loss; return it as the model gets it."""
         if not self.separate:
@@ -138,7 +135,9 @@ class Observed(TorchFunctionMode):
         with torch.inference_mode(False):  # enables gradients
             term = loss if has_graph else loss.clone().detach().requires_grad_()
             loss = term.clone()
-        self.losses.append(Counted(loss, number, term, version_of(loss), count, has_graph, of_batch))
+        of_batch = made is None or made.of_batch
+        again = partial(_recounted, made, recount) if made is not None and made.of_batch else None
+        self.losses.append(Counted(loss, number, term, version_of(loss), again, has_graph, of_batch))
         return loss
 
     @property
@@ -156,18 +155,21 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def _computed(made: LabelFunction, microbatch: OfMicrobatch) -> Tensor:
-    number: Tensor = microbatch(made)
+def _recounted(made: LabelFunction, count: Callable[[Tensor], Tensor], microbatch: OfMicrobatch) -> Tensor:
+    return count(microbatch(made))
+
+
+def _unchanged(number: Tensor) -> Tensor:
     return number
 
 
-def _count_labels(made: LabelFunction, given: dict[str, Any], microbatch: OfMicrobatch) -> Tensor:
-    return _labels({**given, "target": microbatch(made)})
+def _recount_labels(arguments: dict[str, Any], target: Tensor) -> Tensor:
+    return _labels({**arguments, "target": target})
 
 
-def _in_proportion(made: LabelFunction, number: Tensor, entries: int, microbatch: OfMicrobatch) -> Tensor:
-    """Return a number that depends on shapes alone, which differ in their samples."""
-    return number * (microbatch(made).numel() / max(entries, 1))
+def _in_proportion(number: Tensor, entries: int, target: Tensor) -> Tensor:
+    """Return a number that depends on shapes alone, for a target with other samples."""
+    return number * (target.numel() / max(entries, 1))
 
 
 @cache

@@ -351,7 +351,7 @@ class BatchWeights:
         if not observed.separate:
             return []
         terms = terms_of(loss, observed.losses)
-        if not terms or any(each.number is not None and each.count is None for each, _ in terms):
+        if not terms or any(each.number is not None and each.recount is None for each, _ in terms):
             note(_BY_SAMPLES)
             weights.set_form(self, "other")
             return []

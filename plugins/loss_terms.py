@@ -62,7 +62,7 @@ class GlobalCounts:
     """The counts of a loss of several terms in a global batch, from the first microbatch that runs.
 
     Args:
-        terms: of that microbatch, each with a `count` or a sum.
+        terms: of that microbatch, each with a `recount` or a sum.
         microbatches: of this replica.
         first: the index of that microbatch.
         over_replicas: sums a tensor over replicas.
@@ -127,5 +127,5 @@ def _counts(terms: Sequence[Term], microbatch: OfMicrobatch | None) -> Iterator[
         elif microbatch is None:
             yield counted.number.double()
         else:
-            assert counted.count is not None
-            yield counted.count(microbatch).double()
+            assert counted.recount is not None
+            yield counted.recount(microbatch).double()

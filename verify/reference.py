@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,7 @@ def train(
             scale=scale,
             overflows=index == overflow_step,
             weights=[1.0] if weigh is None else [float(weigh(each)) for each in parts],
+            microbatches=parts if weigh is None else (),
         )
         norm = _norm(gradients)
         if isfinite(norm):
@@ -115,20 +117,23 @@ def _gradients(
     scale: float,
     overflows: bool,
     weights: Sequence[float],
+    microbatches: Sequence[dict[str, Tensor]],
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss, and the float32 gradients of all parameters that have one, without the scale."""
+    """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
+
+    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, if there are any.
+    """
     sums: dict[str, Tensor] = {}
     losses = []
     own = next(worker.parameters())
     size = 2.0 ** int(math.log2(max(sum(weights), 1.0)))  # a power of two rounds nothing
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        part = {
-            name: value.to(own if value.is_floating_point() else own.device)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in part.items()
-        }
-        loss = criterion(worker(**part), part)
+        part = _converted(part, own)
+        outputs = worker(**part)
+        loss = criterion(outputs, part)
+        if microbatches and getattr(outputs, "aux_loss", None) is not None:
+            apart = [worker(**_converted(each, own)).aux_loss for each in microbatches]
+            loss = loss + worker.config.router_aux_loss_coef * (torch.stack(apart).mean() - outputs.aux_loss)
         losses.append(loss.detach().float() * weight)
         if overflows and index == len(parts) - 1:
             loss.register_hook(lambda gradient: gradient * float("inf"))
@@ -141,6 +146,16 @@ def _gradients(
     factor = (torch.tensor(size) / sum(weights)).item() / scale
     total = torch.stack(losses).sum() / sum(weights)
     return total.item(), {name: (gradient * factor).cpu() for name, gradient in sums.items()}
+
+
+def _converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
+    """Return a batch on the device of a parameter, and floating-point tensors in its format."""
+    return {
+        name: value.to(own if value.is_floating_point() else own.device)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in part.items()
+    }
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
