@@ -169,7 +169,7 @@ def _recount_labels(arguments: dict[str, Any], target: Tensor) -> Tensor:
 
 def _in_proportion(number: Tensor, entries: int, target: Tensor) -> Tensor:
     """Return a number that depends on shapes alone, for a target with other samples."""
-    return number * (target.numel() / max(entries, 1))
+    return number.double() * target.numel() / max(entries, 1)
 
 
 @cache

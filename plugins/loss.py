@@ -164,21 +164,22 @@ class LossWeights:
         """Return the loss of a batch. All-reduce over the world if there are stages or replicas."""
         num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
         is_reduced = self.mesh.size("pp", "dp") > 1
-        # For each replica R: loss, weight, `first`, 1 if the criterion returned a weight, and above 0 if terms counted
-        # otherwise than expected; float32 whatever torch's default is.
-        figures_R5 = torch.zeros(num_replicas, 5, dtype=torch.float32, device=self.mesh.device)
+        # For each replica R: loss, weight, `first`, 1 if the criterion returned a weight, above 0 if terms counted
+        # otherwise than expected, and the loss of the replica; float32 whatever torch's default is.
+        figures_R6 = torch.zeros(num_replicas, 6, dtype=torch.float32, device=self.mesh.device)
         # All ranks of a replica have the same values: one of them adds them.
         is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
         if self.mesh.rank("pp") == self._last_rank and is_counted:
             assert result.weights is not None and weights.first is not None
-            figures_R5[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
-            figures_R5[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
-            figures_R5[replica, 2] = weights.first
-            figures_R5[replica, 3] = float(weights.kind == "criterion")
-            figures_R5[replica, 4] = weights.deviation
+            figures_R6[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
+            figures_R6[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
+            figures_R6[replica, 2] = weights.first
+            figures_R6[replica, 3] = float(weights.kind == "criterion")
+            figures_R6[replica, 4] = weights.deviation
+            figures_R6[replica, 5] = weights.replica_loss(figures_R6[replica])
         if is_reduced:
-            dist.all_reduce(figures_R5)
-        losses, counts, firsts, weighted, deviations = figures_R5.unbind(1)
+            dist.all_reduce(figures_R6)
+        losses, counts, firsts, weighted, deviations, of_replicas = figures_R6.unbind(1)
         count = counts.sum()
         if weights.trains:
             self._pending = firsts[0]
@@ -187,7 +188,7 @@ class LossWeights:
         first = firsts[0] * (num_replicas * accumulation_steps)
         return BatchLoss(
             mean=losses.sum() / count,
-            of_replica=losses[replica] / counts[replica],
+            of_replica=of_replicas[replica],
             factor=torch.where(count != 0, first / count, 0.0),
             weighted=weighted.sum(),
             deviation=deviations.sum(),
@@ -267,6 +268,10 @@ class BatchWeights:
             self.first = self._weights.size_of(self, number.detach())
         return loss_sum, number
 
+    def replica_loss(self, figures: Tensor) -> Tensor:
+        """Return the loss of this replica's batch, from the sums of losses and weights."""
+        return figures[0] / figures[1] if self._counts is None else self._counts.replica_loss
+
     @property
     def has_terms(self) -> bool:
         """True if the loss has several terms, which are counted before the first backward."""
@@ -286,13 +291,13 @@ class BatchWeights:
         if loss is _field(outputs, "loss") and observed is not None:
             if observed.lacks_graph and not has_rest(loss, observed.losses):
                 loss = loss.detach()  # the graph of its terms alone, which trains nothing
+            if self._counts is not None:
+                return self._weighed_by_terms(loss, self._counts, outputs, inputs)
             counted = observed.counted(loss)
             if counted is not None and counted.number is not None:
                 return _Weighed("labels", loss.to(exact) * counted.number, counted.number)
             if counted is not None or self._adds_up(outputs, inputs):
                 return _Weighed("sum", loss, 1 / self._weights.mesh.size("dp"))
-            if self._counts is not None:
-                return self._weighed_by_terms(loss, self._counts, outputs, inputs)
         elif observed is not None and self.compares:
             self._labels += [each.number for each in observed.losses[:1] if each.number is not None]
         samples = float(batch_size(inputs))
@@ -300,14 +305,14 @@ class BatchWeights:
 
     def _weighed_by_terms(self, loss: Tensor, counts: GlobalCounts, outputs: Any, inputs: Any) -> "_Weighed":
         assert self._observed is not None
-        replicas = self._weights.mesh.size("dp")
+        replicas, mean = self._weights.mesh.size("dp"), 1 / len(self.microbatches)
         has_auxiliary = _field(outputs, "aux_loss") is not None
         total, fraction = counts.weighed(
             loss,
             terms_of(loss, self._observed.losses),
             index=self._index_of(inputs),
             samples=batch_size(inputs),
-            rest=1 / (len(self.microbatches) * replicas) if has_auxiliary else None,
+            rest=(mean / replicas, mean) if has_auxiliary else None,
         )
         self.deviation = counts.deviation
         if counts.weight is None:

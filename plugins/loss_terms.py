@@ -80,17 +80,25 @@ class GlobalCounts:
             list(_counts(terms, None if index == first else OfMicrobatch(each)))
             for index, each in enumerate(microbatches)
         ]
-        self.expected_MT = torch.stack([torch.stack(row) for row in rows])
+        self._expected_MT = torch.stack([torch.stack(row) for row in rows])
         samples = torch.full((1,), sum(map(batch_size, microbatches)), dtype=torch.float64, device=device)
-        *totals, self.samples = over_replicas(torch.cat([self.expected_MT.sum(0), samples])).unbind()
-        self.totals = totals
+        self._of_replica = torch.cat([self._expected_MT.sum(0), samples])
+        self._of_all = over_replicas(self._of_replica)
         self.deviation = torch.zeros((), device=device)  # microbatches that counted otherwise than expected
+        self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
+        *totals, all_samples = self._of_all.unbind()
         main = next((total for total, term in zip(totals, terms, strict=True) if _is_mean(term)), None)
         # The weight of the batch beside others of a step: of its first term that counts.
-        self.weight = None if main is None else torch.where(main > 0, main, self.samples)
+        self.weight = None if main is None else torch.where(main > 0, main, all_samples)
 
     def weighed(
-        self, loss: Tensor, terms: Sequence[Term], *, index: int, samples: int, rest: float | None
+        self,
+        loss: Tensor,
+        terms: Sequence[Term],
+        *,
+        index: int,
+        samples: int,
+        rest: tuple[float, float] | None,
     ) -> tuple[Tensor, Tensor]:
         """Return a microbatch's addend to the loss of the global batch, and its fraction of the samples.
 
@@ -99,20 +107,36 @@ class GlobalCounts:
             terms: of this loss.
             index: of the microbatch.
             samples: of the microbatch.
-            rest: the weight of the rest; None weighs it by samples.
+            rest: the weights of the rest in the global batch and in the replica's; None weighs it by samples.
+
+        Raises:
+            ValueError: the loss has another number of terms than in the first microbatch.
         """
-        exact = torch.promote_types(loss.dtype, torch.float32)
-        fraction = samples / self.samples
-        weight: Any = fraction if rest is None else rest
-        total = loss.to(exact) * weight
-        for term, count in zip(terms, self.totals, strict=True):
-            number, ratio = term.counted.number, 1.0 - weight
-            if number is not None:
-                ratio = number / torch.where(count > 0, count, 1) - weight
-                total = total + torch.where(count > 0, 0.0, torch.nan)  # as in one process; no gradient
-            total = total + (term.coefficient * term.counted.term).to(exact) * ratio
-        self.deviation += (torch.stack(list(_counts(terms, None))) != self.expected_MT[index]).any()
+        if len(terms) != self._expected_MT.shape[1]:
+            raise ValueError(
+                f"the model's loss has {len(terms)} terms in one microbatch and {self._expected_MT.shape[1]} in the "
+                "first: give a criterion that returns (loss_sum, weight)"
+            )
+        fraction = samples / self._of_all[-1]
+        of_all, of_replica = (fraction, samples / self._of_replica[-1]) if rest is None else rest
+        total = _addend(loss, terms, self._of_all, of_all)
+        with torch.no_grad():
+            self.replica_loss += _addend(loss, terms, self._of_replica, of_replica)
+        self.deviation += (torch.stack(list(_counts(terms, None))) != self._expected_MT[index]).any()
         return total, fraction
+
+
+def _addend(loss: Tensor, terms: Sequence[Term], totals: Tensor, rest: Any) -> Tensor:
+    """Return the addend of a microbatch to the loss of a batch with these counts, and this weight of the rest."""
+    exact = torch.promote_types(loss.dtype, torch.float32)
+    total = loss.to(exact) * rest
+    for (counted, coefficient), count in zip(terms, totals, strict=False):
+        weight: Any = 1.0
+        if counted.number is not None:
+            weight = counted.number / torch.where(count > 0, count, 1)
+            total = total + torch.where(count > 0, 0.0, torch.nan)  # as in one process; no gradient
+        total = total + (coefficient * counted.term).to(exact) * (weight - rest)
+    return total
 
 
 def _is_mean(term: Term) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..host_reads import Places, host_reads
 from ..pool import Pool
 from .test_whole_batch import RATE, SAMPLES, share
-from .training import hybrid, logged
+from .training import hybrid, logged, refused
 
 Batch = dict[str, Any]
 Combine = Callable[["TwoTerms", Tensor, Tensor], Tensor]
@@ -164,3 +164,47 @@ def test_a_warm_step_of_several_terms_sends_their_counts_alone(pool: Pool) -> No
     for (messages, reads), (more, also_read) in zip(of_one, of_several, strict=True):
         assert (more - messages).total() == 1
         assert reads == also_read
+
+
+def of_replicas() -> tuple[float, float]:
+    """Return the loss of this replica's batch and the expected one."""
+    batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms("scaled")
+    boosted, *_ = booster.boost(model)
+    given = share(batch, booster.plugin)
+    with torch.no_grad():
+        found = booster.execute_pipeline(iter([given]), boosted, average_loss=False)["loss"]
+    return float(found), TwoTerms("scaled")(**given)["loss"].item()
+
+
+def test_a_replica_has_the_loss_of_its_batch(pool: Pool) -> None:
+    found = pool.run(2, of_replicas)
+    assert [loss for loss, _ in found] == pytest.approx([expected for _, expected in found], rel=1e-6)
+    assert found[0] != found[1]
+
+
+class Wrong(TwoTerms):
+    """Ignores other labels in the first three microbatches than in the last, by a number that Python keeps."""
+
+    def forward(self, x: Tensor, classes: Tensor, values: Tensor) -> Batch:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x, classes * (self.calls % 4), values)
+
+
+def miscounted(trains: bool) -> str:
+    booster, model = hybrid(num_microbatches=4, zero_stage=1), Wrong("scaled")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+    def step() -> None:
+        with torch.set_grad_enabled(trains):
+            given = iter([share(two_batch(), booster.plugin)])
+            booster.execute_pipeline(given, boosted, optimizer=optimizer)
+        optimizer.step()
+
+    return refused(step)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_terms_that_count_otherwise_than_the_labels_are_refused(pool: Pool, size: int, trains: bool) -> None:
+    for error in pool.run(size, miscounted, trains):
+        assert "counted other labels than those of the batch" in error
