@@ -43,8 +43,7 @@ class StepAgreement:
         self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
         self._num_calls = 0
         self._batch: int | Tensor = 0
-        self._deviation: float | Tensor = 0.0
-        self._why = ""
+        self._deviations: list[tuple[Tensor, str]] = []  # with the text of the error
         self._num_noted = 0
 
     def is_due(self) -> bool:
@@ -68,13 +67,13 @@ class StepAgreement:
 
     def note_deviation(self, deviation: Tensor, why: str) -> None:
         """Record a 0-d number, equal on all ranks, that is above 0 on an error, and the text of that error."""
-        self._deviation, self._why = self._deviation + deviation, why
+        self._deviations.append((deviation, why))
 
     @property
     def share(self) -> float | Tensor:
         """This rank's term of a sum that is 0 if the ranks of each replica agree; a Python float, or 0-d float64."""
         # Convert to float64 before adding: a code plus a float is float32, which rounds sums above 2**24.
-        parts = (self._batch * self._weight, self._deviation)
+        parts = (self._batch * self._weight, *(deviation for deviation, _ in self._deviations))
         return sum(part.double() if isinstance(part, Tensor) else part for part in parts)
 
     def code(self, settings: Any) -> int:
@@ -83,7 +82,7 @@ class StepAgreement:
 
     def clear(self) -> None:
         """Drop the recorded checksums, after a step has compared them."""
-        self._batch, self._deviation, self._why = 0, 0.0, ""
+        self._batch, self._deviations = 0, []
         self._num_noted = 0
 
     def explain(self) -> None:
@@ -99,8 +98,9 @@ class StepAgreement:
         raise AssertionError("checksums differ between ranks, but a full comparison finds no difference")
 
     def _explain(self) -> None:
-        if float(self._deviation) > 0:
-            raise ValueError(self._why)
+        for deviation, why in self._deviations:
+            if float(deviation) > 0:
+                raise ValueError(why)
         require_equal(
             {"number of calls": self._num_noted}, what="a step", rule="every rank must run the same"
         )

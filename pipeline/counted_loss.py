@@ -4,11 +4,16 @@
 weighs as much as it counted. That is known only where the loss is computed: labels may be shifted, and some ignored. A
 `TorchFunctionMode` sees the calls of torch's loss functions between the last layer and the end of the forward; it never
 slows down a layer. `Observed` has the loss tensors with what they counted, on the device, and nothing waits for it.
+
+[Note: separate terms] A model may add several losses, even in place, and scale the sum. In `separate` mode the model
+gets a copy of each loss, and the loss itself is kept as a term. The graph between them has the coefficients. Without
+gradients a graph of these scalars alone is made. Counts are then recorded as functions of labels too; see
+[Note: label functions] in label_functions.py.
 """
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -16,15 +21,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .label_functions import LabelFunction, LabelFunctions, OfMicrobatch, version_of
 from .runner import StageLike
 
 
 class Counted(NamedTuple):
-    """A loss and the number that its mean divides by, 0-d; None for a sum, which is divided by nothing."""
+    """A loss and what it counted.
+
+    Args:
+        loss: as the model got it.
+        number: the number that its mean divides by, 0-d; None for a sum, which is divided by nothing.
+        term: the loss itself in `separate` mode, with a graph; else the same tensor.
+        recount: returns `number` for another microbatch; None if it is no function of labels.
+        version: of `loss`, which changes if another term is added in place.
+        has_graph: the term had one of itself.
+        of_batch: False if its target is known to be no function of the batch: positions of pairs.
+    """
 
     loss: Tensor
     number: Tensor | None
+    term: Tensor
+    version: int
+    recount: Callable[[OfMicrobatch], Tensor] | None = None
+    has_graph: bool = True
+    of_batch: bool = True
 
 
 def divided(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Tensor:
@@ -43,13 +65,20 @@ def divided(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Ten
 class Observed(TorchFunctionMode):
     """A context in which losses are recorded.
 
+    Args:
+        separate: keep several losses apart; see [Note: separate terms].
+        microbatch: whose labels they count.
+
     Attributes:
         losses: the losses in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, microbatch: Any = None, *, separate: bool = False) -> None:
         super().__init__()
         self.losses: list[Counted] = []
+        self.separate = separate
+        self._makes_graph = separate and not torch.is_grad_enabled()  # of the losses alone
+        self._functions = LabelFunctions(microbatch) if separate else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; record the result of a loss function."""
@@ -57,29 +86,90 @@ class Observed(TorchFunctionMode):
         if func is divided:
             return self._divided(*args, **kwargs)
         if func not in _COUNTS:
-            return func(*args, **kwargs)
-        given = _signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
+            return func(*args, **kwargs) if self._functions is None else self._called(func, args, kwargs)
+        bound = _signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
         if arguments["reduction"] == "none" or _divides_otherwise(func, arguments):
             return func(*args, **kwargs)
         loss, number = _evaluate(func, arguments)
-        self.losses.append(Counted(loss, number))
-        return loss
+        target = arguments["target_lengths" if func is F.ctc_loss else "target"]
+        made = self._function_of(target)
+        if func in _WITH_LABELS and not target.is_floating_point():
+            return self._add(loss, number, made, partial(_recount_labels, {**arguments, "input": None}))
+        return self._add(loss, number, made, partial(_in_proportion, number, target.numel()))
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call another function; record it if it makes a label of labels."""
+        assert self._functions is not None
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if self._makes_graph and any(each.grad_fn is not None for each in tensors):
+            with torch.inference_mode(False):  # enables gradients
+                args, kwargs = tree_map_only(Tensor, _plain, (args, kwargs))
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._functions.record(func, args, kwargs, result)
+        return result
 
     def _divided(self, total: Tensor, count: Tensor | int, *, adds_up: bool) -> Tensor:
         if adds_up:
-            loss = total / count
-            self.losses.append(Counted(loss, None))
-            return loss
+            return self._add(total / count, None)
         number = torch.as_tensor(count, device=total.device)
-        loss = total / number.clamp_min(1)
-        self.losses.append(Counted(loss, number))
+        return self._add(total / number.clamp_min(1), number, self._function_of(count), _unchanged)
+
+    def _function_of(self, tensor: Any) -> LabelFunction | None:
+        return None if self._functions is None else self._functions.of(tensor)
+
+    def _add(
+        self,
+        loss: Tensor,
+        number: Tensor | None,
+        made: LabelFunction | None = None,
+        recount: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Record a loss; return it as the model gets it."""
+        if not self.separate:
+            self.losses.append(Counted(loss, number, loss, version_of(loss)))
+            return loss
+        has_graph = loss.requires_grad
+        with torch.inference_mode(False):  # enables gradients
+            term = loss if has_graph else loss.clone().detach().requires_grad_()
+            loss = term.clone()
+        of_batch = made is None or made.of_batch
+        again = partial(_recounted, made, recount) if made is not None and made.of_batch else None
+        self.losses.append(Counted(loss, number, term, version_of(loss), again, has_graph, of_batch))
         return loss
 
+    @property
+    def lacks_graph(self) -> bool:
+        """True if losses have a graph only because they are kept apart."""
+        return self.separate and torch.is_grad_enabled() and not any(each.has_graph for each in self.losses)
+
     def counted(self, loss: Any) -> Counted | None:
-        """Return the record of this very tensor, None if it is no loss function's result."""
-        return next((each for each in self.losses if each.loss is loss), None)
+        """Return the record of this very tensor, unchanged; None if it is no loss function's result."""
+        same = (each for each in self.losses if each.loss is loss and version_of(loss) == each.version)
+        return next(same, None)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _recounted(made: LabelFunction, count: Callable[[Tensor], Tensor], microbatch: OfMicrobatch) -> Tensor:
+    return count(microbatch(made))
+
+
+def _unchanged(number: Tensor) -> Tensor:
+    return number
+
+
+def _recount_labels(arguments: dict[str, Any], target: Tensor) -> Tensor:
+    return _labels({**arguments, "target": target})
+
+
+def _in_proportion(number: Tensor, entries: int, target: Tensor) -> Tensor:
+    """Return a number that depends on shapes alone, for a target with other samples."""
+    return number.double() * target.numel() / max(entries, 1)
 
 
 @cache
@@ -153,19 +243,20 @@ class ObservedStage:
 
     Attributes:
         observed: the losses of the last forward.
+        separate: the next forwards keep several losses apart.
     """
 
     def __init__(self, stage: StageLike, last_layer: nn.Module | None) -> None:
         self._stage = stage
         self.index, self.is_first, self.is_last = stage.index, stage.is_first, stage.is_last
-        self.observed = Observed()
+        self.observed, self.separate = Observed(), False
         self._waits_for, self._state = last_layer, ""
         if last_layer is not None:
             last_layer.register_forward_hook(_Begin(self))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
         """Return the model's outputs."""
-        self.observed, self._state = Observed(), "before"
+        self.observed, self._state = Observed(microbatch, separate=self.separate), "before"
         try:
             if self._waits_for is None:
                 self._begin()

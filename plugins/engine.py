@@ -334,6 +334,7 @@ class PipelineEngine:
         steps = 1 if optimizer is None else optimizer.accumulation_steps
         loss: BatchLoss = self._weights.reduced(result, weights, steps)
         self._require_one_kind(loss.weighted, trains=wanted.trains)
+        self._require_expected_counts(loss.deviation, weights, trains=wanted.trains)
         if optimizer is not None and wanted.trains:
             note_factor(optimizer, loss.factor)
         if self._is_compared:
@@ -360,6 +361,26 @@ class PipelineEngine:
             self.agreement.note_deviation(weighted * (num_replicas - weighted), message.format("some"))
         elif (number := int(weighted)) not in (0, num_replicas):
             raise ValueError(message.format(f"{number} of {num_replicas}"))
+
+    def _require_expected_counts(self, deviation: Tensor, weights: BatchWeights, *, trains: bool) -> None:
+        """Require that the terms of a loss counted as expected. Waits for the device in evaluation.
+
+        Args:
+            deviation: above 0 if they did not, 0-d, equal on all ranks.
+            weights: of the call.
+            trains: the call is one of training.
+
+        Raises:
+            ValueError: on every rank; in training at the step.
+        """
+        message = (
+            "the terms of the model's loss counted other labels than those of the batch: give a criterion that returns "
+            'the loss as (loss_sum, weight), or loss_reduction="microbatch_mean"'
+        )
+        if trains:
+            self.agreement.note_deviation(deviation, message)
+        elif (self.mesh.world_size > 1 or weights.has_terms) and bool(deviation):
+            raise ValueError(message)
 
     def _returned_outputs(self, result: RunResult, asked: "_CallKind", wanted: "_CallKind") -> Any:
         """Return the outputs that this rank requested. Broadcast over pp if a rank wants them on all ranks."""

@@ -17,10 +17,11 @@ from torch import Tensor
 from ..cluster.collectives import all_reduce
 from ..cluster.device import numbers_on
 from ..cluster.mesh import ParallelMesh
-from ..pipeline.counted_loss import Counted, ObservedStage
+from ..pipeline.counted_loss import Observed, ObservedStage
 from ..pipeline.microbatch import batch_size
 from ..pipeline.runner import Criterion, RunResult
 from ..zero.optimizer import ShardedOptimizer
+from .loss_terms import GlobalCounts, Term, has_rest, terms_of
 
 _LOG = logging.getLogger("echelon")
 
@@ -29,11 +30,17 @@ LOSS_REDUCTIONS = ("global", "microbatch_mean")
 # The weight of a microbatch: observed labels, the weight that a criterion returns, or samples. Sums add up, and
 # "microbatch_mean" averages.
 _Kind = Literal["labels", "criterion", "samples", "sum", "mean"]
+# The model's loss: the very result of one loss function, terms that are weighed separately, or neither.
+_Form = Literal["single", "several", "other"]
+_BY_SAMPLES = (
+    "the model's loss is no sum of means over labels, so each microbatch weighs as many as its samples; see "
+    "docs/decisions/loss.md"
+)
 
 
 def model_loss(outputs: Any, inputs: Any) -> Tensor:
     """Return the loss that a model computes from the labels in its inputs."""
-    loss = _loss_in(outputs)
+    loss = _field(outputs, "loss")
     if loss is None:
         raise ValueError(
             "the model's outputs contain no loss: give labels in the batch, or a criterion of (outputs, inputs)"
@@ -41,8 +48,9 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
     return loss
 
 
-def _loss_in(outputs: Any) -> Any:
-    return outputs.get("loss") if hasattr(outputs, "get") else getattr(outputs, "loss", None)
+def _field(outputs: Any, name: str) -> Any:
+    """Return an entry of a model's outputs; None if they have none."""
+    return outputs.get(name) if hasattr(outputs, "get") else getattr(outputs, name, None)
 
 
 class BatchLoss(NamedTuple):
@@ -53,12 +61,14 @@ class BatchLoss(NamedTuple):
         of_replica: of this replica alone.
         factor: of the reduced gradients.
         weighted: 0-d number of replicas whose criterion returned weights.
+        deviation: 0-d, above 0 if terms of the loss counted otherwise than expected.
     """
 
     mean: Tensor
     of_replica: Tensor
     factor: Tensor
     weighted: Tensor
+    deviation: Tensor
 
 
 class LossWeights:
@@ -77,6 +87,9 @@ class LossWeights:
         self.mesh, self.stage, self._reduction = mesh, stage, reduction
         self._last_rank = last_rank
         self._sizes: dict[str, Tensor] = {}  # by kind: `first` of the next call
+        # By training or evaluation, in the last calls:
+        self._forms: dict[bool, _Form] = {}
+        self._num_terms: dict[bool, int] = {}  # of a loss of several terms on all replicas; otherwise 0
         self._pending: Tensor | None = None  # `first` of accumulated calls
         self._has_noted: set[str] = set()
 
@@ -103,6 +116,9 @@ class LossWeights:
             and optimizer.accumulation_steps > 1
             and isinstance(optimizer.gradient_factor, Tensor)
         )
+        if self.stage is not None:
+            form = self._forms.get(torch.is_grad_enabled())
+            self.stage.separate = self._reduction == "global" and form in (None, "several")
         return BatchWeights(
             self,
             criterion,
@@ -111,6 +127,32 @@ class LossWeights:
             compares=compares and optimizer is not None,
             mean_samples=mean_samples,
         )
+
+    def form(self, weights: "BatchWeights") -> _Form | None:
+        """Return the form of the model's loss in the last calls of this kind, None in the first."""
+        return self._forms.get(weights.trains)
+
+    def set_form(self, weights: "BatchWeights", form: _Form) -> None:
+        """Note the form of the model's loss."""
+        self._forms[weights.trains] = form
+
+    def agreed_terms(self, own: int, weights: "BatchWeights") -> int:
+        """Return the number of terms of the loss; 0 unless all replicas have equally many.
+
+        All-reduce over dp of last stages in compared calls of training, and in the first evaluation.
+        """
+        if self.mesh.size("dp") == 1:
+            return own
+        if weights.compares or weights.trains not in self._num_terms:
+            numbers = torch.full((2,), own, dtype=torch.float64, device=self.mesh.device)
+            numbers[1] = own**2
+            total, squares = self.over_replicas(numbers).tolist()
+            self._num_terms[weights.trains] = own if squares * self.mesh.size("dp") == total**2 else 0
+        return self._num_terms[weights.trains]
+
+    def over_replicas(self, numbers: Tensor) -> Tensor:
+        """Return the sum over replicas. All-reduce over dp of last stages."""
+        return numbers if self.mesh.size("dp") == 1 else all_reduce(numbers, self.mesh.group("dp"))
 
     def note(self, message: str) -> None:
         """Log a message once, on the first rank of the last stage."""
@@ -122,20 +164,22 @@ class LossWeights:
         """Return the loss of a batch. All-reduce over the world if there are stages or replicas."""
         num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
         is_reduced = self.mesh.size("pp", "dp") > 1
-        # For each replica R: loss, weight, `first`, and 1 if the criterion returned a weight; float32 whatever torch's
-        # default is.
-        figures_R4 = torch.zeros(num_replicas, 4, dtype=torch.float32, device=self.mesh.device)
+        # For each replica R: loss, weight, `first`, 1 if the criterion returned a weight, above 0 if terms counted
+        # otherwise than expected, and the loss of the replica; float32 whatever torch's default is.
+        figures_R6 = torch.zeros(num_replicas, 6, dtype=torch.float32, device=self.mesh.device)
         # All ranks of a replica have the same values: one of them adds them.
         is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
         if self.mesh.rank("pp") == self._last_rank and is_counted:
             assert result.weights is not None and weights.first is not None
-            figures_R4[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
-            figures_R4[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
-            figures_R4[replica, 2] = weights.first
-            figures_R4[replica, 3] = float(weights.kind == "criterion")
+            figures_R6[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
+            figures_R6[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
+            figures_R6[replica, 2] = weights.first
+            figures_R6[replica, 3] = float(weights.kind == "criterion")
+            figures_R6[replica, 4] = weights.deviation
+            figures_R6[replica, 5] = weights.replica_loss(figures_R6[replica])
         if is_reduced:
-            dist.all_reduce(figures_R4)
-        losses, counts, firsts, weighted = figures_R4.unbind(1)
+            dist.all_reduce(figures_R6)
+        losses, counts, firsts, weighted, deviations, of_replicas = figures_R6.unbind(1)
         count = counts.sum()
         if weights.trains:
             self._pending = firsts[0]
@@ -144,9 +188,10 @@ class LossWeights:
         first = firsts[0] * (num_replicas * accumulation_steps)
         return BatchLoss(
             mean=losses.sum() / count,
-            of_replica=losses[replica] / counts[replica],
+            of_replica=of_replicas[replica],
             factor=torch.where(count != 0, first / count, 0.0),
             weighted=weighted.sum(),
+            deviation=deviations.sum(),
         )
 
     def size_of(self, weights: "BatchWeights", weight: Tensor) -> Tensor:
@@ -170,6 +215,14 @@ class LossWeights:
         return self._sizes[kind]
 
 
+class _Weighed(NamedTuple):
+    """The addend of a microbatch to the loss, and its weight."""
+
+    kind: _Kind
+    loss_sum: Tensor
+    weight: Any
+
+
 class BatchWeights:
     """A criterion of one call that returns (loss_sum, weight) of a microbatch, whatever the user's returns."""
 
@@ -189,6 +242,8 @@ class BatchWeights:
         self.trains = torch.is_grad_enabled()
         self._weights, self._num_calls = weights, 0
         self._labels: list[Tensor] = []  # counted by a loss that is not used, in compared calls
+        self._counts: GlobalCounts | None = None
+        self.deviation: Tensor | float = 0.0
 
     def __call__(self, outputs: Any, inputs: Any) -> Any:
         """Return the sum of a microbatch's loss and its weight, or a wrong result of the criterion as it is."""
@@ -196,53 +251,141 @@ class BatchWeights:
         loss, *given = computed if isinstance(computed, tuple) else (computed,)
         if not isinstance(loss, Tensor) or len(given) > 1:
             return computed
-        kind: _Kind
-        weight: Any
-        kind, weight = ("criterion", *given) if given else self._weight(loss, outputs, inputs)
-        if self._num_calls and (kind == "criterion") != (self.kind == "criterion"):
+        is_first = self._num_calls == 0
+        if is_first:
+            self._counts = self._counts_of(loss, outputs, inputs)
+        weighed = _Weighed("criterion", loss, given[0]) if given else self._weighed(loss, outputs, inputs)
+        if not is_first and (weighed.kind == "criterion") != (self.kind == "criterion"):
             raise TypeError(
                 "the criterion returned a weight for some microbatches only: return one for all or none"
             )
-        is_first, self.kind = self._num_calls == 0, kind
+        self.kind, loss_sum, weight = weighed
         self._num_calls += 1
-        exact = torch.promote_types(loss.dtype, torch.float32)
         number = torch.as_tensor(weight, device=loss.device, dtype=getattr(weight, "dtype", torch.float64))
-        if kind == "mean":
-            loss_sum = loss / len(self.microbatches)
-        else:
-            loss_sum = loss if kind in ("criterion", "sum") else loss.to(exact) * number
-        if kind in ("mean", "sum"):
+        if self.kind in ("mean", "sum"):
             number = number if is_first else torch.zeros_like(number)
         if is_first and self.first is None:
             self.first = self._weights.size_of(self, number.detach())
         return loss_sum, number
+
+    def replica_loss(self, figures: Tensor) -> Tensor:
+        """Return the loss of this replica's batch, from the sums of losses and weights."""
+        return figures[0] / figures[1] if self._counts is None else self._counts.replica_loss
+
+    @property
+    def has_terms(self) -> bool:
+        """True if the loss has several terms, which are counted before the first backward."""
+        return self._counts is not None
 
     def share(self, loss_sum: Tensor) -> Tensor:
         """Return the tensor that is differentiated; the optimizer multiplies the gradients by the rest."""
         assert self.first is not None
         return loss_sum / self.first
 
-    def _weight(self, loss: Tensor, outputs: Any, inputs: Any) -> tuple[_Kind, Any]:
-        """Return the weight of a loss that comes without one."""
+    def _weighed(self, loss: Tensor, outputs: Any, inputs: Any) -> "_Weighed":
+        """Weigh a loss that comes without a weight."""
+        observed = self._observed
         if self._weights._reduction == "microbatch_mean":
-            return "mean", 1.0
-        stage = self._weights.stage
-        observed = None if stage is None else stage.observed
-        counted: Counted | None = None if observed is None else observed.counted(loss)
-        if loss is _loss_in(outputs) and observed is not None:
+            return _Weighed("mean", loss / len(self.microbatches), 1.0)
+        exact = torch.promote_types(loss.dtype, torch.float32)
+        if loss is _field(outputs, "loss") and observed is not None:
+            if observed.lacks_graph and not has_rest(loss, observed.losses):
+                loss = loss.detach()  # the graph of its terms alone, which trains nothing
+            if self._counts is not None:
+                return self._weighed_by_terms(loss, self._counts, outputs, inputs)
+            counted = observed.counted(loss)
             if counted is not None and counted.number is not None:
-                return "labels", counted.number
-            has_sums = any(each.number is None for each in observed.losses)
-            if counted is not None or (has_sums and _given_divisor(inputs)):
-                return "sum", 1 / self._weights.mesh.size("dp")
-            if len(observed.losses) != 1 or observed.losses[0].number is None:
-                self._weights.note(
-                    "the model's loss is no mean over labels of one loss function of torch, so each microbatch weighs "
-                    "as many as its samples; see docs/decisions/loss.md"
-                )
+                return _Weighed("labels", loss.to(exact) * counted.number, counted.number)
+            if counted is not None or self._adds_up(outputs, inputs):
+                return _Weighed("sum", loss, 1 / self._weights.mesh.size("dp"))
         elif observed is not None and self.compares:
             self._labels += [each.number for each in observed.losses[:1] if each.number is not None]
-        return "samples", float(batch_size(inputs))
+        samples = float(batch_size(inputs))
+        return _Weighed("samples", loss.to(exact) * samples, samples)
+
+    def _weighed_by_terms(self, loss: Tensor, counts: GlobalCounts, outputs: Any, inputs: Any) -> "_Weighed":
+        assert self._observed is not None
+        replicas, mean = self._weights.mesh.size("dp"), 1 / len(self.microbatches)
+        has_auxiliary = _field(outputs, "aux_loss") is not None
+        total, fraction = counts.weighed(
+            loss,
+            terms_of(loss, self._observed.losses),
+            index=self._index_of(inputs),
+            samples=batch_size(inputs),
+            rest=(mean / replicas, mean) if has_auxiliary else None,
+        )
+        self.deviation = counts.deviation
+        if counts.weight is None:
+            return _Weighed("sum", total, 1 / replicas)
+        return _Weighed("labels", total * counts.weight, fraction * counts.weight)
+
+    def _counts_of(self, loss: Tensor, outputs: Any, inputs: Any) -> GlobalCounts | None:
+        """Count the terms of a loss in the global batch; None if it has no several terms that can be counted.
+
+        Communicates over dp of last stages in compared calls, and in all calls of a loss of several terms.
+        """
+        terms = self._terms(loss, outputs, inputs)
+        agreed = self._weights.agreed_terms(len(terms), self)
+        if agreed == 0:
+            return None
+        if agreed == len(terms):
+            return GlobalCounts(terms, self.microbatches, self._index_of(inputs), self._weights.over_replicas)
+        self._weights.over_replicas(torch.zeros(agreed + 1, dtype=torch.float64, device=loss.device))
+        self.deviation = torch.ones((), device=loss.device)
+        return None
+
+    def _terms(self, loss: Tensor, outputs: Any, inputs: Any) -> list[Term]:
+        """Return the terms of the model's loss if it has several, or one and a rest, and all can be counted."""
+        observed, weights = self._observed, self._weights
+        form, note = weights.form(self), weights.note
+        if loss is not _field(outputs, "loss") or observed is None or weights._reduction != "global":
+            weights.set_form(self, "single")
+            return []
+        counted = observed.counted(loss)
+        if counted is not None or self._adds_up(outputs, inputs):
+            if counted is not None and not counted.of_batch:
+                note(_BY_SAMPLES)
+            weights.set_form(self, "single")
+            return []
+        if form == "single":
+            weights.set_form(self, "several")
+            note(
+                "the model's loss has more terms than in the calls before, so each microbatch of this call weighs as "
+                "many as its samples"
+            )
+        if not observed.separate:
+            return []
+        terms = terms_of(loss, observed.losses)
+        if not terms or any(each.number is not None and each.recount is None for each, _ in terms):
+            note(_BY_SAMPLES)
+            weights.set_form(self, "other")
+            return []
+        weights.set_form(self, "several")
+        if (
+            form is None
+            and self.trains
+            and _field(outputs, "aux_loss") is None
+            and has_rest(loss, observed.losses)
+        ):
+            note(
+                "the model's loss has an addend besides its means over labels, which weighs by samples; see "
+                "docs/decisions/loss.md"
+            )
+        return terms
+
+    def _adds_up(self, outputs: Any, inputs: Any) -> bool:
+        """Return True for a loss of sums over a divisor that the batch has."""
+        assert self._observed is not None
+        has_sums = any(each.number is None for each in self._observed.losses)
+        return has_sums and _given_divisor(inputs) and _field(outputs, "aux_loss") is None
+
+    def _index_of(self, inputs: Any) -> int:
+        return next(index for index, each in enumerate(self.microbatches) if each is inputs)
+
+    @property
+    def _observed(self) -> Observed | None:
+        stage = self._weights.stage
+        return None if stage is None else stage.observed
 
     def note_uneven(self) -> None:
         """Log once if a criterion's mean is weighed by samples whose numbers of labels differ. Waits for the device."""

@@ -269,11 +269,9 @@ class ModelChoice:
     def weighed_by(self) -> Literal["samples", "labels"] | None:
         """The weight of a microbatch if one process computes them one by one; None if it computes the batch at once.
 
-        By samples: losses that are no mean over one kind of labels, or compare samples with each other (contrastive).
+        By samples: losses that are no sum of means over labels, or compare samples with each other (contrastive).
         """
-        has_two_losses = self.head_name == "pretraining" and self.model_type in ("albert", "bert", "ernie")
-        others = ("double", "masked_image", "zero_shot_image")
-        return "samples" if has_two_losses or self.head_name in others else None
+        return "samples" if self.head_name in ("double", "masked_image", "zero_shot_image") else None
 
     def errors(self) -> list[str]:
         """List all errors of the choice, each with a value that works."""

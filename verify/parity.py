@@ -216,7 +216,9 @@ def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
     # The gradients of an encoder's output are summed in another order if the decoder has several stages.
     is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
-    return is_pipeline_alone and is_one_stack and not _is_shared(model)
+    # Two losses, which have different weights in a microbatch.
+    is_one_loss = not type(model).__name__.endswith("ForPreTraining")
+    return is_pipeline_alone and is_one_stack and is_one_loss and not _is_shared(model)
 
 
 def _moved(model: nn.Module, unit: float) -> Iterator[nn.Module]:

@@ -91,6 +91,7 @@ def train(
             scale=scale,
             overflows=index == overflow_step,
             weigh=weigh or (lambda *_: 1.0),
+            microbatches=parts if weigh is None else (),
         )
         norm = _norm(gradients)
         if isfinite(norm):
@@ -120,23 +121,26 @@ def _gradients(
     scale: float,
     overflows: bool,
     weigh: Callable[[dict[str, Tensor], Sequence[int]], float],
+    microbatches: Sequence[dict[str, Tensor]],
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss, and the float32 gradients of all parameters that have one, without the scale."""
+    """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
+
+    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, if there are any.
+    """
     sums: dict[str, Tensor] = {}
     losses, weights, size = [], [], 0.0
     own = next(worker.parameters())
     for index, part in enumerate(parts):
-        part = {
-            name: value.to(own if value.is_floating_point() else own.device)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in part.items()
-        }
+        part = _converted(part, own)
         with numbers_counted() as numbers:
-            loss = criterion(worker(**part), part)
+            outputs = worker(**part)
+            loss = criterion(outputs, part)
         weight = float(weigh(part, numbers))
         weights.append(weight)
         size = size or 2.0 ** int(math.log2(max(weight * len(parts), 1.0)))  # a power of two rounds nothing
+        if microbatches and getattr(outputs, "aux_loss", None) is not None:
+            apart = [worker(**_converted(each, own)).aux_loss for each in microbatches]
+            loss = loss + worker.config.router_aux_loss_coef * (torch.stack(apart).mean() - outputs.aux_loss)
         losses.append(loss.detach().float() * weight)
         if overflows and index == len(parts) - 1:
             loss.register_hook(lambda gradient: gradient * float("inf"))
@@ -168,6 +172,16 @@ def _counting(function: Callable[..., Tensor], numbers: list[int]) -> Callable[.
         return function(scores, target, *arguments, **options)
 
     return counted
+
+
+def _converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
+    """Return a batch on the device of a parameter, and floating-point tensors in its format."""
+    return {
+        name: value.to(own if value.is_floating_point() else own.device)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in part.items()
+    }
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

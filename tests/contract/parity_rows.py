@@ -161,9 +161,12 @@ ALL_AXES = Layout(tp=2, pp=2, dp=2, zero=1)
 ALL_OF_ZERO = Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16")
 TWO_LAYERS = replace(T5, num_layers=2)
 FUSED_LOSS, OFFLOAD, REGATHER = ("enable_fused_loss",), ("activation_offload",), ("enable_sequence_regather",)
+# Losses of several terms, and with an auxiliary one.
+PRETRAINING, QUESTION = (ModelChoice(model_type="bert", head=head) for head in ("pretraining", "question"))
+AUXILIARY = ModelChoice(model_type="mixtral", settings=(("output_router_logits", True),))
 # A row is quick if no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, options
 # of ZeRO, models without a table, models with experts or latent attention, the loss in chunks, modules that are
-# recomputed by name, with inputs offloaded to the host.
+# recomputed by name, with inputs offloaded to the host, losses of several terms.
 QUICK_ROWS = (
     (TIED_LLAMA, ALL_AXES),
     (ModelChoice(model_type="qwen2"), Layout(tp=4)),
@@ -173,11 +176,15 @@ QUICK_ROWS = (
     (TIED_LLAMA, Layout(tp=2, pp=2, options=FUSED_LOSS)),
     (TIED_GPT2, Layout(sp=2, sequence="all_to_all", options=FUSED_LOSS)),
     (LLAMA, Layout(tp=2, pp=2, recompute=0.5, recompute_modules=("mlp",), options=OFFLOAD)),
+    (PRETRAINING, Layout(pp=2, dp=2, zero=2, precision="fp16", schedule="zbh1")),
+    (AUXILIARY, Layout(tp=2, dp=2, zero=1)),
 )
 LAYOUT_ROWS = (
     *product(
         (CLASSIFYING, MASKED, TIED_BERT, GPT2, TIED_GPT2, LLAMA), (Layout(pp=2, dp=2, zero=1), ALL_AXES)
     ),
+    *product((PRETRAINING, QUESTION), (ALL_AXES, Layout(sp=2, dp=2, sequence="ring_attn"))),
+    *((AUXILIARY, Layout(dp=2, zero=2, precision=each)) for each in ("fp16", "bf16")),
     *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen3")),
     (TWO_LAYERS, Layout(tp=4)),
     # Smooth activations: with ReLU, a unit that switches sign by a rounding makes the gradients jump.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.models import LENGTH, ModelChoice
 
 from ..pool import Pool
 from .training import hybrid, logged
@@ -25,6 +25,8 @@ HEADS = {
     "token": ModelChoice(model_type="bert", head="token"),
     "sequence": ModelChoice(model_type="bert", head="classification"),
     "question": ModelChoice(model_type="bert", head="question"),
+    "several terms": ModelChoice(model_type="bert", head="pretraining"),
+    "auxiliary": ModelChoice(model_type="mixtral", settings=(("output_router_logits", True),)),
     "seq2seq": ModelChoice(model_type="t5", num_layers=2),
     "image": ModelChoice(model_type="vit", head="image_classification"),
 }
@@ -71,25 +73,53 @@ def built(name: str) -> nn.Module:
     return HEADS[name].build()
 
 
-def batch_of(name: str, seed: int = 3) -> Batch:
-    """Return 27 samples; the first seven and single later ones have no counted labels, and prompts are masked."""
+def batch_of(name: str, seed: int = 3, *, empty: int = 7) -> Batch:
+    """Return 27 samples; the first `empty` and single later ones have no counted labels, and prompts are masked."""
     drawn = torch.Generator().manual_seed(seed)
     if name in INLINE:
         x = torch.randn(SAMPLES, 6, generator=drawn)
         if name in OF_ENTRIES:
             return {"x": x, "labels": torch.rand(SAMPLES, 4, generator=drawn)}
         labels = torch.randint(0, 4, (SAMPLES,), generator=drawn)
-        return {"x": x, "labels": labels.index_fill(0, torch.arange(7), 0)}
+        return {"x": x, "labels": labels.index_fill(0, torch.arange(empty), 0)}
     if name in CTC:
         labels = torch.randint(1, 12, (SAMPLES, 5), generator=drawn)
         return {"input_values": torch.randn(SAMPLES, 400, generator=drawn), "labels": labels}
     batch = make_batch(HEADS[name], num_samples=SAMPLES, seed=seed)
-    if name in ("causal", "masked", "token", "seq2seq"):
+    if name == "question":  # positions behind the text are ignored; all of the first replica's last samples
+        batch["start_positions"][:empty] = LENGTH
+        batch["end_positions"][5:20] = LENGTH + 2
+    if name == "several terms":
+        batch["next_sentence_label"][5:15] = -100
+    if name in ("causal", "masked", "token", "seq2seq", "several terms", "auxiliary"):
         lengths = torch.randint(0, 6, (SAMPLES, 1), generator=drawn)
         prompt = torch.arange(batch["labels"].shape[1]) < lengths
         batch["labels"] = batch["labels"].masked_fill(prompt, -100)
-        batch["labels"][:7] = -100  # all of the first microbatch
+        batch["labels"][:empty] = -100
     return batch
+
+
+def global_loss(plain: nn.Module, batch: Batch, parts: list[Batch]) -> Tensor:
+    """Return the loss of a batch at once, but for an auxiliary loss: the mean over its parts."""
+    outputs = plain(**batch)
+    loss: Tensor = outputs["loss"]
+    if outputs.get("aux_loss") is None:
+        return loss
+    mean = torch.stack([plain(**part).aux_loss for part in parts]).mean()
+    return loss + plain.config.router_aux_loss_coef * (mean - outputs.aux_loss)
+
+
+def parts_of(batch: Batch, plugin: Any) -> list[Batch]:
+    """Return all microbatches of all replicas."""
+    replicas = [
+        {key: value.tensor_split(plugin.data_rank[1])[rank] for key, value in batch.items()}
+        for rank in range(plugin.data_rank[1])
+    ]
+    return [
+        {key: value.tensor_split(4)[index] for key, value in each.items()}
+        for each in replicas
+        for index in range(4)
+    ]
 
 
 def share(batch: Batch, plugin: Any) -> Batch:
@@ -97,16 +127,20 @@ def share(batch: Batch, plugin: Any) -> Batch:
     return {key: value.tensor_split(size)[rank] for key, value in batch.items()}
 
 
-def departures(name: str, sizes: dict[str, Any], criterion: Any = None, calls: int = 1) -> dict[str, float]:
+def departures(
+    name: str, sizes: dict[str, Any], criterion: Any = None, calls: int = 1, empty: int = 7
+) -> dict[str, float]:
     """Return the relative distances of loss and gradients from one process that computes all at once."""
-    plain, batches = built(name), [batch_of(name, seed=3 + call) for call in range(calls)]
-    whole = {key: torch.cat([each[key] for each in batches]) for key in batches[0]}
-    outputs = plain(**(whole if sizes.get("gradient_accumulation_steps") else batches[0]))
-    outputs["loss"].backward()
-    expected = outputs["loss"].item()
-    for batch in batches[1:] if not sizes.get("gradient_accumulation_steps") else []:
-        plain(**batch)["loss"].backward()
+    plain, batches = built(name), [batch_of(name, seed=3 + call, empty=empty) for call in range(calls)]
     booster, model = hybrid(**{"num_microbatches": 4} | sizes), built(name)
+    if sizes.get("gradient_accumulation_steps"):
+        batches_at_once = [{key: torch.cat([each[key] for each in batches]) for key in batches[0]}]
+    else:
+        batches_at_once = batches
+    for batch in batches_at_once:
+        wanted = global_loss(plain, batch, parts_of(batch, booster.plugin))
+        wanted.backward()
+    expected = wanted.item()
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
     if calls == 1:
         with torch.no_grad():
@@ -132,14 +166,16 @@ def departures(name: str, sizes: dict[str, Any], criterion: Any = None, calls: i
     return {key: value for key, value in far.items() if not value <= 5e-6}
 
 
-def departure() -> str | None:
-    """Return the largest distances of a causal model, for planted faults."""
-    return str(far) if (far := departures("causal", {})) else None
+def departure(name: str = "causal") -> str | None:
+    """Return the largest distances of a model, for planted faults."""
+    return str(far) if (far := departures(name, {})) else None
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"zero_stage": 1}, {"zero_stage": 2})
 PARALLEL: tuple[dict[str, Any], ...] = (
     {"pp_size": 2},
+    {"pp_size": 2, "pp_style": "gpipe"},
+    {"pp_size": 2, "pp_style": "zbh1"},
     {"pp_size": 2, "pp_style": "zbv"},
     {"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2},
     {"tp_size": 2},
@@ -151,10 +187,20 @@ PARALLEL: tuple[dict[str, Any], ...] = (
 )
 
 
+def _without(layouts: tuple[dict[str, Any], ...], *settings: str) -> list[dict[str, Any]]:
+    return [each for each in layouts if not any(setting in each for setting in settings)]
+
+
 @pytest.mark.parametrize("name", [*HEADS, *INLINE, *CTC])
 def test_a_loss_is_that_of_the_whole_batch(pool: Pool, name: str) -> None:
-    """Two replicas of 14 and 13 samples; the first microbatch of the first has no labels."""
+    """Two replicas of 14 and 13 samples; the first microbatch of the first has no labels, or all of them."""
     for far in pool.run(2, departures, name, {"zero_stage": 1}):
+        assert far == {}
+
+
+@pytest.mark.parametrize("name", ["causal", "question", "several terms", "auxiliary"])
+def test_a_replica_may_have_no_labels(pool: Pool, name: str) -> None:
+    for far in pool.run(2, departures, name, {"zero_stage": 2}, empty=14):
         assert far == {}
 
 
@@ -164,12 +210,50 @@ def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]
         assert far == {}
 
 
+@pytest.mark.parametrize("sizes", [*LAYOUTS, *_without(PARALLEL, "enable_fused_loss")], ids=str)
+@pytest.mark.parametrize("name", ["question", "several terms"])
+def test_every_layout_weighs_each_term(pool: Pool, name: str, sizes: dict[str, Any]) -> None:
+    for far in pool.run(2, departures, name, sizes):
+        assert far == {}
+
+
+@pytest.mark.parametrize("sizes", _without(PARALLEL, "pp_size", "enable_sequence_parallelism"), ids=str)
+def test_an_auxiliary_loss_is_the_mean_over_microbatches(pool: Pool, sizes: dict[str, Any]) -> None:
+    for far in pool.run(2, departures, "auxiliary", sizes):
+        assert far == {}
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_several_calls_add_up_or_are_one_batch(pool: Pool, stage: int, accumulation: int) -> None:
     sizes = {"zero_stage": stage} | ({"gradient_accumulation_steps": 3} if accumulation > 1 else {})
     for far in pool.run(2, departures, "causal", sizes, calls=3):
         assert far == {}
+
+
+def test_several_calls_with_several_terms_add_up(pool: Pool) -> None:
+    for far in pool.run(2, departures, "several terms", {"zero_stage": 2}, calls=3):
+        assert far == {}
+
+
+def accumulated_terms() -> list[str]:
+    """Compare gradients of three accumulated calls with their mean, weighed by the labels of the first term."""
+    plain, batches = built("several terms"), [batch_of("several terms", 3 + call) for call in range(3)]
+    counts = [(each["labels"] != -100).sum() for each in batches]
+    for batch, count in zip(batches, counts, strict=True):
+        (plain(**batch).loss * count / sum(counts)).backward()
+    booster, model = hybrid(num_microbatches=4, gradient_accumulation_steps=3), built("several terms")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    for batch in batches:
+        booster.execute_pipeline(iter([share(batch, booster.plugin)]), boosted, None, optimizer)
+    optimizer.reduce_gradients()
+    found, head = optimizer.gradients(), "cls.seq_relationship.weight"
+    wanted = dict(plain.named_parameters())[head].grad
+    return [head] if (found[head] - wanted).abs().max() > 5e-6 * wanted.abs().max() else []
+
+
+def test_accumulated_calls_weigh_by_the_first_term(pool: Pool) -> None:
+    assert pool.run(2, accumulated_terms) == [[], []]
 
 
 def identity(outputs: Any, inputs: Any) -> Tensor:

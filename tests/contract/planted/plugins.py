@@ -55,6 +55,9 @@ FAULTS = {
     "microbatches weigh as many as their samples, not their labels": fault(
         "pipeline.counted_loss:Observed.counted", returning(None), check=of_whole_batch
     ),
+    "the terms of a loss are weighed together": fault(
+        "plugins.loss:terms_of", returning([]), check=of_whole_batch, args=("several terms",)
+    ),
     "every replica trains on the first one's samples": fault(
         "plugins.base:Plugin.data_rank", property(always_first), check=SCRIPTS["LowLevelZeroPlugin"].departure
     ),

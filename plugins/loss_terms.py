@@ -1,0 +1,155 @@
+"""Losses of several terms: each term weighs by what it counted in the global batch.
+
+[Note: several terms] The loss of a microbatch is Σ cᵢ·tᵢ + rest, where a term tᵢ is the mean over nᵢ labels. That of
+the global batch is Σ cᵢ·(Σ nᵢ·tᵢ) / (Σ nᵢ) + mean of the rest, so the sums Σ nᵢ must be known before the first
+backward. In the first microbatch the labels of the others are counted by the recorded functions, and replicas add up
+their counts. The coefficients cᵢ come from the graph between terms and loss. Everything stays on the device.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..pipeline.counted_loss import Counted
+from ..pipeline.label_functions import OfMicrobatch
+from ..pipeline.microbatch import batch_size
+
+
+class Term(NamedTuple):
+    """A term of a loss, and the loss's derivative by it."""
+
+    counted: Counted
+    coefficient: Tensor
+
+
+def terms_of(loss: Tensor, losses: Sequence[Counted]) -> list[Term]:
+    """Return the terms whose linear combination is a loss, but for a rest; none if it is not linear in them."""
+    with torch.inference_mode(False):  # enables gradients
+        terms = [each.term for each in losses]
+        if not terms or loss.grad_fn is None:
+            return []
+        slopes = torch.autograd.grad(loss, terms, create_graph=True, allow_unused=True)
+        curved = [each for each in slopes if each is not None and each.requires_grad]
+        if curved and any(
+            each is not None
+            for each in torch.autograd.grad(curved, terms, retain_graph=True, allow_unused=True)
+        ):
+            return []
+    pairs = zip(losses, slopes, strict=True)
+    return [Term(counted, slope) for counted, slope in pairs if slope is not None]
+
+
+def has_rest(loss: Tensor, losses: Sequence[Counted]) -> bool:
+    """Return True if a parameter has a gradient of a loss that is not one of its terms."""
+    within = {each.term.grad_fn for each in losses if each.term.grad_fn is not None}
+    leaves = {id(each.term) for each in losses if not each.has_graph}
+    seen, reached = set(), [loss.grad_fn]
+    while reached:
+        node = reached.pop()
+        if node is None or node in seen or node in within:
+            continue
+        seen.add(node)
+        variable: Any = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in leaves:
+            return True
+        reached += [inner for inner, _ in node.next_functions]
+    return False
+
+
+class GlobalCounts:
+    """The counts of a loss of several terms in a global batch, from the first microbatch that runs.
+
+    Args:
+        terms: of that microbatch, each with a `recount` or a sum.
+        microbatches: of this replica.
+        first: the index of that microbatch.
+        over_replicas: sums a tensor over replicas.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        microbatches: Sequence[Any],
+        first: int,
+        over_replicas: Callable[[Tensor], Tensor],
+    ) -> None:
+        device = terms[0].counted.term.device
+        rows = [
+            list(_counts(terms, None if index == first else OfMicrobatch(each)))
+            for index, each in enumerate(microbatches)
+        ]
+        self._expected_MT = torch.stack([torch.stack(row) for row in rows])
+        samples = torch.full((1,), sum(map(batch_size, microbatches)), dtype=torch.float64, device=device)
+        self._of_replica = torch.cat([self._expected_MT.sum(0), samples])
+        self._of_all = over_replicas(self._of_replica)
+        self.deviation = torch.zeros((), device=device)  # microbatches that counted otherwise than expected
+        self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
+        *totals, all_samples = self._of_all.unbind()
+        main = next((total for total, term in zip(totals, terms, strict=True) if _is_mean(term)), None)
+        # The weight of the batch beside others of a step: of its first term that counts.
+        self.weight = None if main is None else torch.where(main > 0, main, all_samples)
+
+    def weighed(
+        self,
+        loss: Tensor,
+        terms: Sequence[Term],
+        *,
+        index: int,
+        samples: int,
+        rest: tuple[float, float] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a microbatch's addend to the loss of the global batch, and its fraction of the samples.
+
+        Args:
+            loss: of the microbatch.
+            terms: of this loss.
+            index: of the microbatch.
+            samples: of the microbatch.
+            rest: the weights of the rest in the global batch and in the replica's; None weighs it by samples.
+
+        Raises:
+            ValueError: the loss has another number of terms than in the first microbatch.
+        """
+        if len(terms) != self._expected_MT.shape[1]:
+            raise ValueError(
+                f"the model's loss has {len(terms)} terms in one microbatch and {self._expected_MT.shape[1]} in the "
+                "first: give a criterion that returns (loss_sum, weight)"
+            )
+        fraction = samples / self._of_all[-1]
+        of_all, of_replica = (fraction, samples / self._of_replica[-1]) if rest is None else rest
+        total = _addend(loss, terms, self._of_all, of_all)
+        with torch.no_grad():
+            self.replica_loss += _addend(loss, terms, self._of_replica, of_replica)
+        self.deviation += (torch.stack(list(_counts(terms, None))) != self._expected_MT[index]).any()
+        return total, fraction
+
+
+def _addend(loss: Tensor, terms: Sequence[Term], totals: Tensor, rest: Any) -> Tensor:
+    """Return the addend of a microbatch to the loss of a batch with these counts, and this weight of the rest."""
+    exact = torch.promote_types(loss.dtype, torch.float32)
+    total = loss.to(exact) * rest
+    for (counted, coefficient), count in zip(terms, totals, strict=False):
+        weight: Any = 1.0
+        if counted.number is not None:
+            weight = counted.number / torch.where(count > 0, count, 1)
+            total = total + torch.where(count > 0, 0.0, torch.nan)  # as in one process; no gradient
+        total = total + (coefficient * counted.term).to(exact) * (weight - rest)
+    return total
+
+
+def _is_mean(term: Term) -> bool:
+    return term.counted.number is not None
+
+
+def _counts(terms: Sequence[Term], microbatch: OfMicrobatch | None) -> Iterator[Tensor]:
+    """Yield what each term counts in another microbatch, or counted in its own; 0 for a sum."""
+    for counted, _ in terms:
+        if counted.number is None:
+            yield torch.zeros((), dtype=torch.float64, device=counted.term.device)
+        elif microbatch is None:
+            yield counted.number.double()
+        else:
+            assert counted.recount is not None
+            yield counted.recount(microbatch).double()

@@ -1,0 +1,210 @@
+"""Losses of several terms, with scales, constants and rests; contrastive losses; budgets of a warm step."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..host_reads import Places, host_reads
+from ..pool import Pool
+from .test_whole_batch import RATE, SAMPLES, share
+from .training import hybrid, logged, refused
+
+Batch = dict[str, Any]
+Combine = Callable[["TwoTerms", Tensor, Tensor], Tensor]
+
+
+def in_place(model: "TwoTerms", first: Tensor, second: Tensor) -> Tensor:
+    first += 0.3 * second
+    return first
+
+
+def learned(model: "TwoTerms", first: Tensor, second: Tensor) -> Tensor:
+    """Return terms with learned weights, arXiv:1705.07115."""
+    return first * (-model.scales[0]).exp() + second * (-model.scales[1]).exp() + model.scales.sum()
+
+
+COMBINED: dict[str, Combine] = {
+    "scaled": lambda _, first, second: 0.5 * (first + second),
+    "stacked": lambda _, first, second: torch.stack([first, second]).mean(),
+    "in place": in_place,
+    "learned weights": learned,
+    "a constant": lambda _, first, second: first + second,
+    "one of two": lambda _, first, second: first * 0.1,
+    "the first": lambda _, first, second: first,
+}
+NOT_LINEAR: dict[str, Combine] = {
+    "a product": lambda _, first, second: first * second,
+    "a root": lambda _, first, second: first.sqrt() + second,
+}
+
+
+class TwoTerms(nn.Module):
+    """A classifier with an ignored class, and a regression of some samples; see COMBINED."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.scales, self.kind = nn.Linear(6, 5), nn.Parameter(torch.tensor([0.2, -0.3])), kind
+
+    def forward(self, x: Tensor, classes: Tensor, values: Tensor) -> Batch:
+        scores = self.body(x).tanh()
+        known = scores.detach() if self.kind == "a constant" else scores
+        of_classes = F.cross_entropy(known[:, :4], classes.clamp(0, 4).view(-1), ignore_index=4)
+        of_values = F.mse_loss(scores[:, 4:], values.unsqueeze(-1))
+        return {"loss": (COMBINED | NOT_LINEAR)[self.kind](self, of_classes, of_values), "logits": scores}
+
+
+def two_batch(*, empty: int = 7) -> Batch:
+    drawn = torch.Generator().manual_seed(3)
+    classes = torch.randint(0, 7, (SAMPLES,), generator=drawn).index_fill(0, torch.arange(empty), 9)
+    return {
+        "x": torch.randn(SAMPLES, 6, generator=drawn),
+        "classes": classes,
+        "values": torch.rand(SAMPLES, generator=drawn),
+    }
+
+
+class Pairs(nn.Module):
+    """A contrastive loss of pairs, as CLIP's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.kind = nn.Linear(6, 4), nn.Linear(6, 4), kind
+
+    def forward(self, x: Tensor, y: Tensor) -> Batch:
+        scores = self.left(x) @ self.right(y).T
+        pairs = torch.arange(len(scores), device=scores.device)
+        loss = F.cross_entropy(scores, pairs)
+        if self.kind == "both ways":
+            loss = (loss + F.cross_entropy(scores.T, pairs)) / 2
+        return {"loss": loss}
+
+
+def pairs_batch() -> Batch:
+    drawn = torch.Generator().manual_seed(3)
+    return {name: torch.randn(SAMPLES, 6, generator=drawn) for name in "xy"}
+
+
+def trained(model: nn.Module, batch: Batch, calls: int = 1) -> tuple[dict[str, Tensor], float, float]:
+    """Return gradients, loss, and loss of an evaluation, of a boosted model."""
+    booster = hybrid(num_microbatches=4)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    given = share(batch, booster.plugin)
+    with torch.inference_mode():
+        evaluated = float(booster.execute_pipeline(iter([given]), boosted)["loss"])
+    for _ in range(calls):
+        optimizer.zero_grad()
+        loss = booster.execute_pipeline(iter([given]), boosted, optimizer=optimizer)["loss"]
+    optimizer.reduce_gradients()
+    return optimizer.gradients(), float(loss), evaluated
+
+
+def compared(kind: str) -> list[str]:
+    plain, batch = TwoTerms(kind), two_batch()
+    expected = plain(**batch)["loss"]
+    expected.backward()
+    gradients, loss, evaluated = trained(TwoTerms(kind), batch, calls=5)
+    far = [
+        name
+        for name, each in plain.named_parameters()
+        if each.grad is not None and each.grad.any()
+        if not (gradients[name] - each.grad).abs().max() <= 5e-6 * each.grad.abs().max()
+    ]
+    return far + [str(each) for each in (loss, evaluated) if abs(each / expected.item() - 1) > 1e-6]
+
+
+@pytest.mark.parametrize("kind", COMBINED)
+@pytest.mark.parametrize("size", [1, 2])
+def test_terms_may_be_scaled_and_constant(pool: Pool, kind: str, size: int) -> None:
+    """In the first call and in a warm one; in evaluation under `torch.inference_mode()`."""
+    for far in pool.run(size, compared, kind):
+        assert far == []
+
+
+def by_samples(kind: str) -> tuple[list[float], list[str]]:
+    """Return loss and evaluated loss relative to the mean of microbatches by samples, and the logged lines."""
+    make, batch = (
+        (Pairs, pairs_batch()) if kind in ("one way", "both ways") else (TwoTerms, two_batch(empty=0))
+    )
+    plain, found = make(kind), []
+    parts = [{key: value.tensor_split(4)[index] for key, value in batch.items()} for index in range(4)]
+    expected = sum(plain(**part)["loss"].item() * len(part["x"]) for part in parts) / SAMPLES
+    lines = logged(lambda: found.extend(trained(make(kind), batch, calls=3)[1:]))
+    return [each / expected for each in found], lines
+
+
+@pytest.mark.parametrize("kind", ["one way", "both ways", *NOT_LINEAR])
+def test_a_loss_that_is_no_sum_weighs_by_samples_and_says_so_once(pool: Pool, kind: str) -> None:
+    ((found, lines),) = pool.run(1, by_samples, kind)
+    assert found == pytest.approx([1, 1], rel=1e-6)
+    assert sum("no sum of means over labels" in line for line in lines) == 1
+
+
+def warm_step(kind: str) -> tuple[Counter[tuple[str, str]], Places]:
+    """Return messages and host reads of the fifth step, by axis and kind."""
+    booster, batch = hybrid(num_microbatches=4, zero_stage=1), two_batch()
+    model = TwoTerms(kind)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    for _ in range(5):
+        with booster.plugin.ledger(optimizer) as ledger, host_reads() as reads:
+            booster.execute_pipeline(iter([share(batch, booster.plugin)]), boosted, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    return Counter({place: count.calls for place, count in ledger.traffic.items()}), reads
+
+
+def test_a_warm_step_of_several_terms_sends_their_counts_alone(pool: Pool) -> None:
+    of_one, of_several = (pool.run(2, warm_step, kind) for kind in ("the first", "scaled"))
+    for (messages, reads), (more, also_read) in zip(of_one, of_several, strict=True):
+        assert (more - messages).total() == 1
+        assert reads == also_read
+
+
+def of_replicas() -> tuple[float, float]:
+    """Return the loss of this replica's batch and the expected one."""
+    batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms("scaled")
+    boosted, *_ = booster.boost(model)
+    given = share(batch, booster.plugin)
+    with torch.no_grad():
+        found = booster.execute_pipeline(iter([given]), boosted, average_loss=False)["loss"]
+    return float(found), TwoTerms("scaled")(**given)["loss"].item()
+
+
+def test_a_replica_has_the_loss_of_its_batch(pool: Pool) -> None:
+    found = pool.run(2, of_replicas)
+    assert [loss for loss, _ in found] == pytest.approx([expected for _, expected in found], rel=1e-6)
+    assert found[0] != found[1]
+
+
+class Wrong(TwoTerms):
+    """Ignores other labels in the first three microbatches than in the last, by a number that Python keeps."""
+
+    def forward(self, x: Tensor, classes: Tensor, values: Tensor) -> Batch:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x, classes * (self.calls % 4), values)
+
+
+def miscounted(trains: bool) -> str:
+    booster, model = hybrid(num_microbatches=4, zero_stage=1), Wrong("scaled")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+    def step() -> None:
+        with torch.set_grad_enabled(trains):
+            given = iter([share(two_batch(), booster.plugin)])
+            booster.execute_pipeline(given, boosted, optimizer=optimizer)
+        optimizer.step()
+
+    return refused(step)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_terms_that_count_otherwise_than_the_labels_are_refused(pool: Pool, size: int, trains: bool) -> None:
+    for error in pool.run(size, miscounted, trains):
+        assert "counted other labels than those of the batch" in error
