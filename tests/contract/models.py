@@ -51,13 +51,18 @@ class OccasionalNorm(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Occasional(ModelChoice):
-    """A Llama with layer parameters that get no gradient in some microbatches, steps and replicas."""
+class PerMicrobatch(ModelChoice):
+    """A model whose forward depends on the number of samples in a microbatch."""
 
     @property
     def weighed_by(self) -> Literal["samples", "labels"] | None:
-        """Labels: its forward depends on the number of samples in a microbatch."""
+        """Labels: the reference computes microbatch by microbatch."""
         return "labels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occasional(PerMicrobatch):
+    """A Llama with layer parameters that get no gradient in some microbatches, steps and replicas."""
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the model; see `ModelChoice.build`."""

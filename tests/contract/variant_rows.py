@@ -13,7 +13,7 @@ from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
 from ..models.stand_ins import NO_FLASH_ATTN, installed_flash_attn
-from .models import EagerChoice
+from .models import EagerChoice, PerMicrobatch
 from .row import ParityRow
 
 LLAMA, BERT = ModelChoice(model_type="llama"), ModelChoice(model_type="bert")
@@ -275,7 +275,8 @@ def flash_rows() -> Iterator[ParityRow]:
     """Yield the batches of `batch_rows` with a stand-in for the package flash-attn."""
     for layout in (RING, ULYSSES):
         for batch in (packed, packed_in_one_row):
-            choice = replace(LLAMA, settings=FLASH)
+            kind = ModelChoice if batch is packed else PerMicrobatch
+            choice = kind(model_type="llama", settings=FLASH)
             name = f"{batch.__name__} llama flash"
             yield ParityRow(
                 name=name,
