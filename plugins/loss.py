@@ -146,8 +146,9 @@ class LossWeights:
         if weights.compares or weights.trains not in self._num_terms:
             numbers = torch.full((2,), own, dtype=torch.float64, device=self.mesh.device)
             numbers[1] = own**2
-            total, squares = self.over_replicas(numbers).tolist()
-            self._num_terms[weights.trains] = own if squares * self.mesh.size("dp") == total**2 else 0
+            total, squares = self.over_replicas(numbers)
+            are_equal = bool(squares * self.mesh.size("dp") == total**2)
+            self._num_terms[weights.trains] = own if are_equal else 0
         return self._num_terms[weights.trains]
 
     def over_replicas(self, numbers: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from .reference import StepRecord
 
 # Factor by which a distance to float32 may exceed that of the reference in the same 16-bit precision.
 ALLOWED_16_BIT = 1.5
-# A gradient smaller than this fraction of the largest is zero up to rounding.
+# A gradient smaller than this fraction of the largest is zero up to rounding. So is one smaller than the rounding of a
+# sum of numbers of the size of the loss, such as the gradient of a bias that all choices share.
 ZERO_GRADIENT = 1e-6
+ZERO_SUM = 2**-23
 # Factor by which a distance in float32 may exceed those of references with rounded weights, after the first step.
 ALLOWED_ROUNDING = 4.0
 # The same for gradients of the first step: run and reference may both have the full rounding error.
@@ -75,7 +77,8 @@ def compare_float32(
 
     Loss: 1e-6 (relative to max(1, loss)). Gradients: 1e-5 × max(largest entry of the tensor, 1e-3 × largest of
     all). A tensor whose entries are all below 1e-6 × largest of all may differ by that: such a gradient is
-    mathematically zero (a key's bias in BERT, the bias of its span head), and its values are noise of a sum.
+    mathematically zero (a key's bias in BERT, the bias of its span head), and its values are noise of a sum. So may one
+    whose entries are all below 2**-23 times the loss.
     Weights: 1e-5 × largest entry + 1e-3 × learning rate, since AdamW divides gradients by their own size. To this add
     the effect of gradient distances, which were compared themselves: distance / epsilon × learning rate for an entry
     near epsilon. At most 1e-1 × learning rate, as for divided noise.
@@ -132,7 +135,7 @@ def _allowed_gradients(
     """
     peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
     largest = max(peaks.values())
-    noise = ZERO_GRADIENT * largest
+    noise = max(ZERO_GRADIENT * largest, ZERO_SUM * abs(other.loss))
     for name, peak in peaks.items():
         distance = _distance(own.gradients.get(name), other.gradients[name])
         moved = 1e-1 if peak < noise else distance / epsilon

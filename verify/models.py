@@ -269,9 +269,9 @@ class ModelChoice:
     def weighed_by(self) -> Literal["samples", "labels"] | None:
         """The weight of a microbatch if one process computes them one by one; None if it computes the batch at once.
 
-        By samples: losses that are no sum of means over labels.
+        By samples: losses that are no sum of means over labels, or compare samples with each other (contrastive).
         """
-        return "samples" if self.head_name in ("double", "masked_image") else None
+        return "samples" if self.head_name in ("double", "masked_image", "zero_shot_image") else None
 
     def errors(self) -> list[str]:
         """List all errors of the choice, each with a value that works."""

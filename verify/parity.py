@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..booster.booster import Booster
 from ..cluster.agree import batch_hash, broadcast_object, gather_objects
@@ -123,8 +124,8 @@ def compare_with_one_process(
     Float32 steps before the first 16-bit step are compared in float32; all others as 16-bit steps. If a comparison
     departs, references with moved weights are added, which measure the effect of rounding.
 
-    One process computes a global batch at once; microbatch by microbatch if they are `weighed_by`
-    something, and for equal bits.
+    One process computes a global batch at once; microbatch by microbatch if they are `weighed_by` something, if batch
+    normalization makes the outputs depend on the other samples, and for equal bits.
     """
     steps = [
         [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
@@ -156,9 +157,9 @@ def compare_with_one_process(
     bitwise = _gives_equal_bits(model, first) and not is_cuda(
         device
     )  # CUDA's atomic sums have no fixed order
-    weigh: Callable[[dict[str, Tensor]], float] | None = None
-    if weighed_by is not None or bitwise:
-        weigh = _samples if weighed_by == "samples" else partial(_counted, type(model).__name__)
+    weigh: Callable[[dict[str, Tensor], Sequence[int]], float] | None = None
+    if weighed_by is not None or bitwise or any(isinstance(each, _BatchNorm) for each in model.modules()):
+        weigh = _samples if weighed_by == "samples" else _counted
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
     compared: list[StepComparison] = []
     if exact:
@@ -201,16 +202,12 @@ def _compare_16_bit(
     return compared
 
 
-def _counted(name: str, microbatch: Mapping[str, Tensor]) -> float:
-    """Return the number of labels that the causal or token loss of a class counts, else that of samples."""
-    labels = microbatch.get("labels")
-    if labels is None or labels.dim() != 2:
-        return _samples(microbatch)
-    is_shifted = name.endswith(("ForCausalLM", "LMHeadModel"))
-    return float(((labels[..., 1:] if is_shifted else labels) != -100).sum())
+def _counted(microbatch: Mapping[str, Tensor], numbers: Sequence[int]) -> float:
+    """Return the number of labels or entries of a loss of means over equally many, else that of samples."""
+    return float(numbers[0]) if len(set(numbers)) == 1 else _samples(microbatch, numbers)
 
 
-def _samples(microbatch: Mapping[str, Tensor]) -> float:
+def _samples(microbatch: Mapping[str, Tensor], numbers: Sequence[int]) -> float:
     return len(next(each for each in microbatch.values() if isinstance(each, Tensor) and each.dim()))
 
 

@@ -5,12 +5,15 @@ It imports nothing of Echelon, to share none of its bugs.
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -48,7 +51,7 @@ def train(
     loss_scale: float = 1.0,
     overflow_step: int | None = None,
     changes: Mapping[int, torch.dtype] | None = None,
-    weigh: Callable[[dict[str, Tensor]], float] | None = None,
+    weigh: Callable[[dict[str, Tensor], Sequence[int]], float] | None = None,
 ) -> list[StepRecord]:
     """Train a copy of the model in one process, which computes the global batch at once.
 
@@ -66,8 +69,9 @@ def train(
         loss_scale: the initial loss scale in fp16; gradients are divided by it.
         overflow_step: the step in which the last replica's gradients are not finite.
         changes: by step, a dtype that begins with it, with a new loss scale.
-        weigh: returns the weight of a microbatch. Microbatches are then computed one by one: for losses that are no sum
-            over samples, or for equal bits.
+        weigh: returns the weight of a microbatch, also from the numbers that the means of its loss functions divide
+            by (see `numbers_counted`). Microbatches are then computed one by one: for losses that are no sum over
+            samples, or for equal bits.
     """
     masters = copy.deepcopy(model)
     optimizer = make_optimizer(masters)
@@ -86,7 +90,7 @@ def train(
             criterion=criterion,
             scale=scale,
             overflows=index == overflow_step,
-            weights=[1.0] if weigh is None else [float(weigh(each)) for each in parts],
+            weigh=weigh or (lambda *_: 1.0),
             microbatches=parts if weigh is None else (),
         )
         norm = _norm(gradients)
@@ -116,7 +120,7 @@ def _gradients(
     criterion: Callable[[object, object], Tensor],
     scale: float,
     overflows: bool,
-    weights: Sequence[float],
+    weigh: Callable[[dict[str, Tensor], Sequence[int]], float],
     microbatches: Sequence[dict[str, Tensor]],
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
@@ -124,16 +128,19 @@ def _gradients(
     An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, if there are any.
     """
     sums: dict[str, Tensor] = {}
-    losses = []
+    losses, weights, size = [], [], 0.0
     own = next(worker.parameters())
-    size = 2.0 ** int(math.log2(max(sum(weights), 1.0)))  # a power of two rounds nothing
-    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+    for index, part in enumerate(parts):
         part = _converted(part, own)
-        outputs = worker(**part)
-        loss = criterion(outputs, part)
+        with numbers_counted() as numbers:
+            outputs = worker(**part)
+            loss = criterion(outputs, part)
         if microbatches and getattr(outputs, "aux_loss", None) is not None:
-            apart = [worker(**_converted(each, own)).aux_loss for each in microbatches]
-            loss = loss + worker.config.router_aux_loss_coef * (torch.stack(apart).mean() - outputs.aux_loss)
+            auxiliary = torch.stack([worker(**_converted(each, own)).aux_loss for each in microbatches])
+            loss = loss + worker.config.router_aux_loss_coef * (auxiliary.mean() - outputs.aux_loss)  # type: ignore[union-attr]
+        weight = float(weigh(part, numbers))
+        weights.append(weight)
+        size = size or 2.0 ** int(math.log2(max(weight * len(parts), 1.0)))  # a power of two rounds nothing
         losses.append(loss.detach().float() * weight)
         if overflows and index == len(parts) - 1:
             loss.register_hook(lambda gradient: gradient * float("inf"))
@@ -156,6 +163,25 @@ def _converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
         else value
         for name, value in part.items()
     }
+
+
+@contextmanager
+def numbers_counted() -> Iterator[list[int]]:
+    """Yield a list, to which every mean of a loss function of torch adds the number of labels or entries it counts."""
+    numbers: list[int] = []
+    with ExitStack() as stack:
+        for name in ("cross_entropy", "binary_cross_entropy_with_logits", "mse_loss"):
+            stack.enter_context(patch.object(F, name, _counting(getattr(F, name), numbers)))
+        yield numbers
+
+
+def _counting(function: Callable[..., Tensor], numbers: list[int]) -> Callable[..., Tensor]:
+    def counted(scores: Tensor, target: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        ignored = options.get("ignore_index", -100)
+        numbers.append(target.numel() if target.is_floating_point() else int((target != ignored).sum()))
+        return function(scores, target, *arguments, **options)
+
+    return counted
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -50,7 +50,10 @@ def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> Non
 def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, overflows: bool) -> StepRecord:
     rank, replicas = booster.plugin.data_rank
     scale = optimizer.scaler.get_scale() if optimizer.scaler.is_enabled() else 1.0
-    loss = boosted(**batches[rank]).loss
+    count = (batches[rank]["labels"][:, 1:] != -100).sum()
+    total = count.clone()
+    dist.all_reduce(total)
+    loss = boosted(**batches[rank]).loss * count * replicas / total  # these plugins average over replicas
     if overflows and rank == replicas - 1:
         loss.register_hook(lambda gradient: gradient * torch.inf)
     booster.backward(loss, optimizer)

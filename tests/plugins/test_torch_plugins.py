@@ -80,7 +80,7 @@ def reference(
         dtype=DTYPES[precision],
         max_norm=max_norm,
         loss_scale=SCALE if precision == "fp16" else 1.0,
-        weigh=lambda _: 1.0,  # the mean over replicas and calls, as of torch's DDP
+        weigh=lambda *_: 1.0,  # the mean over replicas and calls, as of torch's DDP
     )
 
 

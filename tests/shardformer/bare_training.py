@@ -97,7 +97,7 @@ def departure(
         criterion=loss_of,  # type: ignore[arg-type]
         dtype=torch.float32,
         max_norm=MAX_NORM,
-        weigh=lambda _: 1.0,  # the loop averages its microbatches
+        weigh=lambda *_: 1.0,  # the loop averages its microbatches
     )
     return first_departure(
         compare_float32(found, expected, learning_rate=RATE, epsilon=EPSILON, bitwise=False)
