@@ -268,6 +268,9 @@ class BatchWeights:
             number = number if is_first else torch.zeros_like(number)
         if is_first and self.first is None:
             self.first = self._weights.size_of(self, number.detach())
+        observed = self._observed
+        if observed is not None and observed.lacks_graph and not has_rest(loss_sum, observed.losses):
+            loss_sum = loss_sum.detach()  # the graph of its terms alone, which trains nothing
         return loss_sum, number
 
     def replica_loss(self, figures: Tensor) -> Tensor:
@@ -291,8 +294,6 @@ class BatchWeights:
             return _Weighed("mean", loss / len(self.microbatches), 1.0)
         exact = torch.promote_types(loss.dtype, torch.float32)
         if loss is _field(outputs, "loss") and observed is not None:
-            if observed.lacks_graph and not has_rest(loss, observed.losses):
-                loss = loss.detach()  # the graph of its terms alone, which trains nothing
             if self._counts is not None:
                 return self._weighed_by_terms(loss, self._counts, outputs, inputs)
             counted = observed.counted(loss)

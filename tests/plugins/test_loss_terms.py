@@ -262,3 +262,26 @@ def of_different_replicas() -> str:
 def test_a_term_of_one_replica_alone_is_refused(pool: Pool) -> None:
     for error in pool.run(2, of_different_replicas):
         assert "counted other labels than those of the batch" in error
+
+
+def without_a_graph(kind: str, criterion: Any) -> str:
+    booster, model = hybrid(num_microbatches=4), TwoTerms(kind)
+    model.body.requires_grad_(False)  # the scales, which these losses do not use, are trained
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD([model.scales], lr=RATE))
+    return refused(
+        lambda: booster.execute_pipeline(iter([two_batch()]), boosted, criterion, optimizer=optimizer)
+    )
+
+
+def doubled(outputs: Any, inputs: Any) -> Tensor:
+    loss: Tensor = outputs["loss"] * 2
+    return loss
+
+
+@pytest.mark.parametrize("criterion", [None, doubled])
+@pytest.mark.parametrize("kind", ["scaled", "the first"])
+def test_a_loss_that_trains_nothing_is_refused_in_the_first_call(
+    pool: Pool, kind: str, criterion: Any
+) -> None:
+    (error,) = pool.run(1, without_a_graph, kind, criterion)
+    assert "no graph to differentiate" in error
