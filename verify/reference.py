@@ -135,12 +135,13 @@ def _gradients(
         with numbers_counted() as numbers:
             outputs = worker(**part)
             loss = criterion(outputs, part)
-        if microbatches and getattr(outputs, "aux_loss", None) is not None:
-            auxiliary = torch.stack([worker(**_converted(each, own)).aux_loss for each in microbatches])
-            loss = loss + worker.config.router_aux_loss_coef * (auxiliary.mean() - outputs.aux_loss)  # type: ignore[union-attr]
         weight = float(weigh(part, numbers))
         weights.append(weight)
         size = size or 2.0 ** int(math.log2(max(weight * len(parts), 1.0)))  # a power of two rounds nothing
+        if microbatches and getattr(outputs, "aux_loss", None) is not None:
+            apart = [worker(**_converted(each, own)).aux_loss for each in microbatches]
+            config: Any = worker.config
+            loss = loss + config.router_aux_loss_coef * (torch.stack(apart).mean() - outputs.aux_loss)
         losses.append(loss.detach().float() * weight)
         if overflows and index == len(parts) - 1:
             loss.register_hook(lambda gradient: gradient * float("inf"))
@@ -153,16 +154,6 @@ def _gradients(
     factor = (torch.tensor(size) / sum(weights)).item() / scale
     total = torch.stack(losses).sum() / sum(weights)
     return total.item(), {name: (gradient * factor).cpu() for name, gradient in sums.items()}
-
-
-def _converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
-    """Return a batch on the device of a parameter, and floating-point tensors in its format."""
-    return {
-        name: value.to(own if value.is_floating_point() else own.device)
-        if isinstance(value, Tensor)
-        else value
-        for name, value in part.items()
-    }
 
 
 @contextmanager
@@ -182,6 +173,16 @@ def _counting(function: Callable[..., Tensor], numbers: list[int]) -> Callable[.
         return function(scores, target, *arguments, **options)
 
     return counted
+
+
+def _converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
+    """Return a batch on the device of a parameter, and floating-point tensors in its format."""
+    return {
+        name: value.to(own if value.is_floating_point() else own.device)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in part.items()
+    }
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
