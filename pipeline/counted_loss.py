@@ -97,7 +97,8 @@ class Observed(TorchFunctionMode):
         made = self._function_of(target)
         if func in _WITH_LABELS and not target.is_floating_point():
             return self._add(loss, number, made, partial(_recount_labels, {**arguments, "input": None}))
-        return self._add(loss, number, made, partial(_in_proportion, number, target.numel()))
+        recount = None if number is None else partial(_in_proportion, number, target.numel())
+        return self._add(loss, number, made, recount)
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call another function; record it if it makes a label of labels."""
@@ -136,7 +137,9 @@ class Observed(TorchFunctionMode):
             term = loss if has_graph else loss.clone().detach().requires_grad_()
             loss = term.clone()
         of_batch = made is None or made.of_batch
-        again = partial(_recounted, made, recount) if made is not None and made.of_batch else None
+        again = None
+        if made is not None and made.of_batch and recount is not None:
+            again = partial(_recounted, made, recount)
         self.losses.append(Counted(loss, number, term, version_of(loss), again, has_graph, of_batch))
         return loss
 

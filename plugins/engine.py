@@ -379,7 +379,7 @@ class PipelineEngine:
         )
         if trains:
             self.agreement.note_deviation(deviation, message)
-        elif (self.mesh.world_size > 1 or weights.has_terms) and bool(deviation):
+        elif (self.mesh.world_size > 1 or weights.has_terms) and bool(deviation > 0):
             raise ValueError(message)
 
     def _returned_outputs(self, result: RunResult, asked: "_CallKind", wanted: "_CallKind") -> Any:

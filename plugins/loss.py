@@ -87,7 +87,7 @@ class LossWeights:
         self.mesh, self.stage, self._reduction = mesh, stage, reduction
         self._last_rank = last_rank
         self._sizes: dict[str, Tensor] = {}  # by kind: `first` of the next call
-        # By training or evaluation, in the last calls:
+        # By training or evaluation:
         self._forms: dict[bool, _Form] = {}
         self._num_terms: dict[bool, int] = {}  # of a loss of several terms on all replicas; otherwise 0
         self._pending: Tensor | None = None  # `first` of accumulated calls
@@ -129,12 +129,13 @@ class LossWeights:
         )
 
     def form(self, weights: "BatchWeights") -> _Form | None:
-        """Return the form of the model's loss in the last calls of this kind, None in the first."""
+        """Return the form of the model's loss in the calls of this kind before, None in the first."""
         return self._forms.get(weights.trains)
 
     def set_form(self, weights: "BatchWeights", form: _Form) -> None:
-        """Note the form of the model's loss."""
-        self._forms[weights.trains] = form
+        """Note the form of the model's loss; of one that changes, that of several terms."""
+        if form == "several" or weights.trains not in self._forms:
+            self._forms[weights.trains] = form
 
     def agreed_terms(self, own: int, weights: "BatchWeights") -> int:
         """Return the number of terms of the loss; 0 unless all replicas have equally many.
@@ -146,8 +147,9 @@ class LossWeights:
         if weights.compares or weights.trains not in self._num_terms:
             numbers = torch.full((2,), own, dtype=torch.float64, device=self.mesh.device)
             numbers[1] = own**2
-            total, squares = self.over_replicas(numbers).tolist()
-            self._num_terms[weights.trains] = own if squares * self.mesh.size("dp") == total**2 else 0
+            total, squares = self.over_replicas(numbers)
+            are_equal = bool(squares * self.mesh.size("dp") == total**2)
+            self._num_terms[weights.trains] = own if are_equal else 0
         return self._num_terms[weights.trains]
 
     def over_replicas(self, numbers: Tensor) -> Tensor:
@@ -266,6 +268,9 @@ class BatchWeights:
             number = number if is_first else torch.zeros_like(number)
         if is_first and self.first is None:
             self.first = self._weights.size_of(self, number.detach())
+        observed = self._observed
+        if observed is not None and observed.lacks_graph and not has_rest(loss_sum, observed.losses):
+            loss_sum = loss_sum.detach()  # the graph of its terms alone, which trains nothing
         return loss_sum, number
 
     def replica_loss(self, figures: Tensor) -> Tensor:
@@ -289,8 +294,6 @@ class BatchWeights:
             return _Weighed("mean", loss / len(self.microbatches), 1.0)
         exact = torch.promote_types(loss.dtype, torch.float32)
         if loss is _field(outputs, "loss") and observed is not None:
-            if observed.lacks_graph and not has_rest(loss, observed.losses):
-                loss = loss.detach()  # the graph of its terms alone, which trains nothing
             if self._counts is not None:
                 return self._weighed_by_terms(loss, self._counts, outputs, inputs)
             counted = observed.counted(loss)
@@ -329,9 +332,14 @@ class BatchWeights:
         if agreed == 0:
             return None
         if agreed == len(terms):
-            return GlobalCounts(terms, self.microbatches, self._index_of(inputs), self._weights.over_replicas)
-        self._weights.over_replicas(torch.zeros(agreed + 1, dtype=torch.float64, device=loss.device))
-        self.deviation = torch.ones((), device=loss.device)
+            return GlobalCounts(
+                terms,
+                self.microbatches,
+                self._index_of(inputs),
+                self._weights.over_replicas,
+                self._weights.mesh.size("dp"),
+            )
+        self._weights.over_replicas(GlobalCounts.none(agreed, loss.device))
         return None
 
     def _terms(self, loss: Tensor, outputs: Any, inputs: Any) -> list[Term]:

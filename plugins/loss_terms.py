@@ -66,7 +66,13 @@ class GlobalCounts:
         microbatches: of this replica.
         first: the index of that microbatch.
         over_replicas: sums a tensor over replicas.
+        num_replicas: the number of replicas.
     """
+
+    @staticmethod
+    def none(num_terms: int, device: torch.device) -> Tensor:
+        """Return the numbers of a replica whose loss has no such terms, for the sum over replicas."""
+        return torch.zeros(num_terms + 2, dtype=torch.float64, device=device)
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class GlobalCounts:
         microbatches: Sequence[Any],
         first: int,
         over_replicas: Callable[[Tensor], Tensor],
+        num_replicas: int,
     ) -> None:
         device = terms[0].counted.term.device
         rows = [
@@ -83,8 +90,10 @@ class GlobalCounts:
         self._expected_MT = torch.stack([torch.stack(row) for row in rows])
         samples = torch.full((1,), sum(map(batch_size, microbatches)), dtype=torch.float64, device=device)
         self._of_replica = torch.cat([self._expected_MT.sum(0), samples])
-        self._of_all = over_replicas(self._of_replica)
-        self.deviation = torch.zeros((), device=device)  # microbatches that counted otherwise than expected
+        *sums, sharing = over_replicas(torch.cat([self._of_replica, torch.ones_like(samples)])).unbind()
+        self._of_all = torch.stack(sums)
+        # Above 0 if microbatches counted otherwise than expected, or a replica's loss has no such terms.
+        self.deviation = (sharing != num_replicas).float()
         self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
         *totals, all_samples = self._of_all.unbind()
         main = next((total for total, term in zip(totals, terms, strict=True) if _is_mean(term)), None)

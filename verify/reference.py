@@ -140,8 +140,8 @@ def _gradients(
         size = size or 2.0 ** int(math.log2(max(weight * len(parts), 1.0)))  # a power of two rounds nothing
         if microbatches and getattr(outputs, "aux_loss", None) is not None:
             apart = [worker(**_converted(each, own)).aux_loss for each in microbatches]
-            share: float = worker.config.router_aux_loss_coef  # type: ignore[union-attr, assignment]
-            loss = loss + share * (torch.stack(apart).mean() - outputs.aux_loss)
+            config: Any = worker.config
+            loss = loss + config.router_aux_loss_coef * (torch.stack(apart).mean() - outputs.aux_loss)
         losses.append(loss.detach().float() * weight)
         if overflows and index == len(parts) - 1:
             loss.register_hook(lambda gradient: gradient * float("inf"))

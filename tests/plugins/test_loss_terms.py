@@ -208,3 +208,80 @@ def miscounted(trains: bool) -> str:
 def test_terms_that_count_otherwise_than_the_labels_are_refused(pool: Pool, size: int, trains: bool) -> None:
     for error in pool.run(size, miscounted, trains):
         assert "counted other labels than those of the batch" in error
+
+
+def changing(kinds: tuple[str, ...], calls: int) -> tuple[list[str], list[str]]:
+    """Return the kinds of losses that depart after some calls, and the logged lines."""
+    batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms(kinds[0])
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    found: list[str] = []
+
+    def train() -> None:
+        for call in range(calls):
+            model.kind = kinds[call % len(kinds)] if call > 3 else kinds[0]
+            given = iter([share(batch, booster.plugin)])
+            loss = float(booster.execute_pipeline(given, boosted, optimizer=optimizer)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+            if abs(loss / TwoTerms(model.kind)(**batch)["loss"].item() - 1) > 1e-6:
+                found.append(model.kind)
+
+    lines = logged(train)
+    return found, lines
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_may_lose_its_second_term_and_get_it_again(pool: Pool, size: int) -> None:
+    for found, _ in pool.run(size, changing, ("scaled", "the first"), 9):
+        assert found == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_new_term_weighs_by_samples_and_says_so(pool: Pool, size: int) -> None:
+    """In the call where it appears; between replicas up to the next compared one, here none."""
+    (found, lines), *_ = pool.run(size, changing, ("the first", "scaled"), 9)
+    assert found == ["scaled"] * (1 if size == 1 else 2)
+    assert sum("more terms than in the calls before" in line for line in lines) == 1
+
+
+def of_different_replicas() -> str:
+    batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms("scaled")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def train() -> None:
+        for call in range(5):
+            model.kind = "the first" if call == 4 and booster.plugin.data_rank[0] else "scaled"
+            given = iter([share(batch, booster.plugin)])
+            booster.execute_pipeline(given, boosted, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return refused(train)
+
+
+def test_a_term_of_one_replica_alone_is_refused(pool: Pool) -> None:
+    for error in pool.run(2, of_different_replicas):
+        assert "counted other labels than those of the batch" in error
+
+
+def without_a_graph(kind: str, criterion: Any) -> str:
+    booster, model = hybrid(num_microbatches=4), TwoTerms(kind)
+    model.body.requires_grad_(False)  # the scales, which these losses do not use, are trained
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD([model.scales], lr=RATE))
+    return refused(
+        lambda: booster.execute_pipeline(iter([two_batch()]), boosted, criterion, optimizer=optimizer)
+    )
+
+
+def doubled(outputs: Any, inputs: Any) -> Tensor:
+    loss: Tensor = outputs["loss"] * 2
+    return loss
+
+
+@pytest.mark.parametrize("criterion", [None, doubled])
+@pytest.mark.parametrize("kind", ["scaled", "the first"])
+def test_a_loss_that_trains_nothing_is_refused_in_the_first_call(
+    pool: Pool, kind: str, criterion: Any
+) -> None:
+    (error,) = pool.run(1, without_a_graph, kind, criterion)
+    assert "no graph to differentiate" in error
