@@ -1,17 +1,19 @@
 """Regions: parts of a layer with sharded activations, between one entry and one exit.
 
 The entry is a hook on the module that takes the replicated input; the exit is the row-sharded layer at its end
-(linear.py). So q, k and v together cost one all-reduce in backward.
+(linear.py). So q, k and v together cost one all-reduce in backward. Inside, the gradient of everything replicated is
+partial: so every input with a gradient enters, a learned mask too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...cluster.collectives import reduce_from
+from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, ProductLayer, enter
@@ -45,6 +47,46 @@ class CommonInput:
         return [first, self._entered]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FurtherInputs:
+    """Inputs of a region besides those that its layers multiply with: masks, position biases, slopes.
+
+    Args:
+        group: the tensor axis.
+        local: names of inputs that another region computed for this rank's heads.
+        by_head: names of inputs with an entry for each head, each with the dimension of the heads (or of samples and
+            heads, the heads innermost), which those of queries and keys follow. This rank takes those of its heads;
+            inputs with a length of 1, or other dimensions, are not sliced.
+        num_heads: number of heads on all ranks.
+        local_heads: those of this rank.
+    """
+
+    group: dist.ProcessGroup
+    local: Collection[str] = ()
+    by_head: Mapping[str, int] = field(default_factory=dict)
+    num_heads: int = 1
+    local_heads: Sequence[int] = ()
+
+    def enter(self, inputs: dict[str, Any], *others: str | None) -> None:
+        """Let all inputs except the others enter: in backward one all-reduce for each that requires a gradient."""
+        for name, x in inputs.items():
+            if not isinstance(x, Tensor) or name in others or name in self.local:
+                continue
+            if x.requires_grad:
+                x = inputs[name] = copy_to(x, self.group)
+            dim = self.by_head.get(name)
+            if dim is not None and x.ndim == dim + 3:
+                inputs[name] = own_heads(x, dim, self.num_heads, self.local_heads)
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, further: "FurtherInputs"
+    ) -> nn.Module:
+        """Let all inputs of a module except the first tensor enter, for a region that several layers begin."""
+        change_inputs(module, lambda module, inputs: further.enter(inputs, first_tensor(inputs)))
+        return module
+
+
 class Region:
     """Marks a module as the entry of a region, by a hook; the module itself stays as it is."""
 
@@ -56,9 +98,7 @@ class Region:
         split_random: SplitRandom | None = None,
         second_input: str | None = None,
         common_input: CommonInput | None = None,
-        by_head: Mapping[str, int] | None = None,
-        num_heads: int = 1,
-        local_heads: Sequence[int] = (),
+        further: FurtherInputs | None = None,
         sequence: RegionSequence | None = None,
     ) -> nn.Module:
         """Let the module's first tensor enter the region before its forward (backward all-reduce); see `enter`.
@@ -69,14 +109,10 @@ class Region:
             split_random: random state to switch to until the region's exit, where the region drops at random.
             second_input: the name of another replicated argument that enters too, where it is given.
             common_input: of all regions that may be given the same one, which then enters in the first of them alone.
-            by_head: names of arguments with an entry for each head, each with the dimension of the heads (or of
-                samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays, and
-                so does what has two dimensions: it is of samples and tokens.
-            num_heads: how many heads there are on all ranks.
-            local_heads: those of this rank.
+            further: enters the other arguments; None if there are none.
             sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
-        common, heads = common_input or CommonInput(), by_head or {}
+        common = common_input or CommonInput()
         layers = _entry_layers(module)
 
         def enter_all(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -91,9 +127,8 @@ class Region:
                 inputs[first], inputs[second_input] = common.enter([inputs[first], second], enter_all)
             else:
                 (inputs[first],) = enter_all([inputs[first]])
-            for name, dim in heads.items():
-                if isinstance(x := inputs.get(name), Tensor) and x.ndim > 2:
-                    inputs[name] = own_heads(x, dim, num_heads, local_heads)
+            if further is not None:
+                further.enter(inputs, first, second_input)
 
         change_inputs(module, enter_region)
         return module
