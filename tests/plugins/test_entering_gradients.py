@@ -197,3 +197,41 @@ def test_ring_attention_refuses_a_learned_mask(pool: Pool) -> None:
         ValueError, match="the attention mask requires gradients, which ring attention does not"
     ):
         pool.run(2, compare, scores, **LAYOUTS["ring_attn"][1])
+
+
+def train_with_gradients_of_batches(**settings: Any) -> list[str]:
+    """Return the errors of batches that require gradients; the same batches evaluate, and train without gradients."""
+    booster = hybrid(**settings)
+    model = build("LlamaForCausalLM", num_hidden_layers=4)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    drawn = batch()
+    ids, labels, rows = drawn["ids"], drawn["labels"], drawn["drawn"]
+    mask = numbers(2, 1, 13, 13)
+    words = []
+    for name, inputs in {"inputs_embeds": rows, "attention_mask": mask}.items():
+        others = {"labels": labels} if name == "inputs_embeds" else {"labels": labels, "input_ids": ids}
+        for entering in (inputs.requires_grad_(), inputs * 1):  # a leaf, and what is computed from one
+            with pytest.raises(ValueError, match=r"requires gradients \(" + name) as error:
+                booster.execute_pipeline(iter([{**others, name: entering}]), model, None, optimizer)
+            words.append(str(error.value))
+        with torch.no_grad():
+            booster.execute_pipeline(iter([{**others, name: inputs}]), model)
+        booster.execute_pipeline(iter([{**others, name: inputs.detach()}]), model, None, optimizer)
+        optimizer.step()
+    return words
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (1, {}),
+        (2, {"pp_size": 2}),
+        (2, sequence("all_to_all", sp_size=2)),
+    ],
+)
+def test_execute_pipeline_refuses_batches_with_gradients_on_every_rank(
+    pool: Pool, num_ranks: int, settings: dict[str, Any]
+) -> None:
+    words = pool.run(num_ranks, train_with_gradients_of_batches, **settings)
+    assert all("detach() it" in each for each in words[0])
+    assert words == [words[0]] * num_ranks
