@@ -74,7 +74,7 @@ def test_any_batch_trains_as_one_process_does(pool: Pool, samples: int, axes: in
 
 
 def packed_batch(rows: int, axes: int, *, is_padded: bool) -> dict[str, Tensor]:
-    """Make two texts in each row; the first of four axes has the positions in the texts. No cache, as for packed texts."""
+    """Make two texts in each row for a call without a cache; the first axis has the positions in the texts."""
     batch = batch_of(rows, axes)
     batch["position_ids"] = batch["position_ids"].clone()
     batch["position_ids"][0] = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
