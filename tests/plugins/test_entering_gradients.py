@@ -235,3 +235,40 @@ def test_execute_pipeline_refuses_batches_with_gradients_on_every_rank(
     words = pool.run(num_ranks, train_with_gradients_of_batches, **settings)
     assert all("detach() it" in each for each in words[0])
     assert words == [words[0]] * num_ranks
+
+
+def call_two_models_of_a_pipeline() -> None:
+    booster = hybrid(pp_size=2)
+    pairs = [
+        booster.boost(each, torch.optim.SGD(each.parameters(), lr=0.1))[:2]
+        for each in map(build, ("LlamaForCausalLM", "LlamaModel"))
+    ]
+    with pytest.raises(RuntimeError, match=r"model\(\*\*batch\) under a pipeline \(pp_size=2\)"):
+        two_models([model for model, _ in pairs], batch())
+
+
+def test_a_loss_through_two_models_is_refused_under_a_pipeline_on_every_rank(pool: Pool) -> None:
+    pool.run(2, call_two_models_of_a_pipeline)
+
+
+def compare_replicas() -> None:
+    """Every replica has its own batch: leaves have the gradient of its loss, parameters the mean over replicas."""
+    booster = hybrid(tp_size=2, zero_stage=1)
+    plain, model = (build("LlamaForCausalLM") for _ in range(2))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    replica, num_replicas = booster.plugin.data_rank
+    leaves = []
+    for each in range(num_replicas):
+        expected, (leaf,) = prompts([plain], batch(each))
+        (expected / num_replicas).backward()
+        leaves.append(leaf.grad * num_replicas)
+    loss, (own,) = prompts([Unwrapped(model)], batch(replica))
+    booster.backward(loss, optimizer)
+    require_close(own.grad, leaves[replica], "the prompt")
+    optimizer.reduce_gradients()
+    for name, gradient in gather_whole(optimizer.gradients(), model.local_parameters, model.mesh).items():
+        require_close(gradient, plain.get_parameter(name).grad, name)
+
+
+def test_leaves_are_not_averaged_over_replicas(pool: Pool) -> None:
+    pool.run(4, compare_replicas)
