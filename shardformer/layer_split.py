@@ -312,21 +312,21 @@ class LayerSplit:
 
         single = (name for name in active_regions(self.layer, table) if name not in table.joined)
         around = self._put(
-            table.joined, FurtherInputs, lambda region: {"further": self._further_inputs(region)}
+            [region for region in table.joined if region in table.attention],
+            FurtherInputs,
+            lambda region: {"further": self._further_inputs(region)},
         )
         return [*joined, *around, *self._put(single, Region, entry)]
 
-    def _further_inputs(self, region: str) -> FurtherInputs:
-        """Return the inputs of a region besides those that its layers multiply with."""
-        table, by_head = self._table, self._table.by_head.get(region, {})
-        for name in (*by_head, *table.local_inputs.get(region, ())):
+    def _further_inputs(self, region: str) -> FurtherInputs | None:
+        """Return the masks and inputs by head of an attention region; None for other regions."""
+        by_head = self._table.by_head.get(region, {})
+        for name in by_head:
             self._require_input(region, name)
-        local = frozenset(table.local_inputs.get(region, ()))
-        if region not in table.attention:
-            return FurtherInputs(group=self._group, local=local)
+        if region not in self._table.attention and not by_head:
+            return None
         return FurtherInputs(
             group=self._group,
-            local=local,
             by_head={**dict.fromkeys(MASK_NAMES, 1), **by_head},
             num_heads=self.heads.query,
             local_heads=self.heads.local_to(self._group.rank()),

@@ -1,12 +1,11 @@
 """Regions: parts of a layer with sharded activations, between one entry and one exit.
 
 The entry is a hook on the module that takes the replicated input; the exit is the row-sharded layer at its end
-(linear.py). So q, k and v together cost one all-reduce in backward. Inside, the gradient of everything replicated is
-partial: so every input with a gradient enters, a learned mask too.
+(linear.py). So q, k and v together cost one all-reduce in backward. A learned mask enters too.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,41 +48,38 @@ class CommonInput:
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherInputs:
-    """Inputs of a region besides those that its layers multiply with: masks, position biases, slopes.
+    """Inputs of an attention region besides those that its layers multiply with: masks, slopes.
 
     Args:
         group: the tensor axis.
-        local: names of inputs that another region computed for this rank's heads.
-        by_head: names of inputs with an entry for each head, each with the dimension of the heads (or of samples and
-            heads, the heads innermost), which those of queries and keys follow. This rank takes those of its heads;
-            inputs with a length of 1, or other dimensions, are not sliced.
+        by_head: names of the inputs, each with the dimension of the heads (or of samples and heads, the heads
+            innermost), which those of queries and keys follow. This rank takes the entries of its heads; inputs with a
+            length of 1, or other dimensions, are not sliced.
         num_heads: number of heads on all ranks.
         local_heads: those of this rank.
     """
 
     group: dist.ProcessGroup
-    local: Collection[str] = ()
-    by_head: Mapping[str, int] = field(default_factory=dict)
-    num_heads: int = 1
-    local_heads: Sequence[int] = ()
+    by_head: Mapping[str, int]
+    num_heads: int
+    local_heads: Sequence[int]
 
-    def enter(self, inputs: dict[str, Any], *others: str | None) -> None:
-        """Let all inputs except the others enter: in backward one all-reduce for each that requires a gradient."""
-        for name, x in inputs.items():
-            if not isinstance(x, Tensor) or name in others or name in self.local:
+    def enter(self, module: nn.Module, inputs: dict[str, Any]) -> None:
+        """Let the inputs enter: in backward one all-reduce for each that requires a gradient."""
+        for name, dim in self.by_head.items():
+            if not isinstance(x := inputs.get(name), Tensor):
                 continue
             if x.requires_grad:
                 x = inputs[name] = copy_to(x, self.group)
-            dim = self.by_head.get(name)
-            if dim is not None and x.ndim == dim + 3:
+            if x.ndim == dim + 3 and x.shape[dim] > 1:
                 inputs[name] = own_heads(x, dim, self.num_heads, self.local_heads)
 
     @staticmethod
     def from_native_module(
         module: nn.Module, process_group: dist.ProcessGroup, *, further: "FurtherInputs"
     ) -> nn.Module:
-        """Let all inputs of a module except the first tensor enter, for a region that several layers begin."""
-        change_inputs(module, lambda module, inputs: further.enter(inputs, first_tensor(inputs)))
+        """Let these inputs of a module enter, for a region that several layers begin."""
+        change_inputs(module, further.enter)
         return module
 
 
@@ -109,7 +105,7 @@ class Region:
             split_random: random state to switch to until the region's exit, where the region drops at random.
             second_input: the name of another replicated argument that enters too, where it is given.
             common_input: of all regions that may be given the same one, which then enters in the first of them alone.
-            further: enters the other arguments; None if there are none.
+            further: enters other arguments; None if there are none.
             sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
         common = common_input or CommonInput()
@@ -128,7 +124,7 @@ class Region:
             else:
                 (inputs[first],) = enter_all([inputs[first]])
             if further is not None:
-                further.enter(inputs, first, second_input)
+                further.enter(module, inputs)
 
         change_inputs(module, enter_region)
         return module
@@ -145,7 +141,7 @@ def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tens
     """Select the entries of some heads.
 
     Args:
-        x: along `dim` one entry per head, or per sample and head; a length of 1 applies to all heads.
+        x: along `dim` one entry per head, or per sample and head.
         dim: the dimension of the heads.
         num_heads: the number of heads on all ranks of the group.
         local: the heads to select.
@@ -153,8 +149,6 @@ def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tens
     Raises:
         ValueError: another number of entries.
     """
-    if x.shape[dim] == 1:
-        return x
     if x.shape[dim] % num_heads:
         raise ValueError(
             f"an input of shape {tuple(x.shape)} should have entries for {num_heads} heads along dim {dim}"

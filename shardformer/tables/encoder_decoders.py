@@ -103,7 +103,6 @@ T5 = Table(
     row=(*(f"{path}.o" for path in _T5_ATTENTIONS), *(f"{path}.wo" for path in _T5_FEED_FORWARDS)),
     attention={path: f"{path}.o" for path in _T5_ATTENTIONS},
     second_input={_T5_CROSS: "key_value_states"},
-    local_inputs=dict.fromkeys(_T5_ATTENTIONS, ("position_bias",)),
     optional=(_T5_CROSS, *_T5_FEED_FORWARDS, *_T5_WIDENING, _T5_BIAS),
     divide=tuple(f"{path}.{name}" for path in _T5_ATTENTIONS for name in ("n_heads", "inner_dim")),
     split={f"{_T5_BIAS}.weight": 1},
@@ -125,7 +124,6 @@ UMT5 = replace(
     T5,
     stage=replace(_T5_STAGE, repeated={}, arity=0, encoder=replace(_T5_ENCODER, repeated={}, arity=0)),
     second_input={_T5_CROSS: "encoder_hidden_states"},
-    local_inputs={},
 )
 
 # The table of each model type.

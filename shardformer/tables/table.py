@@ -75,9 +75,8 @@ class Table:
         by_head: by region, the names of inputs that have an entry for each query head (position biases), each with
             the dimension of the heads, which may be flattened with the batch; two more follow it. Each rank takes
             the entries of its heads. Inputs with one entry for all heads, or with other dimensions, are not
-            sliced. Attention masks (batch, heads, queries, keys) need not be named.
-        local_inputs: by region, the names of inputs that another region computed for this rank's heads. The
-            gradients of all other inputs are summed over the ranks.
+            sliced. Attention masks (batch, heads, queries, keys) need not be named. Their gradients are summed over
+            the ranks.
         fused: modules of `column` and parameters of `split` that fuse several projections: a number of projections of
             equal size, or, in `column`, an order of query, key and value heads. 1: every head, or feature, has its
             own query, key and value side by side.
@@ -127,7 +126,6 @@ class Table:
     exits: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     by_head: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    local_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: Mapping[str, int | HeadOrder] = field(default_factory=dict)
     key_value: tuple[str, ...] = ()
     key_value_heads: str | None = None
@@ -181,7 +179,7 @@ class Table:
         )
         subsets["fused"] = (self.fused, "column and split", columns)
         subsets["key_value"] = (self.key_value, "column, split and norms", (*columns, *self.norms))
-        for kind in ("attention", "joined", "second_input", "by_head", "local_inputs", "dropout"):
+        for kind in ("attention", "joined", "second_input", "by_head", "dropout"):
             subsets[kind] = (getattr(self, kind), "regions", self.regions)
         subsets["row of attention"] = (self.attention.values(), "row", self.row)
         subsets["row of dropout"] = ([each.row for each in self.dropout.values()], "row", self.row)

@@ -141,11 +141,8 @@ ROWS = {
     "another second input": Row(
         lambda: on_meta("UMT5Model", num_decoder_layers=1),
         TWO,
-        (
-            ("decoder.block.0.layer.1.EncDecAttention", "'key_value_states'", "'encoder_hidden_states'"),
-            ("encoder.block.0.layer.0.SelfAttention", "'position_bias'"),
-        ),
-        T5,  # umT5 names it otherwise, and each of its blocks has its own biases
+        (("decoder.block.0.layer.1.EncDecAttention", "'key_value_states'", "'encoder_hidden_states'"),),
+        T5,  # umT5 names it otherwise
     ),
     "a second head": Row(
         changed(with_second_head, tie_word_embeddings=False),
