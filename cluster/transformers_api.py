@@ -66,6 +66,8 @@ class EmptyCache(DynamicCache):
 
 # Substrings in names of layers' inputs that are no tensors or have no gradients: masks, rotations, caches, routes.
 WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
+# The mask (B, heads or 1, queries, keys) as an argument of attention modules.
+MASK_NAMES = ("attention_mask", "mask")
 # Arguments of layers with an entry for each position, besides hidden states, and their sequence dimension.
 LAYER_POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
 

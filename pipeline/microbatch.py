@@ -68,6 +68,11 @@ def batch_size(batch: Any) -> int:
     return next(iter(lengths.values()))
 
 
+def paths_with_gradient(batch: Any) -> list[str]:
+    """Return the paths of a batch's tensors that require a gradient."""
+    return [path for path, tensor in _named_tensors(batch) if tensor.requires_grad]
+
+
 def merge(outputs: Sequence[Any]) -> Any:
     """Join the outputs of microbatches into the output of their batch.
 

@@ -20,7 +20,15 @@ from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.counted_loss import ObservedStage
 from ..pipeline.known_masks import with_known_masks
-from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, num_bytes, split
+from ..pipeline.microbatch import (
+    batch_size,
+    map_tensors,
+    merge,
+    microbatch_lengths,
+    num_bytes,
+    paths_with_gradient,
+    split,
+)
 from ..pipeline.plan import setting_errors
 from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
 from ..pipeline.schedules import forward_only
@@ -213,8 +221,8 @@ class PipelineEngine:
 
         Raises:
             StopIteration: the iterators of all ranks have ended.
-            ValueError: those of some ranks have ended, batches differ within a replica or are too small, or only some
-                ranks train.
+            ValueError: those of some ranks have ended, batches differ within a replica, are too small or require
+                gradients, or only some ranks train.
         """
         if not isinstance(data_iter, Iterator):
             raise TypeError(
@@ -222,6 +230,8 @@ class PipelineEngine:
             )
         batch = next(data_iter, _ENDED)
         has_batch = batch is not _ENDED
+        if has_batch and own.trains:
+            _refuse_gradients_of(batch)
         is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
         if not is_compared and has_batch and own != self._own_kind:
             if own.training_mode != self._own_kind.training_mode:
@@ -392,6 +402,16 @@ class PipelineEngine:
             if not is_last:
                 outputs = map_tensors(arrived, lambda tensor: tensor.to(self.mesh.device))
         return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
+
+
+def _refuse_gradients_of(batch: Any) -> None:
+    """Raise ValueError for a batch with gradients: they would be scaled, and under a pipeline those of some stages."""
+    if paths := paths_with_gradient(batch):
+        names = ", ".join(path or "the tensor" for path in paths)
+        raise ValueError(
+            f"the batch requires gradients ({names}), but execute_pipeline computes those of the model's parameters: "
+            "detach() it, make it a parameter of the model, or at pp_size=1 call model(**batch) and booster.backward"
+        )
 
 
 def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Sequence[int]) -> None:

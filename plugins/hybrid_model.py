@@ -35,7 +35,14 @@ from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
-from ..shardformer.refusals import given_errors, mark_all_taken, mark_taken, refuse_partial_state
+from ..shardformer.refusals import (
+    given_errors,
+    mark_all_taken,
+    mark_taken,
+    mark_trained,
+    refuse_partial_state,
+    trained_errors,
+)
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
@@ -154,6 +161,8 @@ def plan_boost(
         ValueError: a change is impossible; all reasons at once.
     """
     errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
+    if optimizer is not None:
+        errors += trained_errors(model)
     if getattr(model, "_compiled_call_impl", None) is not None and not _layers_are_local(mesh):
         errors.append(COMPILED)
     sharder = weights = None
@@ -289,8 +298,9 @@ def wrap_optimizer(
 
 
 def connect_optimizer(boosted: "HybridParallelModule") -> None:
-    """Make modules wait for overlapped all-gathers of parameters; without an optimizer refuse backward."""
+    """Mark what the optimizer trains, and let modules wait for its all-gathers; without one refuse backward."""
     if boosted.optimizer is not None:
+        mark_trained(boosted.module)
         if boosted.config.overlap_allgather:
             boosted.optimizer.parameter_gather.overlap_with_forward(boosted.module)
     elif boosted.mesh.world_size > 1:

@@ -298,8 +298,8 @@ class HybridParallelPlugin(Plugin):
 
         Raises:
             StopIteration: the iterator has ended on every rank.
-            ValueError: a batch cannot be split, the iterator ended on some ranks only, batches differ within
-                a replica, or gradients are enabled on some ranks only; raised on every rank.
+            ValueError: a batch cannot be split or requires gradients, the iterator ended on some ranks only, batches
+                differ within a replica, or gradients are enabled on some ranks only; raised on every rank.
             RankFailure: another rank failed; names it.
         """
         boosted = self._boosted(model, optimizer, "execute_pipeline")

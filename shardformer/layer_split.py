@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import divisors
 from ..cluster.random import SplitRandom
-from ..cluster.transformers_api import Conv1D
+from ..cluster.transformers_api import MASK_NAMES, Conv1D
 from ..pipeline.plan import is_within
 from .layers.forward_code import part_errors
 from .layers.linear import (
@@ -27,6 +27,7 @@ from .layers.norm import SplitRMSNorm
 from .layers.region import (
     AttributeView,
     CommonInput,
+    FurtherInputs,
     LocalCount,
     PartialGradient,
     Region,
@@ -307,16 +308,29 @@ class LayerSplit:
             if (second := table.second_input.get(region)) is not None:
                 self._require_input(region, second)
                 kwargs |= {"second_input": second, "common_input": self._common_input}
-            if (by_head := table.by_head.get(region)) is not None:
-                for name in by_head:
-                    self._require_input(region, name)
-                heads = self.heads
-                kwargs |= {"by_head": by_head, "num_heads": heads.query}
-                kwargs["local_heads"] = heads.local_to(self._group.rank())
-            return kwargs
+            return kwargs | {"further": self._further_inputs(region)}
 
         single = (name for name in active_regions(self.layer, table) if name not in table.joined)
-        return [*joined, *self._put(single, Region, entry)]
+        around = self._put(
+            [region for region in table.joined if region in table.attention],
+            FurtherInputs,
+            lambda region: {"further": self._further_inputs(region)},
+        )
+        return [*joined, *around, *self._put(single, Region, entry)]
+
+    def _further_inputs(self, region: str) -> FurtherInputs | None:
+        """Return the masks and inputs by head of an attention region; None for other regions."""
+        by_head = self._table.by_head.get(region, {})
+        for name in by_head:
+            self._require_input(region, name)
+        if region not in self._table.attention and not by_head:
+            return None
+        return FurtherInputs(
+            group=self._group,
+            by_head={**dict.fromkeys(MASK_NAMES, 1), **by_head},
+            num_heads=self.heads.query,
+            local_heads=self.heads.local_to(self._group.rank()),
+        )
 
     def _parts(self) -> list[SubModuleReplacementDescription]:
         """Return the changes for sequence sharding: modules that compute on shards, and modules that gather."""

@@ -15,6 +15,7 @@ from .policy import Policy
 from .tables.table import Table
 
 _TAKEN = "_echelon_taken"
+_TRAINED = "_echelon_trained"
 
 
 def mark_taken(model: nn.Module) -> None:
@@ -26,6 +27,25 @@ def mark_all_taken(model: nn.Module) -> None:
     """Mark all modules and parameters of a full model that will be cut or sharded: no other model may use them."""
     for each in chain(model.modules(), model.parameters()):
         vars(each)[_TAKEN] = id(each)
+
+
+def mark_trained(model: nn.Module) -> None:
+    """Mark the parameters that a sharded optimizer has moved to its memory: no other optimizer may step them."""
+    for each in model.parameters():
+        if each.requires_grad:
+            vars(each)[_TRAINED] = id(each)
+
+
+def trained_errors(model: nn.Module) -> list[str]:
+    """List the error of parameters that the optimizer of another boosted model trains; empty if there are none."""
+    names = [name for name, each in model.named_parameters() if vars(each).get(_TRAINED) == id(each)]
+    if not names:
+        return []
+    several = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"{names[0]}{several} of this {type(model).__name__} is already trained by another model's optimizer: copy it "
+        "(copy.deepcopy) before the first boost, or boost one module that contains both, with one optimizer"
+    ]
 
 
 def _is_taken_as_one(model: nn.Module) -> bool:

@@ -1,17 +1,18 @@
 """Regions: parts of a layer with sharded activations, between one entry and one exit.
 
 The entry is a hook on the module that takes the replicated input; the exit is the row-sharded layer at its end
-(linear.py). So q, k and v together cost one all-reduce in backward.
+(linear.py). So q, k and v together cost one all-reduce in backward. A learned mask enters too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...cluster.collectives import reduce_from
+from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, ProductLayer, enter
@@ -45,6 +46,43 @@ class CommonInput:
         return [first, self._entered]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FurtherInputs:
+    """Inputs of an attention region besides those that its layers multiply with: masks, slopes.
+
+    Args:
+        group: the tensor axis.
+        by_head: names of the inputs, each with the dimension of the heads (or of samples and heads, the heads
+            innermost), which those of queries and keys follow. This rank takes the entries of its heads; inputs with a
+            length of 1, or other dimensions, are not sliced.
+        num_heads: number of heads on all ranks.
+        local_heads: those of this rank.
+    """
+
+    group: dist.ProcessGroup
+    by_head: Mapping[str, int]
+    num_heads: int
+    local_heads: Sequence[int]
+
+    def enter(self, module: nn.Module, inputs: dict[str, Any]) -> None:
+        """Let the inputs enter: in backward one all-reduce for each that requires a gradient."""
+        for name, dim in self.by_head.items():
+            if not isinstance(x := inputs.get(name), Tensor):
+                continue
+            if x.requires_grad:
+                x = inputs[name] = copy_to(x, self.group)
+            if x.ndim == dim + 3 and x.shape[dim] > 1:
+                inputs[name] = own_heads(x, dim, self.num_heads, self.local_heads)
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, further: "FurtherInputs"
+    ) -> nn.Module:
+        """Let these inputs of a module enter, for a region that several layers begin."""
+        change_inputs(module, further.enter)
+        return module
+
+
 class Region:
     """Marks a module as the entry of a region, by a hook; the module itself stays as it is."""
 
@@ -56,9 +94,7 @@ class Region:
         split_random: SplitRandom | None = None,
         second_input: str | None = None,
         common_input: CommonInput | None = None,
-        by_head: Mapping[str, int] | None = None,
-        num_heads: int = 1,
-        local_heads: Sequence[int] = (),
+        further: FurtherInputs | None = None,
         sequence: RegionSequence | None = None,
     ) -> nn.Module:
         """Let the module's first tensor enter the region before its forward (backward all-reduce); see `enter`.
@@ -69,14 +105,10 @@ class Region:
             split_random: random state to switch to until the region's exit, where the region drops at random.
             second_input: the name of another replicated argument that enters too, where it is given.
             common_input: of all regions that may be given the same one, which then enters in the first of them alone.
-            by_head: names of arguments with an entry for each head, each with the dimension of the heads (or of
-                samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays, and
-                so does what has two dimensions: it is of samples and tokens.
-            num_heads: how many heads there are on all ranks.
-            local_heads: those of this rank.
+            further: enters other arguments; None if there are none.
             sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
-        common, heads = common_input or CommonInput(), by_head or {}
+        common = common_input or CommonInput()
         layers = _entry_layers(module)
 
         def enter_all(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -91,9 +123,8 @@ class Region:
                 inputs[first], inputs[second_input] = common.enter([inputs[first], second], enter_all)
             else:
                 (inputs[first],) = enter_all([inputs[first]])
-            for name, dim in heads.items():
-                if isinstance(x := inputs.get(name), Tensor) and x.ndim > 2:
-                    inputs[name] = own_heads(x, dim, num_heads, local_heads)
+            if further is not None:
+                further.enter(module, inputs)
 
         change_inputs(module, enter_region)
         return module
@@ -110,7 +141,7 @@ def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tens
     """Select the entries of some heads.
 
     Args:
-        x: along `dim` one entry per head, or per sample and head; a length of 1 applies to all heads.
+        x: along `dim` one entry per head, or per sample and head.
         dim: the dimension of the heads.
         num_heads: the number of heads on all ranks of the group.
         local: the heads to select.
@@ -118,8 +149,6 @@ def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tens
     Raises:
         ValueError: another number of entries.
     """
-    if x.shape[dim] == 1:
-        return x
     if x.shape[dim] % num_heads:
         raise ValueError(
             f"an input of shape {tuple(x.shape)} should have entries for {num_heads} heads along dim {dim}"

@@ -182,8 +182,9 @@ def _without_cache(
     if is_flash_ring and depends_on_cache(model, args, kwargs):
         # Flash attention separates packed texts in batches of one row, with or without a cache.
         positions = argument(model, args, kwargs, "position_ids")
-        if len(positions) > 1:
-            kwargs = {**kwargs, "attention_mask": torch.ones_like(positions)}
+        of_rows = positions.select(0, 0) if positions.ndim == 3 else positions  # (axes, B, S), or (B, S)
+        if len(of_rows) > 1:
+            kwargs = {**kwargs, "attention_mask": torch.ones_like(of_rows)}
         kept = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         return args, {**kept, "use_cache": False}
     return args, without_cache(model, args, kwargs)

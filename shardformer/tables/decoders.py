@@ -233,7 +233,7 @@ BLOOM = Table(
 FALCON = Table(
     stage=StagePlan(layers="h", entry=("word_embeddings",), arity=2),
     regions=("self_attention", "mlp"),
-    by_head={"self_attention": {"alibi": 1, "attention_mask": 1}},  # the slopes are in the mask too
+    by_head={"self_attention": {"alibi": 1}},
     column=("self_attention.query_key_value", "mlp.dense_h_to_4h"),
     row=("self_attention.dense", "mlp.dense_4h_to_h"),
     attention={"self_attention": "self_attention.dense"},

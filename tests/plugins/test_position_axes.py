@@ -1,6 +1,8 @@
 """Positions of several axes (3, B, S), as Qwen2-VL's, are cut along the batch."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from echelon.pipeline.plan import StagePlan
 from echelon.shardformer.tables.decoders import LLAMA
 from echelon.verify.batch import loss_of
 
+from ..models.stand_ins import NO_FLASH_ATTN, installed_flash_attn
 from ..pool import Pool
 from .training import hybrid, sgd
 
@@ -29,7 +32,7 @@ TABLE = replace(
 RING = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"}
 
 
-def build() -> Qwen2VLForConditionalGeneration:
+def build(kernel: str = "sdpa") -> Qwen2VLForConditionalGeneration:
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
@@ -37,7 +40,8 @@ def build() -> Qwen2VLForConditionalGeneration:
     text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2}
     config = Qwen2VLConfig(text_config=text, vision_config=vision)
-    return Qwen2VLForConditionalGeneration(config)
+    model: Any = Qwen2VLForConditionalGeneration
+    return model._from_config(config, attn_implementation=kernel, dtype=torch.float32).train()
 
 
 def batch_of(samples: int, axes: int) -> dict[str, Tensor]:
@@ -67,3 +71,46 @@ def test_any_batch_trains_as_one_process_does(pool: Pool, samples: int, axes: in
     assert pool.run(1, trained, {}, samples, axes)[0] == expected
     for sizes in ({"pp_size": 2}, {"tp_size": 2}, RING):
         assert pool.run(2, trained, sizes, samples, axes) == [expected] * 2
+
+
+def packed_batch(rows: int, axes: int, *, is_padded: bool) -> dict[str, Tensor]:
+    """Make two texts in each row for a call without a cache; the first axis has the positions in the texts."""
+    batch = batch_of(rows, axes)
+    batch["position_ids"] = batch["position_ids"].clone()
+    batch["position_ids"][0] = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    if is_padded:
+        batch["attention_mask"] = torch.ones(rows, 8, dtype=torch.long)
+        batch["attention_mask"][0, 6:] = 0
+        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    return {**batch, "use_cache": False}
+
+
+def called(sizes: dict[str, Any] | None, kernel: str, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Return the loss of a call of the model, and the norm of all gradients; without sizes, of the plain model."""
+    with installed_flash_attn() if kernel != "sdpa" else nullcontext():
+        plain: Any = build(kernel)
+        if sizes is None:
+            loss = plain(**batch).loss
+            loss.backward()
+            grads = [each.grad for each in plain.parameters() if each.grad is not None]
+            return {"loss": loss.item(), "norm": float(torch.nn.utils.get_total_norm(grads))}
+        booster = hybrid(custom_policy=TABLE, max_norm=1.0, **sizes)
+        model, optimizer, *_ = booster.boost(plain, sgd(plain))
+        loss = model(**batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        return {"loss": loss.item(), "norm": float(optimizer.get_grad_norm())}
+
+
+@pytest.mark.parametrize(
+    "mode, kernel",
+    [("ring_attn", "sdpa"), ("ring_attn", "flash_attention_2"), ("all_to_all", "flash_attention_2")],
+)
+def test_packed_and_padded_texts_are_seen_as_in_one_process(pool: Pool, mode: str, kernel: str) -> None:
+    if kernel != "sdpa" and NO_FLASH_ATTN:
+        pytest.skip(NO_FLASH_ATTN)
+    sizes = RING | {"sequence_parallelism_mode": mode}
+    for rows, axes, is_padded in product((1, 2), (3, 4), (False, True)):
+        batch = packed_batch(rows, axes, is_padded=is_padded)
+        expected = pytest.approx(pool.run(1, called, None, kernel, batch)[0], rel=1e-5)
+        assert pool.run(2, called, sizes, kernel, batch) == [expected] * 2, (rows, axes, is_padded)

@@ -73,6 +73,28 @@ def test_a_layer_of_a_boosted_model_is_refused_on_every_rank(pool: Pool, setting
             assert refusal.startswith(f"model.{name}") and "is already boosted, or sharded" in refusal
 
 
+@pytest.mark.parametrize("num_ranks, stage", [(1, 0), (2, 0), (2, 1), (2, 2)])
+def test_a_layer_that_another_optimizer_trains_is_refused_on_every_rank(
+    pool: Pool, num_ranks: int, stage: int
+) -> None:
+    for name in SHARED:
+        for refusal in pool.run(num_ranks, refusal_of_shared, name, {"zero_stage": stage}):
+            assert refusal.startswith(f"model.{name}") and "is already trained by another" in refusal
+
+
+def test_models_that_share_a_layer_can_be_evaluated(pool: Pool) -> None:
+    pool.run(1, evaluate_shared)
+
+
+def evaluate_shared() -> None:
+    booster, first = hybrid(), LLAMA.build()
+    second = with_layer_of(first)
+    booster.boost(first, sgd(first), loss_of)
+    model, *_ = booster.boost(second)
+    with torch.no_grad():
+        booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of)
+
+
 def refusal_of_shared(name: str, settings: dict[str, Any]) -> str:
     booster, first = hybrid(**settings), LLAMA.build()
     second = SHARED[name](first)
