@@ -13,7 +13,7 @@ gradients a graph of these scalars alone is made. Counts are then recorded as fu
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -80,6 +80,7 @@ class Observed(TorchFunctionMode):
         self._makes_graph = separate and not torch.is_grad_enabled()  # of the losses alone
         self._functions = LabelFunctions(microbatch) if separate else None
 
+    @torch.compiler.disable  # a compiled model has a graph up to its loss, and another after it
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; record the result of a loss function."""
         kwargs = kwargs or {}
@@ -87,7 +88,7 @@ class Observed(TorchFunctionMode):
             return self._divided(*args, **kwargs)
         if func not in _COUNTS:
             return func(*args, **kwargs) if self._functions is None else self._called(func, args, kwargs)
-        bound = _signature(func).bind(*args, **kwargs)
+        bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
         if arguments["reduction"] == "none" or _divides_otherwise(func, arguments):
@@ -175,11 +176,6 @@ def _in_proportion(number: Tensor, entries: int, target: Tensor) -> Tensor:
     return number.double() * target.numel() / max(entries, 1)
 
 
-@cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
-
-
 def _divides_otherwise(function: Any, given: dict[str, Any]) -> bool:
     """Return True for weights per entry, by whose sum a regression divides, and for torch's deprecated arguments."""
     has_weights = function in _REGRESSIONS and given.get("weight") is not None
@@ -235,6 +231,7 @@ _COUNTS: dict[Any, Callable[[dict[str, Any]], Tensor]] = {
     **dict.fromkeys((F.soft_margin_loss, F.poisson_nll_loss), _entries),
     F.ctc_loss: _samples,
 }
+_SIGNATURES = {function: inspect.signature(function) for function in _COUNTS}
 
 
 class ObservedStage:
@@ -242,6 +239,7 @@ class ObservedStage:
 
     Args:
         stage: the stage.
+        model: the boosted model. Several losses of a compiled one are not kept apart.
         last_layer: the losses are computed after it; None observes the complete forward.
 
     Attributes:
@@ -249,8 +247,8 @@ class ObservedStage:
         separate: the next forwards keep several losses apart.
     """
 
-    def __init__(self, stage: StageLike, last_layer: nn.Module | None) -> None:
-        self._stage = stage
+    def __init__(self, stage: StageLike, model: nn.Module, last_layer: nn.Module | None) -> None:
+        self._stage, self._model = stage, model
         self.index, self.is_first, self.is_last = stage.index, stage.is_first, stage.is_last
         self.observed, self.separate = Observed(), False
         self._waits_for, self._state = last_layer, ""
@@ -259,7 +257,9 @@ class ObservedStage:
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
         """Return the model's outputs."""
-        self.observed, self._state = Observed(microbatch, separate=self.separate), "before"
+        # A compiled graph ends where it gets a copy of a loss, so its losses stay as they are.
+        separate = self.separate and self._model._compiled_call_impl is None
+        self.observed, self._state = Observed(microbatch, separate=separate), "before"
         try:
             if self._waits_for is None:
                 self._begin()
@@ -269,6 +269,7 @@ class ObservedStage:
                 self.observed.__exit__(None, None, None)
             self._state = ""
 
+    @torch.compiler.disable
     def _begin(self) -> None:
         if self._state == "before":  # not in a recomputation, nor in another call
             self._state = "open"

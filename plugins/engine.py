@@ -454,7 +454,7 @@ def _observed_last(stages: Mapping[int, Any], module: nn.Module) -> ObservedStag
     if last is None:
         return None
     layers = last.layers or recomputable_layers(module)
-    return ObservedStage(last, layers[-1] if layers else None)
+    return ObservedStage(last, module, layers[-1] if layers else None)
 
 
 def _unsharded(outputs: Any) -> Any:

@@ -362,6 +362,7 @@ class BatchWeights:
                 "many as its samples"
             )
         if not observed.separate:
+            note(_BY_SAMPLES)
             return []
         terms = terms_of(loss, observed.losses)
         if not terms or any(each.number is not None and each.recount is None for each, _ in terms):

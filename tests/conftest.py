@@ -20,7 +20,7 @@ from . import foreign_warnings, matrix, releases
 from .matrix import pytest_collection_modifyitems, pytest_runtest_makereport
 from .pool import Pool
 
-__all__ = ["pool", "pytest_collection_modifyitems", "pytest_runtest_makereport"]
+__all__ = ["pool", "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_makereport"]
 foreign_warnings.install()
 
 

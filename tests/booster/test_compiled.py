@@ -26,7 +26,7 @@ HOW: dict[str, Any] = {"backend": "eager"}
 
 
 def hybrid(**settings: Any) -> HybridParallelPlugin:
-    return HybridParallelPlugin(precision="fp32", num_microbatches=1, **settings)
+    return HybridParallelPlugin(**{"precision": "fp32", "num_microbatches": 1, **settings})
 
 
 PLUGINS: dict[str, Callable[[], Any]] = {
@@ -75,9 +75,11 @@ def refuse_to_compile_layers_that_talk() -> None:
 
 
 def compile_in_place() -> None:
-    """Compile a model in place; calls and `execute_pipeline` have the same loss."""
-    batch = {"input_ids": IDS, "labels": IDS}
-    booster, model = boosted(hybrid(zero_stage=1))
+    """Compile a model in place; calls and `execute_pipeline` have the same loss, which counts labels."""
+    labels = IDS.repeat(2, 1)
+    labels[0, 3:] = -100
+    batch = {"input_ids": IDS.repeat(2, 1), "labels": labels}
+    booster, model = boosted(hybrid(zero_stage=1, num_microbatches=2))
     with torch.no_grad():
         expected = model(**batch).loss
         frames: list[Any] = []

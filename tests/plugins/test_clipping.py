@@ -27,7 +27,7 @@ MAX_NORM, VALUE = 0.3, 0.02
 
 
 def one_process(parts: int) -> tuple[list[float], list[float]]:
-    """Return the loss and the norm of each step of a plain torch loop, averaged over `parts` parts of the batch."""
+    """Return the loss and the norm of each step of a plain torch loop, averaged over `parts` parts of the batch (replicas)."""
     model = LLAMA.build()
     optimizer, losses, norms = sgd(model), [], []
     for step in range(NUM_STEPS):
@@ -69,7 +69,7 @@ def test_one_loop_clips_under_every_plugin_as_one_process_does(pool: Pool) -> No
         (4, 4, "fsdp", exact | {"shard_size": 2}),
         (2, 2, "zero2", exact),
         (4, 2, "hybrid", exact | {"tp_size": 2, "zero_stage": 1}),
-        (4, 4, "hybrid", exact | {"pp_size": 2, "zero_stage": 1, "num_microbatches": 2}),
+        (4, 1, "hybrid", exact | {"pp_size": 2, "zero_stage": 1, "num_microbatches": 2}),
     ):
         losses, norms = one_process(parts)
         assert min(norms) > MAX_NORM, "nothing to clip"
