@@ -27,7 +27,7 @@ MAX_NORM, VALUE = 0.3, 0.02
 
 
 def one_process(parts: int) -> tuple[list[float], list[float]]:
-    """Return the loss and the norm of each step of a plain torch loop, averaged over `parts` parts of the batch (replicas)."""
+    """Return the loss and the norm of each step of a plain torch loop, averaged over `parts` parts of a batch."""
     model = LLAMA.build()
     optimizer, losses, norms = sgd(model), [], []
     for step in range(NUM_STEPS):
