@@ -5,8 +5,8 @@ published in earlier ones, their heartbeats and events, so every attempt gets a 
 cannot be the prefix: agents count separately, and count no change of membership. So the processes agree by random
 numbers, and every process draws its own:
 
-    rank 0        current = NAME, its number; waits for all NAME/RANK; NAME/members = the numbers there
-    other ranks   read `current`; NAME/RANK = their number; wait until it is in NAME/members, or `current` changes
+    rank 0        draws NAME, sets current = NAME, waits for all NAME/RANK, sets NAME/members to their numbers
+    other ranks   read `current`, set NAME/RANK to their number, wait until NAME/members has it or `current` changes
 
 - Rank 0 reads no earlier rank's number: all keys below NAME were written by processes that read NAME.
 - No rank reads an earlier answer as its own: members of an earlier attempt lack the number of a new process. It goes
@@ -70,7 +70,7 @@ def _gather_members(attempts: dist.Store, name: str, world_size: int, timeout_se
             numbers = attempts.multi_get([*keys.values()]) if keys else []
             attempts.set(f"{name}/members", b" ".join(numbers).decode())
             return
-    absent = [rank for rank, key in keys.items() if not attempts.check([key])]
+    absent = [rank for rank, key in keys.items() if not attempts.check([key])] or [*keys][-1:]
     raise RankFailure(
         f"rank {absent[0]} did not start within {timeout_seconds:g} s, as {len(absent)} of {world_size} ranks did not: "
         "look at its own output, and at its node",

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 _LOG = logging.getLogger("echelon")
-# The tests passed with them: docs/releases.md, which the runs make.
+# The newest with a row in docs/releases.md, which runs of the tests make.
 NEWEST_TRIED = {"torch": "2.14.1", "transformers": "5.24.0", "peft": "0.21.2"}
 
 

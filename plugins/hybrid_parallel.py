@@ -255,7 +255,9 @@ class HybridParallelPlugin(Plugin):
             sharded.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Accumulate gradients without reducing them: for all but the last of several calls before a step.
+        """Accumulate gradients without reducing them: for all but the last of several `backward` before a step.
+
+        Of several `execute_pipeline`, the first one of a step is not reduced; see `gradient_accumulation_steps`.
 
         Raises:
             ValueError: model or optimizer are not the ones that `booster.boost` returned.

@@ -171,8 +171,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
-        Below stage 2 gradients are reduced only in the last of several calls. Gradients of a further call before the
-        step are reduced separately, and added.
+        Below stage 2 gradients are reduced only in the last of several calls. After a call that left a
+        `gradient_factor`, the gradients of a further call are reduced separately, inside `no_sync` too, and added.
 
         Args:
             name: the name of the call, if ranks are to compare their calls.
@@ -211,7 +211,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Begin no reduction inside: more backwards follow before the next step."""
+        """Begin no reduction inside: more backwards follow before the next step. See `accumulate_and_reduce`."""
         return self.reducer.held_back()
 
     def get_grad_norm(self) -> float | None:

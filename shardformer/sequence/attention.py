@@ -27,7 +27,6 @@ from ...cluster.transformers_api import (
     CALLS_INTERFACE,
     DEFAULT_ATTENTION,
     EAGER_FUNCTION,
-    AttentionMaskInterface,
     attention_name,
     can_set_attention,
     register_attention,
@@ -270,12 +269,6 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]
         return result
 
     return attend
-
-
-def mask_of(name: str) -> Callable[..., Any]:
-    """Return the function that makes masks for a kernel."""
-    found: Callable[..., Any] = AttentionMaskInterface()[name]
-    return found
 
 
 def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
