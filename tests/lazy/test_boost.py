@@ -82,7 +82,10 @@ def sharded_in_both_ways(model_type: str) -> list[str]:
     assert isinstance(eager, HybridParallelModule) and isinstance(lazy, HybridParallelModule)
     left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
     own, others = (
-        {name: vars(each) | {"_echelon_taken": None} for name, each in model.local_parameters.items()}
+        {
+            name: vars(each) | {"_echelon_taken": None, "_echelon_trained": None}
+            for name, each in model.local_parameters.items()
+        }
         for model in (lazy, eager)
     )
     return [
