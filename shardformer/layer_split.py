@@ -325,9 +325,11 @@ class LayerSplit:
             self._require_input(region, name)
         if region not in self._table.attention and not by_head:
             return None
+        # A mask made of sharded position biases has this rank's heads, and gradients of them alone.
+        masks = () if self._table.biases or self._table.shared_biases else MASK_NAMES
         return FurtherInputs(
             group=self._group,
-            by_head={**dict.fromkeys(MASK_NAMES, 1), **by_head},
+            by_head={**dict.fromkeys(masks, 1), **by_head},
             num_heads=self.heads.query,
             local_heads=self.heads.local_to(self._group.rank()),
         )

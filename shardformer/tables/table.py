@@ -75,8 +75,8 @@ class Table:
         by_head: by region, the names of inputs that have an entry for each query head (position biases), each with
             the dimension of the heads, which may be flattened with the batch; two more follow it. Each rank takes
             the entries of its heads. Inputs with one entry for all heads, or with other dimensions, are not
-            sliced. Attention masks (batch, heads, queries, keys) need not be named. Their gradients are summed over
-            the ranks.
+            sliced. Attention masks (batch, heads, queries, keys) need not be named, unless they are made of `biases`.
+            Their gradients are summed over the ranks.
         fused: modules of `column` and parameters of `split` that fuse several projections: a number of projections of
             equal size, or, in `column`, an order of query, key and value heads. 1: every head, or feature, has its
             own query, key and value side by side.
