@@ -243,12 +243,13 @@ class ObservedStage:
         last_layer: the losses are computed after it; None observes the complete forward.
 
     Attributes:
+        model: as given.
         observed: the losses of the last forward.
         separate: the next forwards keep several losses apart.
     """
 
     def __init__(self, stage: StageLike, model: nn.Module, last_layer: nn.Module | None) -> None:
-        self._stage, self._model = stage, model
+        self._stage, self.model = stage, model
         self.index, self.is_first, self.is_last = stage.index, stage.is_first, stage.is_last
         self.observed, self.separate = Observed(), False
         self._waits_for, self._state = last_layer, ""
@@ -258,7 +259,7 @@ class ObservedStage:
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
         """Return the model's outputs."""
         # A compiled graph ends where it gets a copy of a loss, so its losses stay as they are.
-        separate = self.separate and self._model._compiled_call_impl is None
+        separate = self.separate and self.model._compiled_call_impl is None
         self.observed, self._state = Observed(microbatch, separate=separate), "before"
         try:
             if self._waits_for is None:

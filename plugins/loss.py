@@ -8,11 +8,12 @@ a mean, and rounds nothing. The optimizer multiplies reduced gradients by firstÂ
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..cluster.collectives import all_reduce
 from ..cluster.device import numbers_on
@@ -21,12 +22,12 @@ from ..pipeline.counted_loss import Observed, ObservedStage
 from ..pipeline.microbatch import batch_size
 from ..pipeline.runner import Criterion, RunResult
 from ..zero.optimizer import ShardedOptimizer
-from .loss_terms import GlobalCounts, Term, has_rest, terms_of
+from .loss_terms import GlobalCounts, Term, has_rest, leaves_of, terms_of
 
 _LOG = logging.getLogger("echelon")
 
 LossReduction = Literal["global", "microbatch_mean"]
-LOSS_REDUCTIONS = ("global", "microbatch_mean")
+LOSS_REDUCTIONS: tuple[str, ...] = get_args(LossReduction)
 # The weight of a microbatch: observed labels, the weight that a criterion returns, or samples. Sums add up, and
 # "microbatch_mean" averages.
 _Kind = Literal["labels", "criterion", "samples", "sum", "mean"]
@@ -255,6 +256,7 @@ class BatchWeights:
             return computed
         is_first = self._num_calls == 0
         if is_first:
+            self._require_known_parameters(loss, outputs)
             self._counts = self._counts_of(loss, outputs, inputs)
         weighed = _Weighed("criterion", loss, given[0]) if given else self._weighed(loss, outputs, inputs)
         if not is_first and (weighed.kind == "criterion") != (self.kind == "criterion"):
@@ -272,6 +274,23 @@ class BatchWeights:
         if observed is not None and observed.lacks_graph and not has_rest(loss_sum, observed.losses):
             loss_sum = loss_sum.detach()  # the graph of its terms alone, which trains nothing
         return loss_sum, number
+
+    def _require_known_parameters(self, loss: Tensor, outputs: Any) -> None:
+        """Raise ValueError if a criterion trains a parameter of its own, whose gradient nothing would correct."""
+        stage = self._weights.stage
+        if not self.trains or stage is None or loss is _field(outputs, "loss"):
+            return
+        computed = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        unknown = [leaf for leaf in leaves_of(loss, computed) if isinstance(leaf, nn.Parameter)]
+        if not unknown:
+            return
+        known = {id(each) for each in stage.model.parameters()}
+        for leaf in unknown:
+            if id(leaf) not in known:
+                raise ValueError(
+                    f"the criterion trains a parameter of shape {tuple(leaf.shape)} that is not in the model: add it "
+                    "to the model before boost, or detach it"
+                )
 
     def replica_loss(self, figures: Tensor) -> Tensor:
         """Return the loss of this replica's batch, from the sums of losses and weights."""
@@ -422,9 +441,8 @@ def note_factor(optimizer: ShardedOptimizer, factor: Tensor) -> None:
     """Give the optimizer the factor that corrects a batch's gradients, combined with those of accumulated batches."""
     previous = optimizer.gradient_factor
     if optimizer.accumulation_steps > 1 and isinstance(previous, Tensor):
-        factor = _inverse(
-            _inverse(previous) + _inverse(factor)
-        )  # by the sum of their weights, as of one larger batch
+        # Their weights add up, as of one larger batch: 1 / factor is proportional to the weight of a call.
+        factor = _inverse(_inverse(previous) + _inverse(factor))
     optimizer.gradient_factor = factor
 
 

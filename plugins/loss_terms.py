@@ -6,7 +6,7 @@ backward. In the first microbatch the labels of the others are counted by the re
 their counts. The coefficients cᵢ come from the graph between terms and loss. Everything stays on the device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,13 @@ def terms_of(loss: Tensor, losses: Sequence[Counted]) -> list[Term]:
 
 def has_rest(loss: Tensor, losses: Sequence[Counted]) -> bool:
     """Return True if a parameter has a gradient of a loss that is not one of its terms."""
-    within = {each.term.grad_fn for each in losses if each.term.grad_fn is not None}
     leaves = {id(each.term) for each in losses if not each.has_graph}
+    return any(id(leaf) not in leaves for leaf in leaves_of(loss, [each.term for each in losses]))
+
+
+def leaves_of(loss: Tensor, inner: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves that have a gradient of a loss other than through these inner tensors."""
+    within = {tensor.grad_fn for tensor in inner if tensor.grad_fn is not None}
     seen, reached = set(), [loss.grad_fn]
     while reached:
         node = reached.pop()
@@ -52,10 +57,9 @@ def has_rest(loss: Tensor, losses: Sequence[Counted]) -> bool:
             continue
         seen.add(node)
         variable: Any = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in leaves:
-            return True
-        reached += [inner for inner, _ in node.next_functions]
-    return False
+        if variable is not None:
+            yield variable
+        reached += [before for before, _ in node.next_functions]
 
 
 class GlobalCounts:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -285,3 +286,22 @@ def test_a_loss_that_trains_nothing_is_refused_in_the_first_call(
 ) -> None:
     (error,) = pool.run(1, without_a_graph, kind, criterion)
     assert "no graph to differentiate" in error
+
+
+def with_a_learned_temperature(of_model: bool) -> str:
+    booster, model = hybrid(num_microbatches=4), TwoTerms("scaled")
+    scales = model.scales if of_model else nn.Parameter(torch.ones(2))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+    def criterion(outputs: Any, inputs: Any) -> Tensor:
+        return F.mse_loss(outputs["logits"][:, 4] * scales[0], inputs["values"])
+
+    given = iter([two_batch()])
+    booster.execute_pipeline(given, boosted, criterion, optimizer=optimizer)
+    return "trained"
+
+
+def test_a_criterion_trains_no_parameter_that_the_model_lacks(pool: Pool) -> None:
+    assert pool.run(1, with_a_learned_temperature, True) == ["trained"]
+    (error,) = pool.run(1, refused, partial(with_a_learned_temperature, False))
+    assert error.startswith("the criterion trains a parameter of shape (2,) that is not in the model")
