@@ -265,7 +265,10 @@ class BatchWeights:
             )
         self.kind, loss_sum, weight = weighed
         self._num_calls += 1
-        number = torch.as_tensor(weight, device=loss.device, dtype=getattr(weight, "dtype", torch.float64))
+        if isinstance(weight, Tensor):
+            number = weight.to(loss.device)
+        else:  # a kernel that fills: a copy would block the host
+            number = torch.full((), weight, dtype=torch.float64, device=loss.device)
         if self.kind in ("mean", "sum"):
             number = number if is_first else torch.zeros_like(number)
         if is_first and self.first is None:
