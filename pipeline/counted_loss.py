@@ -193,7 +193,19 @@ def _evaluate(function: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor | No
         return function(**{**given, "reduction": "sum"}) / torch.where(number > 0, number, 1), number
     loss = function(**given)
     # The kernels skip ignored labels in backward, so that a gradient of 0 stays one.
-    return torch.where(number > 0, loss, 0.0) if function in _WITH_LABELS else loss, number
+    return _ZeroIfEmpty.apply(loss, number) if function in _WITH_LABELS else loss, number
+
+
+class _ZeroIfEmpty(torch.autograd.Function):
+    """A mean, or 0 without labels. It saves no tensor, which checkpointing of the loss alone would miss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, number: Tensor) -> Tensor:
+        return torch.where(number > 0, loss, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 def _labels(given: dict[str, Any]) -> Tensor:

@@ -384,8 +384,9 @@ class PipelineEngine:
             ValueError: on every rank; in training at the step.
         """
         message = (
-            "the terms of the model's loss counted other labels than those of the batch: give a criterion that returns "
-            'the loss as (loss_sum, weight), or loss_reduction="microbatch_mean"'
+            "the terms of the model's loss counted other labels than those of the batch, differ between replicas, or "
+            "have factors that depend on the microbatch: give a criterion that returns the "
+            'loss as (loss_sum, weight), or loss_reduction="microbatch_mean"'
         )
         if trains:
             self.agreement.note_deviation(deviation, message)

@@ -22,7 +22,7 @@ from ..pipeline.counted_loss import Observed, ObservedStage
 from ..pipeline.microbatch import batch_size
 from ..pipeline.runner import Criterion, RunResult
 from ..zero.optimizer import ShardedOptimizer
-from .loss_terms import GlobalCounts, Term, has_rest, leaves_of, terms_of
+from .loss_terms import GlobalCounts, Term, expected_counts, has_rest, leaves_of, terms_of
 
 _LOG = logging.getLogger("echelon")
 
@@ -138,8 +138,8 @@ class LossWeights:
         if form == "several" or weights.trains not in self._forms:
             self._forms[weights.trains] = form
 
-    def agreed_terms(self, own: int, weights: "BatchWeights") -> int:
-        """Return the number of terms of the loss; 0 unless all replicas have equally many.
+    def agreed_terms(self, own: int, weights: "BatchWeights") -> int | None:
+        """Return the number of terms of the loss; None if replicas have different numbers.
 
         All-reduce over dp of last stages in compared calls of training, and in the first evaluation.
         """
@@ -149,8 +149,10 @@ class LossWeights:
             numbers = torch.full((2,), own, dtype=torch.float64, device=self.mesh.device)
             numbers[1] = own**2
             total, squares = self.over_replicas(numbers)
-            are_equal = bool(squares * self.mesh.size("dp") == total**2)
-            self._num_terms[weights.trains] = own if are_equal else 0
+            if not bool(squares * self.mesh.size("dp") == total**2):
+                self._num_terms[weights.trains] = 0
+                return None
+            self._num_terms[weights.trains] = own
         return self._num_terms[weights.trains]
 
     def over_replicas(self, numbers: Tensor) -> Tensor:
@@ -350,14 +352,20 @@ class BatchWeights:
         Communicates over dp of last stages in compared calls, and in all calls of a loss of several terms.
         """
         terms = self._terms(loss, outputs, inputs)
+        expected = expected_counts(terms, self.microbatches, self._index_of(inputs)) if terms else None
+        if terms and expected is None:
+            self._weights.note(_BY_SAMPLES)
+            terms = []
         agreed = self._weights.agreed_terms(len(terms), self)
-        if agreed == 0:
+        if agreed is None:  # replicas have different terms
+            self.deviation = 1.0
+        if not agreed:
             return None
-        if agreed == len(terms):
+        if agreed == len(terms) and expected is not None:
             return GlobalCounts(
                 terms,
                 self.microbatches,
-                self._index_of(inputs),
+                expected,
                 self._weights.over_replicas,
                 self._weights.mesh.size("dp"),
             )
@@ -387,7 +395,11 @@ class BatchWeights:
             note(_BY_SAMPLES)
             return []
         terms = terms_of(loss, observed.losses)
-        if not terms or any(each.number is not None and each.recount is None for each, _ in terms):
+        # A sum that the model divides by a number of its own may be a mean over anything.
+        adds_up = _given_divisor(inputs)
+        if not terms or any(
+            not adds_up if each.number is None else each.recount is None for each, _ in terms
+        ):
             note(_BY_SAMPLES)
             weights.set_form(self, "other")
             return []

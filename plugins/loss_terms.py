@@ -68,7 +68,7 @@ class GlobalCounts:
     Args:
         terms: of that microbatch, each with a `recount` or a sum.
         microbatches: of this replica.
-        first: the index of that microbatch.
+        expected_MT: the count of each term T in each microbatch M, see `expected_counts`.
         over_replicas: sums a tensor over replicas.
         num_replicas: the number of replicas.
     """
@@ -76,28 +76,29 @@ class GlobalCounts:
     @staticmethod
     def none(num_terms: int, device: torch.device) -> Tensor:
         """Return the numbers of a replica whose loss has no such terms, for the sum over replicas."""
-        return torch.zeros(num_terms + 2, dtype=torch.float64, device=device)
+        return torch.zeros(3 * num_terms + 2, dtype=torch.float64, device=device)
 
     def __init__(
         self,
         terms: Sequence[Term],
         microbatches: Sequence[Any],
-        first: int,
+        expected_MT: Tensor,
         over_replicas: Callable[[Tensor], Tensor],
         num_replicas: int,
     ) -> None:
         device = terms[0].counted.term.device
-        rows = [
-            list(_counts(terms, None if index == first else OfMicrobatch(each)))
-            for index, each in enumerate(microbatches)
-        ]
-        self._expected_MT = torch.stack([torch.stack(row) for row in rows])
+        self._expected_MT = expected_MT
+        self._coefficients = _coefficients(terms)
         samples = torch.full((1,), sum(map(batch_size, microbatches)), dtype=torch.float64, device=device)
         self._of_replica = torch.cat([self._expected_MT.sum(0), samples])
-        *sums, sharing = over_replicas(torch.cat([self._of_replica, torch.ones_like(samples)])).unbind()
-        self._of_all = torch.stack(sums)
-        # Above 0 if microbatches counted otherwise than expected, or a replica's loss has no such terms.
-        self.deviation = (sharing != num_replicas).float()
+        numbers = [self._of_replica, torch.ones_like(samples), self._coefficients, self._coefficients**2]
+        self._of_all, sharing, sums, squares = over_replicas(torch.cat(numbers)).split(
+            list(map(len, numbers))
+        )
+        # Above 0 if microbatches counted otherwise than expected, a replica's loss has no such terms, or a coefficient
+        # is not that of the other microbatches or replicas.
+        differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2
+        self.deviation = (sharing != num_replicas).any().float() + differ.any()
         self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
         *totals, all_samples = self._of_all.unbind()
         main = next((total for total, term in zip(totals, terms, strict=True) if _is_mean(term)), None)
@@ -136,6 +137,7 @@ class GlobalCounts:
         with torch.no_grad():
             self.replica_loss += _addend(loss, terms, self._of_replica, of_replica)
         self.deviation += (torch.stack(list(_counts(terms, None))) != self._expected_MT[index]).any()
+        self.deviation += (_coefficients(terms) != self._coefficients).any()
         return total, fraction
 
 
@@ -150,6 +152,28 @@ def _addend(loss: Tensor, terms: Sequence[Term], totals: Tensor, rest: Any) -> T
             total = total + torch.where(count > 0, 0.0, torch.nan)  # as in one process; no gradient
         total = total + (coefficient * counted.term).to(exact) * (weight - rest)
     return total
+
+
+def expected_counts(terms: Sequence[Term], microbatches: Sequence[Any], first: int) -> Tensor | None:
+    """Return (M, T): what each term counts in each microbatch; None if the functions fit one microbatch alone.
+
+    Args:
+        terms: of the microbatch with the index `first`.
+        microbatches: of this replica.
+        first: see above.
+    """
+    try:
+        rows = [
+            torch.stack(list(_counts(terms, None if index == first else OfMicrobatch(each))))
+            for index, each in enumerate(microbatches)
+        ]
+    except (IndexError, RuntimeError, ValueError):  # one term for each sample, a fixed size
+        return None
+    return torch.stack(rows)
+
+
+def _coefficients(terms: Sequence[Term]) -> Tensor:
+    return torch.stack([coefficient.detach().double() for _, coefficient in terms])
 
 
 def _is_mean(term: Term) -> bool:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..host_reads import Places, host_reads
 from ..pool import Pool
@@ -38,6 +40,9 @@ COMBINED: dict[str, Combine] = {
     "one of two": lambda _, first, second: first * 0.1,
     "the first": lambda _, first, second: first,
 }
+OF_BATCH: dict[str, Combine] = {
+    "a factor of the batch": lambda model, first, second: first + second * model.mean_value,
+}
 NOT_LINEAR: dict[str, Combine] = {
     "a product": lambda _, first, second: first * second,
     "a root": lambda _, first, second: first.sqrt() + second,
@@ -57,7 +62,20 @@ class TwoTerms(nn.Module):
         known = scores.detach() if self.kind == "a constant" else scores
         of_classes = F.cross_entropy(known[:, :4], classes.clamp(0, 4).view(-1), ignore_index=4)
         of_values = F.mse_loss(scores[:, 4:], values.unsqueeze(-1))
-        return {"loss": (COMBINED | NOT_LINEAR)[self.kind](self, of_classes, of_values), "logits": scores}
+        self.mean_value = values.mean()
+        if self.kind == "a divided sum":
+            total = F.cross_entropy(scores[:, :4], classes.clamp(0, 4), ignore_index=4, reduction="sum")
+            return {"loss": total / len(classes), "logits": scores}
+        if self.kind == "each sample":
+            pairs = zip(scores[:, :4], classes.clamp(0, 3), strict=True)
+            return {"loss": torch.stack([F.cross_entropy(*pair) for pair in pairs]).mean(), "logits": scores}
+        if self.kind == "checkpointed":
+            of_classes = checkpoint(F.cross_entropy, scores[:, :4], classes.clamp(0, 3), use_reentrant=False)
+            return {"loss": of_classes, "logits": scores}
+        return {
+            "loss": (COMBINED | OF_BATCH | NOT_LINEAR)[self.kind](self, of_classes, of_values),
+            "logits": scores,
+        }
 
 
 def two_batch(*, empty: int = 7) -> Batch:
@@ -120,7 +138,7 @@ def compared(kind: str) -> list[str]:
     return far + [str(each) for each in (loss, evaluated) if abs(each / expected.item() - 1) > 1e-6]
 
 
-@pytest.mark.parametrize("kind", COMBINED)
+@pytest.mark.parametrize("kind", [*COMBINED, "checkpointed"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_terms_may_be_scaled_and_constant(pool: Pool, kind: str, size: int) -> None:
     """In the first call and in a warm one; in evaluation under `torch.inference_mode()`."""
@@ -140,7 +158,7 @@ def by_samples(kind: str) -> tuple[list[float], list[str]]:
     return [each / expected for each in found], lines
 
 
-@pytest.mark.parametrize("kind", ["one way", "both ways", *NOT_LINEAR])
+@pytest.mark.parametrize("kind", ["one way", "both ways", *NOT_LINEAR, "a divided sum", "each sample"])
 def test_a_loss_that_is_no_sum_weighs_by_samples_and_says_so_once(pool: Pool, kind: str) -> None:
     ((found, lines),) = pool.run(1, by_samples, kind)
     assert found == pytest.approx([1, 1], rel=1e-6)
@@ -263,6 +281,43 @@ def of_different_replicas() -> str:
 def test_a_term_of_one_replica_alone_is_refused(pool: Pool) -> None:
     for error in pool.run(2, of_different_replicas):
         assert "counted other labels than those of the batch" in error
+
+
+def with_a_factor_of_the_batch(num_microbatches: int) -> str:
+    booster, model = hybrid(num_microbatches=num_microbatches), TwoTerms("a factor of the batch")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+    def train() -> None:
+        given = iter([share(two_batch(), booster.plugin)])
+        booster.execute_pipeline(given, boosted, optimizer=optimizer)
+        optimizer.step()
+
+    return refused(train)
+
+
+@pytest.mark.parametrize(("size", "num_microbatches"), [(1, 4), (2, 1)])
+def test_factors_that_depend_on_the_microbatch_are_refused(
+    pool: Pool, size: int, num_microbatches: int
+) -> None:
+    for error in pool.run(size, with_a_factor_of_the_batch, num_microbatches):
+        assert "factors that depend on the microbatch" in error
+
+
+def of_a_replica_in_the_first_call() -> str:
+    booster, model = hybrid(num_microbatches=2), TwoTerms("scaled" if dist.get_rank() else "the first")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+    def train() -> None:
+        given = iter([share(two_batch(), booster.plugin)])
+        booster.execute_pipeline(given, boosted, optimizer=optimizer)
+        optimizer.step()
+
+    return refused(train)
+
+
+def test_a_term_of_one_replica_in_the_first_call_is_refused(pool: Pool) -> None:
+    for error in pool.run(2, of_a_replica_in_the_first_call):
+        assert "differ between replicas" in error
 
 
 def without_a_graph(kind: str, criterion: Any) -> str:
