@@ -41,11 +41,15 @@ def trained_errors(model: nn.Module) -> list[str]:
     names = [name for name, each in model.named_parameters() if vars(each).get(_TRAINED) == id(each)]
     if not names:
         return []
-    several = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [
-        f"{names[0]}{several} of this {type(model).__name__} is already trained by another model's optimizer: copy it "
+        f"{_first_of(names)} of this {type(model).__name__} is already trained by another model's optimizer: copy it "
         "(copy.deepcopy) before the first boost, or boost one module that contains both, with one optimizer"
     ]
+
+
+def _first_of(names: list[str]) -> str:
+    """Return the first of some names, with the number of the others."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _is_taken_as_one(model: nn.Module) -> bool:
@@ -86,9 +90,8 @@ def given_errors(model: object) -> list[str]:
             "call model.compile() on the returned one"
         ]
     if not _is_taken_as_one(model) and (shared := _taken_inside(model)):
-        several = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         return [
-            f"{shared[0]}{several} of this {type(model).__name__} is already boosted, or sharded by ShardFormer, in "
+            f"{_first_of(shared)} of this {type(model).__name__} is already boosted, or sharded by ShardFormer, in "
             "another model: copy it (copy.deepcopy) before the first boost, or boost one module that contains both"
         ]
     if is_taken(model):

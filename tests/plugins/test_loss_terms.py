@@ -283,8 +283,10 @@ def test_a_term_of_one_replica_alone_is_refused(pool: Pool) -> None:
         assert "counted other labels than those of the batch" in error
 
 
-def with_a_factor_of_the_batch(num_microbatches: int) -> str:
-    booster, model = hybrid(num_microbatches=num_microbatches), TwoTerms("a factor of the batch")
+def refused_at_the_step(num_microbatches: int, *kinds: str) -> str:
+    """Train one step of a model whose kind is that of the rank."""
+    booster = hybrid(num_microbatches=num_microbatches)
+    model = TwoTerms(kinds[dist.get_rank() % len(kinds)])
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
 
     def train() -> None:
@@ -299,24 +301,12 @@ def with_a_factor_of_the_batch(num_microbatches: int) -> str:
 def test_factors_that_depend_on_the_microbatch_are_refused(
     pool: Pool, size: int, num_microbatches: int
 ) -> None:
-    for error in pool.run(size, with_a_factor_of_the_batch, num_microbatches):
+    for error in pool.run(size, refused_at_the_step, num_microbatches, "a factor of the batch"):
         assert "factors that depend on the microbatch" in error
 
 
-def of_a_replica_in_the_first_call() -> str:
-    booster, model = hybrid(num_microbatches=2), TwoTerms("scaled" if dist.get_rank() else "the first")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-
-    def train() -> None:
-        given = iter([share(two_batch(), booster.plugin)])
-        booster.execute_pipeline(given, boosted, optimizer=optimizer)
-        optimizer.step()
-
-    return refused(train)
-
-
 def test_a_term_of_one_replica_in_the_first_call_is_refused(pool: Pool) -> None:
-    for error in pool.run(2, of_a_replica_in_the_first_call):
+    for error in pool.run(2, refused_at_the_step, 2, "the first", "scaled"):
         assert "differ between replicas" in error
 
 
