@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..cluster.mesh import AXES
+from ..cluster.layout import AXES
 from .box import Box, Stored, coverage_errors
 from .dcp import INDEX, StateFiles
 from .local import TensorNames

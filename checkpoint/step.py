@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ..cluster.agree import batch_hash, on_all_ranks, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
-from ..cluster.mesh import AXES, ParallelMesh
+from ..cluster.layout import AXES
+from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom, set_torch_state, torch_state
 from .background import Keep
 from .commit import written_beside

@@ -9,22 +9,15 @@ from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .device import backend_of, default_device
-from .errors import raise_errors
 from .failures import start_watch
 from .heartbeats import default_timeout
-from .launch import torchrun_command, wait_until_all_have_connected
+from .launch import wait_until_all_have_connected
+from .layout import AXES, JOINED, SUB_AXES, MeshLayout
 
-AXES = ("pp", "dp", "sp", "tp")
-# The joined axis over which gradients of the same parameters are reduced.
-JOINED = {"data": ("dp", "sp")}
-# Axes that are parts of "data", of neighbouring ranks. For a parameter placed on one, ZeRO's replicas are the rest of
-# "data".
-PARTS_OF_DATA = ("wp",)
 _PATIENCE = timedelta(hours=6)
 
 
@@ -70,45 +63,6 @@ def nccl_options(use: GroupUse, device_type: str) -> tuple[str | None, Any] | No
     if use.max_ctas is not None:
         options.config.min_ctas, options.config.max_ctas = 1, use.max_ctas
     return None if use.on_cpus else "nccl", options
-
-
-def mesh_errors(
-    *, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1
-) -> list[str]:
-    """List errors of the sizes of a mesh, each with sizes that would work; empty if they fit."""
-    sizes = {"pp": pp, "dp": 1 if dp is None else dp, "sp": sp, "tp": tp, "wp": wp}
-    if errors := [f"{axis}_size={size} must be at least 1" for axis, size in sizes.items() if size < 1]:
-        return errors
-    inner = pp * sp * tp
-    wanted = inner * (dp or 1)
-    if world_size == 1 and wanted > 1:
-        return [
-            f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp or 1} = {wanted} needs {wanted} processes, and "
-            f"this is the only one: start it by `{torchrun_command(wanted)}`"
-        ]
-    if dp is None and world_size % inner:
-        return [
-            f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {inner} does not divide the world size "
-            f"{world_size}: start a multiple of {inner} processes, or use sizes whose product is one of "
-            f"{divisors(world_size)}"
-        ]
-    if dp is not None and wanted != world_size:
-        return [
-            f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {wanted} is not the world size "
-            f"{world_size}: start {wanted} processes"
-            + (f", or use dp_size={world_size // inner}" if world_size % inner == 0 else "")
-        ]
-    if (data_size := world_size // (pp * tp)) % wp:
-        return [
-            f"wp_size={wp} does not divide the {data_size} ranks whose gradients are averaged (dp_size * sp_size): "
-            f"use one of wp_size={divisors(data_size)}"
-        ]
-    return []
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of `number`, ascending, for error messages."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 @contextmanager
@@ -160,39 +114,28 @@ def torch_mesh(
 
 
 class ParallelMesh:
-    """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
-
-    Derived axes: "data" is dp and sp flattened, over which gradients are averaged. "wp", if above 1, consists of
-    neighbouring ranks of "data", over which the weights of linear layers are sharded.
+    """A layout of all ranks of the default group, with the process groups of its axes.
 
     Building it is collective over the world: every rank calls it with the same sizes. Groups are created here or in
     `subgroup`, in the same order on all ranks.
 
     Args:
-        pp, sp, tp: sizes of the pipeline, sequence and tensor axes.
-        dp: number of replicas; None takes world size / (pp * sp * tp).
-        wp: size of the axis "wp"; it must divide dp * sp.
+        sizes: sizes of axes, as in `MeshLayout.of`.
 
     Raises:
-        ValueError: the sizes do not multiply to the world size.
+        ValueError: the sizes do not fit the world size.
     """
 
-    def __init__(self, *, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1) -> None:
-        world_size = dist.get_world_size()
-        raise_errors(mesh_errors(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp, wp=wp))
+    def __init__(self, **sizes: int) -> None:
+        self.layout = layout = MeshLayout.of(dist.get_world_size(), dist.get_rank(), **sizes)
         start_watch()
         self.device = default_device()
-        self._mesh = torch_mesh(self.device.type, (pp, world_size // (pp * sp * tp), sp, tp), AXES, GROUPS)
-        self._lines = {axis: self._along(axis) for axis in AXES}
-        self._lines |= {axis: self._along(*joined) for axis, joined in JOINED.items()}
-        for axis, size in zip(PARTS_OF_DATA, (wp,), strict=True):
-            self._lines[axis] = self._lines["data"].reshape(-1, size)
-        self._own = {axis: _line_of(self.global_rank, lines) for axis, lines in self._lines.items()}
+        self._mesh = torch_mesh(self.device.type, tuple(map(layout.size, AXES)), AXES, GROUPS)
         # By axis, and by the chosen coordinates or the number of a group over the full axis.
         self._groups: dict[tuple[str, Any], dist.ProcessGroup | None] = {
             (axis, 0): self._mesh.get_group(axis) for axis in AXES
         }
-        for axis in (*JOINED, *PARTS_OF_DATA):
+        for axis in (*JOINED, *SUB_AXES):
             # A separate group even if it spans all of "data": its traffic is counted separately.
             if self.size(axis) > 1 and self._simplest(axis) == axis:
                 self._groups[axis, 0] = self._new_group(axis, [range(self.size(axis))], use=GROUPS[axis])
@@ -206,20 +149,20 @@ class ParallelMesh:
     @property
     def global_rank(self) -> int:
         """The rank of this process in the world."""
-        return dist.get_rank()
+        return self.layout.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks of the mesh."""
-        return dist.get_world_size()
+        return self.layout.world_size
 
     def size(self, *axes: str) -> int:
         """The number of ranks along one axis, or along several together."""
-        return prod(len(self._own[axis]) for axis in axes)
+        return self.layout.size(*axes)
 
     def rank(self, axis: str) -> int:
         """This process's coordinate along an axis."""
-        return self._own[axis].index(self.global_rank)
+        return self.layout.coordinate(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one in `axis` only, in the order of their coordinates.
@@ -236,11 +179,11 @@ class ParallelMesh:
 
     def replica_stage_ranks(self) -> list[int]:
         """The global ranks of this replica that compute the same stage as this one: axes sp and tp."""
-        return _line_of(self.global_rank, self._along("sp", "tp"))
+        return list(self.layout.line("sp", "tp"))
 
     def replica_ranks(self) -> list[int]:
         """The global ranks that get the same batches as this one: axes pp, sp and tp."""
-        return _line_of(self.global_rank, self._along("pp", "sp", "tp"))
+        return list(self.layout.line("pp", "sp", "tp"))
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The axis of a group of this mesh; "world" for any other group."""
@@ -296,12 +239,6 @@ class ParallelMesh:
             self._groups[key] = self._new_group(*key, use=GROUPS[PART])
         return self._groups[key]
 
-    def _along(self, *axes: str) -> Tensor:
-        """(groups, ranks): the global ranks that differ in these axes only, the last axis innermost."""
-        dims = [AXES.index(axis) for axis in axes]
-        moved = self._mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
-        return moved.reshape(-1, prod(moved.shape[-len(dims) :]))
-
     def _simplest(self, axis: str) -> str:
         """The single axis that a joined axis consists of, if all its other axes have size 1."""
         large = [each for each in JOINED.get(axis, ()) if self.size(each) > 1]
@@ -311,7 +248,7 @@ class ParallelMesh:
         self, axis: str, parts: Sequence[Iterable[int]], *, use: GroupUse
     ) -> dist.ProcessGroup | None:
         mine, timeout = None, default_timeout()
-        for line, part in itertools.product(self._lines[axis].tolist(), parts):
+        for line, part in itertools.product(self.layout.lines(axis), parts):
             ranks = [line[coordinate] for coordinate in part]
             backend, options = nccl_options(use, self.device.type) or (None, None)
             group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
@@ -319,11 +256,6 @@ class ParallelMesh:
                 mine = group
         wait_until_all_have_connected()
         return mine
-
-
-def _line_of(rank: int, lines: Tensor) -> list[int]:
-    """The row of `lines` that contains a rank."""
-    return next(line for line in lines.tolist() if rank in line)
 
 
 REPLICATE, SHARD = "replicate", "shard"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.errors import raise_errors
 from ..cluster.failures import rename_call, wait_for_all_ranks
-from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
+from ..cluster.layout import SUB_AXES
+from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
@@ -94,7 +95,7 @@ class PipelineEngine:
         self._is_compared = False  # the current call
         # Settings with a collective over replicas in every microbatch: all must run the same number.
         self._microbatch_collectives = [
-            *(f"{axis}_size={size}" for axis in PARTS_OF_DATA if (size := mesh.size(axis)) > 1),
+            *(f"{axis}_size={size}" for axis in SUB_AXES if (size := mesh.size(axis)) > 1),
             *["SyncBatchNorm"] * has_sync_batch_norm(module),
         ]
         # True if the number of collectives depends on the number of samples in each rank's batch.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..cluster.device import default_device
-from ..cluster.mesh import ParallelMesh, mesh_errors
+from ..cluster.layout import MeshLayout, layout_errors
+from ..cluster.mesh import ParallelMesh
 from ..pipeline.action import Schedule
 from ..pipeline.schedules import (
     UserSchedule,
@@ -26,8 +27,6 @@ from ..shardformer.refusals import policy_errors
 from ..shardformer.sequence.config import SequenceParallelism, double_ring
 from ..shardformer.shard_config import ShardConfig, ShardOptions
 from ..shardformer.tables.table import Table
-from ..shardformer.weight_sharding import weight_errors
-from ..zero.partition import zero_size_errors
 from ..zero.precision import DTYPES, PrecisionConfig, precision_errors
 from .loss import LOSS_REDUCTIONS, LossReduction
 
@@ -83,6 +82,12 @@ class HybridConfig(ShardOptions):
     def sp(self) -> int:
         """The size of the sequence axis."""
         return self.sequence.own_axis(sp_size=self.sp_size, tp_size=self.tp_size)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of axes, as the arguments of `MeshLayout.of`."""
+        axes = (field.name for field in fields(MeshLayout) if field.name != "rank")
+        return {axis: getattr(self, f"{axis}_size") for axis in axes} | {"sp": self.sp}
 
     def shard_config(self, mesh: ParallelMesh, stage_manager: PipelineStageManager) -> ShardConfig:
         """Return ShardFormer's options, with the groups of a mesh. Collective over the world: rings create groups."""
@@ -153,21 +158,9 @@ class HybridConfig(ShardOptions):
             wrong = {error.partition("=")[0] for error in found}
             settings = {name: value for name, value in self.precision_settings.items() if name not in wrong}
             return found + policy_errors("custom_policy", self.custom_policy) + precision_errors(**settings)
-        found = mesh_errors(
-            world_size=world_size,
-            pp=self.pp_size,
-            dp=self.dp_size,
-            sp=self.sp,
-            tp=self.tp_size,
-            wp=self.wp_size,
-        )
-        if not found:
-            data_size = world_size // (self.pp_size * self.tp_size)
-            found += zero_size_errors(self.zero_size, data_size)
-            found += weight_errors(wp_size=self.wp_size, tp_size=self.tp_size)
         dtype = DTYPES.get(str(self.precision))
         return [
-            *found,
+            *layout_errors(world_size, **self.sizes),
             *(message for is_wrong, message in (*self._rules(), *self._compile_rules()) if is_wrong),
             *self.fused.errors(default_device(), dtype),
             *(compiler_errors("compile_layers=True", default_device()) if self.compile_layers else ()),

@@ -16,7 +16,8 @@ from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures, wait_for_all_ranks
 from ..cluster.hooks import mark_internal
-from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
+from ..cluster.layout import SUB_AXES
+from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
 from ..pipeline.known_masks import with_known_masks
 from ..pipeline.stage import (
@@ -279,7 +280,6 @@ def wrap_optimizer(
             ),
             mesh=mesh,
             stage=config.zero_stage,
-            zero_size=config.zero_size,
             overlap_communication=config.overlap_communication,
             communication_dtype=config.wire_dtype,
             cpu_offload=config.cpu_offload,
@@ -329,7 +329,7 @@ COMPILED = (
 
 def _layers_are_local(mesh: ParallelMesh) -> bool:
     """Return True if no layer communicates with other ranks."""
-    return mesh.size("tp", "sp", *PARTS_OF_DATA) == 1
+    return mesh.size("tp", "sp", *SUB_AXES) == 1
 
 
 class HybridParallelModule(BoostedModule):
@@ -399,7 +399,7 @@ class HybridParallelModule(BoostedModule):
             RuntimeError: pp_size, sp_size or wp_size is above 1.
             ValueError: inputs differ between the ranks of one model; raised on all of them.
         """
-        if self.mesh.size("pp", "sp", *PARTS_OF_DATA) > 1:
+        if self.mesh.size("pp", "sp", *SUB_AXES) > 1:
             raise RuntimeError(
                 "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
                 "generate with what from_pretrained loads"

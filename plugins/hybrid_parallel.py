@@ -183,7 +183,7 @@ class HybridParallelPlugin(Plugin):
         raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
         require_equal(self.config, what="the plugin")
         self.has_default_precision = precision is None
-        self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
+        self.mesh = ParallelMesh(**self.config.sizes)
         self.stage_manager = PipelineStageManager(self.mesh, self.config.stage_ranks, num_layers_per_stage)
         self.shard_config = self.config.shard_config(self.mesh, self.stage_manager)
 

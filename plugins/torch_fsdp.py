@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from ..checkpoint.local import Adapter
 from ..cluster.errors import raise_errors
 from ..cluster.hooks import has_foreign_hooks
-from ..cluster.mesh import ParallelMesh, divisors, shard_mesh
+from ..cluster.layout import divisors
+from ..cluster.mesh import ParallelMesh, shard_mesh
 from ..pipeline.stage import with_known_cache_name
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.fused import switch_errors

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cluster.errors import raise_errors
-from ..cluster.mesh import divisors
+from ..cluster.layout import divisors
 from ..cluster.random import SplitRandom
 from ..cluster.transformers_api import MASK_NAMES, Conv1D
 from ..pipeline.plan import is_within

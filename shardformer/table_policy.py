@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..cluster.errors import raise_errors
-from ..cluster.mesh import divisors
+from ..cluster.layout import divisors
 from ..cluster.transformers_api import grouped_width
 from ..pipeline.plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn

@@ -23,21 +23,6 @@ from .table_policy import TablePolicy
 from .tables.table import Table, table_for
 
 
-def weight_errors(*, wp_size: int, tp_size: int) -> list[str]:
-    """List the error of weights that would be sharded over two axes.
-
-    Args:
-        wp_size: number of ranks over which the weights of linear layers are sharded.
-        tp_size: number of ranks of the tensor axis.
-    """
-    if wp_size == 1 or tp_size == 1:
-        return []
-    return [
-        f"wp_size={wp_size} does not combine with tp_size={tp_size}: use tp_size=1, and sp_size with "
-        "sequence_parallelism_mode='all_to_all' where activations are too large"
-    ]
-
-
 def plan_weight_sharding(
     model: nn.Module, errors: list[str], *, policy: Policy | Table | None = None
 ) -> list[nn.Module] | None:

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..cluster import mesh
+from ..cluster import layout
 from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 
-AXES = (*mesh.AXES[-1:], *mesh.AXES[:-1])  # in the order of a layout's name: tp first
+AXES = (*layout.AXES[-1:], *layout.AXES[:-1])  # in the order of a layout's name: tp first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Layout:
     def arguments(self) -> dict[str, Any]:
         """The equivalent arguments of HybridParallelPlugin."""
         return {
-            **{f"{axis}_size": getattr(self, axis) for axis in (*AXES, *mesh.PARTS_OF_DATA)},
+            **{f"{axis}_size": getattr(self, axis) for axis in (*AXES, *layout.SUB_AXES)},
             "zero_stage": self.zero,
             "zero_size": self.zero_size,
             "overlap_allgather": self.overlap_allgather,
@@ -103,7 +103,7 @@ class Layout:
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
         rest = [self.sequence or ""] * bool(self.sequence)
         rest += [f"inner{self.inner_ring}"] * bool(self.inner_ring)
-        rest += [f"{axis}{size}" for axis in mesh.PARTS_OF_DATA if (size := getattr(self, axis)) > 1]
+        rest += [f"{axis}{size}" for axis in layout.SUB_AXES if (size := getattr(self, axis)) > 1]
         rest += [f"zero{self.zero}"] * bool(self.zero)
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
         rest += ["late"] * self.overlap_allgather

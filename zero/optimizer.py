@@ -57,15 +57,14 @@ class ShardedOptimizer(OptimizerWrapper):
             kernel where there is one, see `choose_fused_kernels`.
         parameters: the local parameters of the model, in one order on all ranks of the data axis. Those that are not in
             the optimizer stay as they are.
-        mesh: the processes.
+        mesh: the processes. A stage above 0 shards over neighbors as many as its layout's axis "zero"; gradients are
+            averaged over all of "data".
         stage: 0 replicates optimizer states on every rank, 1 shards them over the data axis, 2 shards gradients, too:
             every backward averages its gradients, after which `parameter.grad` cannot be read.
         precision: the format of the parameters, and the loss scale. Parameters may be given in float32 under every
             precision: masters are made from the given values.
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
         bucket_size: largest number of elements in one collective; None is `default_bucket_size`.
-        zero_size: the number of neighboring ranks of the data axis over which a stage above 0 shards, for example a
-            node; -1 or 0 is the full axis, 1 does not shard. Gradients are always averaged over the full axis.
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` averages them, and
             at stage 2 a backward waits for each bucket.
         communication_dtype: the format in which gradients are averaged over the data axis.
@@ -97,7 +96,6 @@ class ShardedOptimizer(OptimizerWrapper):
         precision: PrecisionConfig,
         max_norm: float = 0.0,
         bucket_size: int | None = None,
-        zero_size: int = -1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
@@ -117,7 +115,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._max_norm = max_norm
         self._is_offloaded = cpu_offload
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
-        self._partitions = Partition.all_of(mesh, zero_size if stage else 1)
+        self._partitions = Partition.all_of(mesh, mesh.layout.zero if stage else 1)
         replicas = self._partitions[None]
         groups = managed_groups(optimizer, parameters)
         require_one_layout(groups, group=replicas.group)

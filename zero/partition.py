@@ -24,7 +24,8 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
 from ..cluster.device import is_cuda, side_stream
-from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh, divisors
+from ..cluster.layout import SUB_AXES
+from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Shard, is_primary, num_parts, placement_of
 
 
@@ -88,7 +89,7 @@ class ManagedParameter:
     def sharded_over(self) -> str | None:
         """Return the sub-axis of the data axis that its placement names. Backward already averages over it."""
         placement = placement_of(self.parameter)
-        return placement.axis if isinstance(placement, Shard) and placement.axis in PARTS_OF_DATA else None
+        return placement.axis if isinstance(placement, Shard) and placement.axis in SUB_AXES else None
 
 
 class Chain:
@@ -151,8 +152,8 @@ class Partition:
 
         Args:
             mesh: the ranks.
-            zero_size: the number of neighbors on the data axis over which buffers are sharded; -1 or 0 is the full
-                axis. For a parameter that is sharded over some of them, only its replicas own slices.
+            zero_size: the number of neighbors on the data axis over which buffers are sharded, a divisor; -1 or 0 is
+                all. For a parameter that is sharded over some of them, only its replicas own slices.
             sharded_over: a sub-axis of the data axis over which a parameter is not replicated.
         """
         apart = 1 if sharded_over is None else mesh.size(sharded_over)  # distance between replicas
@@ -172,7 +173,7 @@ class Partition:
     @staticmethod
     def all_of(mesh: ParallelMesh, zero_size: int) -> dict[str | None, "Partition"]:
         """Make the partitions by the sub-axis over which parameters are sharded. Collective over the world."""
-        parts = [part for part in PARTS_OF_DATA if mesh.size(part) > 1]
+        parts = [part for part in SUB_AXES if mesh.size(part) > 1]
         return {each: Partition.of(mesh, zero_size, sharded_over=each) for each in (None, *parts)}
 
     @property
@@ -257,16 +258,6 @@ def default_bucket_size(device: torch.device, num_replicas: int) -> int:
     sends 1/n at a time: 40M or n M, as in Megatron-LM. On CPUs it is 12M, as in ColossalAI.
     """
     return (max(40, num_replicas) if is_cuda(device) else 12) * 2**20
-
-
-def zero_size_errors(zero_size: int, data_size: int) -> list[str]:
-    """Return all errors of a `zero_size` for `data_size` data-parallel ranks."""
-    if zero_size in (-1, 0) or (zero_size > 0 and data_size % zero_size == 0):
-        return []
-    return [
-        f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
-        f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
-    ]
 
 
 def _partial_group(parameter: Parameter, mesh: ParallelMesh) -> ProcessGroup | None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registe
 from echelon.cluster import mesh as mesh_module
 from echelon.cluster.agree import broadcast_object
 from echelon.cluster.launch import join_local_group, launch_from_torch, local_store
-from echelon.cluster.mesh import AXES, ParallelMesh, mesh_errors
+from echelon.cluster.layout import AXES
+from echelon.cluster.mesh import ParallelMesh
 
 from ..pool import Pool
 
@@ -144,10 +144,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], str 
 def test_groups_of_nccl_have_gloo_where_cpus_agree_in_them_and_few_thread_blocks_between_stages(
     made: list[tuple[list[int], str | None, bool, int | None]],
 ) -> None:
-    mesh = ParallelMesh(pp=2, dp=2, tp=2, wp=2)
-    axes = {"pp": [0, 4], "dp": [0, 2], "sp": [0], "tp": [0, 1]}
+    mesh = ParallelMesh(pp=2, dp=2, sp=2, wp=4)
+    axes = {"pp": [0, 4], "dp": [0, 2], "sp": [0, 1], "tp": [0]}
     assert made[:4] == [(ranks, None, axis in ("sp", "tp"), None) for axis, ranks in axes.items()]
-    assert made[4:] == [([0, 2], "nccl", False, None)]  # wp
+    assert made[4:] == [([0, 1, 2, 3], None, False, None), ([0, 1, 2, 3], "nccl", False, None)]  # data, wp
     made.clear()
     mesh.pipeline_groups(1)
     mesh.subgroup("dp", [(0,), (1,)])
@@ -163,59 +163,6 @@ def test_an_axis_of_all_ranks_is_the_default_group_of_nccl_unless_computation_wa
     world = dist.group.WORLD
     assert ParallelMesh(dp=8).group("dp") is world and ParallelMesh(tp=8).group("tp") is not world
     assert [each for each in made if len(each[0]) == 8] == [([*range(8)], None, True, None)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "told"),
-    [
-        ({"world_size": 4, "tp": 2, "pp": 2}, []),
-        ({"world_size": 8, "tp": 2, "pp": 2, "dp": 2}, []),
-        (
-            {"world_size": 4, "tp": 3},
-            [
-                "tp_size=3 * pp_size=1 * sp_size=1 = 3 does not divide the world size 4: start a multiple of "
-                "3 processes, or use sizes whose product is one of [1, 2, 4]"
-            ],
-        ),
-        (
-            {"world_size": 4, "tp": 2, "dp": 4},
-            [
-                "tp_size=2 * pp_size=1 * sp_size=1 * dp_size=4 = 8 is not the world size 4: start 8 "
-                "processes, or use dp_size=2"
-            ],
-        ),
-        (
-            {"world_size": 4, "tp": 3, "dp": 1},
-            ["tp_size=3 * pp_size=1 * sp_size=1 * dp_size=1 = 3 is not the world size 4: start 3 processes"],
-        ),
-        (
-            {"world_size": 1, "tp": 2, "pp": 2},
-            [
-                "tp_size=2 * pp_size=2 * sp_size=1 * dp_size=1 = 4 needs 4 processes, and this is the only one: start "
-                "it by `torchrun --standalone --nproc_per_node 4 train.py --lr 1e-3`"
-            ],
-        ),
-        ({"world_size": 8, "pp": 2, "sp": 2, "wp": 4}, []),
-        (
-            {"world_size": 8, "pp": 2, "wp": 3},
-            [
-                "wp_size=3 does not divide the 4 ranks whose gradients are averaged (dp_size * sp_size): use one of "
-                "wp_size=[1, 2, 4]"
-            ],
-        ),
-        (
-            {"world_size": 4, "tp": 0, "pp": -1, "dp": 0},
-            ["pp_size=-1 must be at least 1", "dp_size=0 must be at least 1", "tp_size=0 must be at least 1"],
-        ),
-    ],
-)
-def test_sizes_that_do_not_fit_are_told_with_what_would(
-    sizes: dict[str, int], told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1e-3"])
-    assert mesh_errors(**sizes) == told
 
 
 def test_tensor_ranks_are_neighbours_and_stages_are_farthest(pool: Pool) -> None:

@@ -19,7 +19,7 @@ from echelon.cluster.placement import Shard, placement_of
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers import gathered_linear
 from echelon.shardformer.layers.gathered_linear import PrefetchOrder, ShardedLinear, Use
-from echelon.shardformer.weight_sharding import apply_weight_sharding, weight_errors, weight_model_errors
+from echelon.shardformer.weight_sharding import apply_weight_sharding, weight_model_errors
 
 from ..pool import Pool
 from .compare import numbers
@@ -244,12 +244,6 @@ def under_autocast() -> None:
     layer = ShardedLinear.from_native_module(nn.Linear(3, 4), dist.group.WORLD)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(torch.ones(2, 3))
-
-
-def test_weights_are_not_sharded_over_two_axes() -> None:
-    assert weight_errors(wp_size=1, tp_size=2) == weight_errors(wp_size=2, tp_size=1) == []
-    (error,) = weight_errors(wp_size=3, tp_size=2)
-    assert error.startswith("wp_size=3 does not combine with tp_size=2: ")
 
 
 def test_models_without_plain_linear_layers_are_refused() -> None:

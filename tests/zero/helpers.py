@@ -38,13 +38,14 @@ def shard(
     stage: int = 1,
     precision: Precision = "fp32",
     mesh: ParallelMesh | None = None,
+    zero_size: int = -1,
     **arguments: Any,
 ) -> ShardedOptimizer:
     """Make a sharded optimizer of all parameters of a model."""
     return ShardedOptimizer(
         build(model.parameters()),
         managed(model),
-        mesh=mesh or ParallelMesh(),
+        mesh=mesh or ParallelMesh(zero=zero_size),
         stage=stage,
         precision=PrecisionConfig(precision=precision, initial_scale=2.0**6),
         **arguments,

@@ -23,13 +23,12 @@ def train(stage: int, precision: Precision, backwards: int, zero_size: int) -> t
     """Return the traffic of one step by axis and kind as (calls, bytes, bytes sent), and the bytes held after it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    mesh = ParallelMesh()
+    mesh = ParallelMesh(zero=zero_size)
     optimizer = shard(
         model,
         torch.optim.AdamW,
         stage=stage,
         precision=precision,
-        zero_size=zero_size,
         bucket_size=BUCKET,
         mesh=mesh,
     )
