@@ -13,11 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.cluster import mesh
 from echelon.cluster.collectives import InFlight
 from echelon.cluster.device import default_device
 from echelon.zero import clipping
@@ -89,8 +88,6 @@ def fake_tensors(*, flag: bool) -> Iterator[None]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Read(flag))
         stack.enter_context(patch.object(nn.Module, "_apply", _applied))
-        for owner, name in ((mesh, "_line_of"), (mesh.ParallelMesh, "_along")):  # numbers of ranks are real
-            stack.enter_context(patch.object(owner, name, _really(getattr(owner, name))))
         for target, other in (
             ("echelon.plugins.engine.PipelineLoss", FakeTensor),
             # It reads a number of replicas, which would be 1.
@@ -134,13 +131,3 @@ def _applied(module: nn.Module, function: Callable[..., Any], recurse: bool = Tr
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
-
-
-def _really(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its tensors are real."""
-
-    def computed(*args: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args)
-
-    return computed
