@@ -9,6 +9,8 @@ from torch import nn
 from ..cluster import layout
 from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
+from .batch import loss_of
+from .reference import Criterion
 
 AXES = (*layout.AXES[-1:], *layout.AXES[:-1])  # in the order of a layout's name: tp first
 
@@ -126,12 +128,14 @@ class Training:
         overflow_step: the step, from 0, in which the gradients of one rank are not finite; None is no step.
         extra_samples: samples of a replica's batch beyond two for each microbatch, used in turn, by step + replica.
             1 makes microbatches of unequal size.
+        criterion: of outputs and microbatch, the loss or (loss_sum, weight).
     """
 
     vector_rate: float = LEARNING_RATE
     frozen: Literal["none", "lower half", "every second"] = "none"
     overflow_step: int | None = None
     extra_samples: tuple[int, ...] = (1,)
+    criterion: Criterion = loss_of
 
     def freeze(self, model: nn.Module) -> None:
         """Disable the gradients of frozen parameters."""

@@ -29,11 +29,11 @@ from ..shardformer import policy_for
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import DTYPES
 from . import reference
-from .batch import loss_of, make_batch
+from .batch import make_batch
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
-from .reference import StepRecord
+from .reference import Criterion, StepRecord, Weigh, is_one_mean
 
 LOSS_SCALE = 2.0**8  # the initial scale of fp16 runs: large enough that a missing division is found
 ROUNDINGS = (1, 2, 3)  # seeds of references with moved weights, which measure how much rounding is amplified
@@ -43,6 +43,7 @@ MOVED_16_BIT = 1 / 8
 AS_USUAL = Training()
 
 Batches = list[dict[str, Tensor]]  # the batches of a step, by replica
+_Train = Callable[[Sequence[torch.dtype], nn.Module], list[StepRecord]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,49 +135,52 @@ def compare_with_one_process(
     ]
     dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
     first, rate = parts[0][0], max(LEARNING_RATE, training.vector_rate)
-    device = default_device()
-    model = model.to(device)
+    model = model.to(default_device())
+    bitwise = _gives_equal_bits(model, first) and (
+        weighed_by == "samples" or is_one_mean(model, steps[0][0][0], training.criterion)
+    )
+    weigh: Weigh | None = None
+    if weighed_by is not None or bitwise or any(isinstance(each, _BatchNorm) for each in model.modules()):
+        weigh = _samples if weighed_by == "samples" else _counted
 
-    def train(dtypes: Sequence[torch.dtype], model: nn.Module = model) -> list[StepRecord]:
+    def train(dtypes: Sequence[torch.dtype], model: nn.Module) -> list[StepRecord]:
         return reference.train(
             model,
             steps[: len(dtypes)],
             # The kernel that boosted optimizers choose: another rounding can change the sign of a number near zero.
             make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate, fused=True),
-            criterion=loss_of,
-            dtype=dtypes[0],
-            changes={
-                index: own for index, own in enumerate(dtypes) if index and own is not dtypes[index - 1]
-            },
+            criterion=training.criterion,
+            dtypes=dtypes,
             max_norm=first.max_norm,
             loss_scale=LOSS_SCALE,
             overflow_step=training.overflow_step,
             weigh=weigh,
         )
 
-    bitwise = _gives_equal_bits(model, first) and not is_cuda(
-        device
-    )  # CUDA's atomic sums have no fixed order
-    weigh: Callable[[dict[str, Tensor], Sequence[int]], float] | None = None
-    if weighed_by is not None or bitwise or any(isinstance(each, _BatchNorm) for each in model.modules()):
-        weigh = _samples if weighed_by == "samples" else _counted
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
-    compared: list[StepComparison] = []
-    if exact:
-        compare = partial(
-            compare_float32,
-            found[:exact],
-            train([torch.float32] * exact),
-            learning_rate=rate,
-            epsilon=EPSILON,
-            bitwise=bitwise,
-        )
-        compared = compare()
-        if first_departure(compared) is not None:
-            near = _moved(model, torch.finfo(torch.float32).eps)
-            compared = compare(rounded=[train([torch.float32] * exact, each) for each in near])
+    compared = _compare_float32(model, found[:exact], train, rate, bitwise=bitwise) if exact else []
     if exact < len(steps):
         compared += _compare_16_bit(model, found, dtypes, train, rate)[exact:]
+    return compared
+
+
+def _compare_float32(
+    model: nn.Module, found: Sequence[StepRecord], train: _Train, rate: float, *, bitwise: bool
+) -> list[StepComparison]:
+    """Compare steps in float32 with one process."""
+    dtypes = [torch.float32] * len(found)
+    compare = partial(
+        compare_float32,
+        found,
+        train(dtypes, model),
+        learning_rate=rate,
+        epsilon=EPSILON,
+        bitwise=bitwise,
+    )
+    compared = compare()
+    if first_departure(compared) is not None:
+        near = _moved(model, torch.finfo(torch.float32).eps)
+        compared = compare(rounded=[train(dtypes, each) for each in near])
     return compared
 
 
@@ -184,7 +188,7 @@ def _compare_16_bit(
     model: nn.Module,
     found: Sequence[StepRecord],
     dtypes: Sequence[torch.dtype],
-    train: Callable[[Sequence[torch.dtype], nn.Module], list[StepRecord]],
+    train: _Train,
     rate: float,
 ) -> list[StepComparison]:
     """Compare all steps, some of them in 16 bits, with one process in both formats."""
@@ -213,12 +217,12 @@ def _samples(microbatch: Mapping[str, Tensor], numbers: Sequence[int]) -> float:
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
     """Return True if the first step in float32 sums all numbers in the order of one process."""
+    if is_cuda(default_device()):  # CUDA's atomic sums have no fixed order
+        return False
     # The gradients of an encoder's output are summed in another order if the decoder has several stages.
     is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
-    # Two losses, which have different weights in a microbatch.
-    is_one_loss = not type(model).__name__.endswith("ForPreTraining")
-    return is_pipeline_alone and is_one_stack and is_one_loss and not _is_shared(model)
+    return is_pipeline_alone and is_one_stack and (layout.pp == 1 or not _is_shared(model))
 
 
 def _moved(model: nn.Module, unit: float) -> Iterator[nn.Module]:
@@ -274,7 +278,8 @@ def take_steps(
         batch = replicas[mesh.rank("dp")]
         is_last = all(mesh.rank(axis) == mesh.size(axis) - 1 for axis in ("dp", "sp", "tp"))
         # One rank's loss: only ranks of the last stage compute one.
-        criterion = _overflowing if step == training.overflow_step and is_last else loss_of
+        overflows = step == training.overflow_step and is_last
+        criterion = partial(_overflowing, training.criterion) if overflows else training.criterion
         loss_scale = optimizer.loss_scale
         output = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
         optimizer.reduce_gradients()
@@ -381,11 +386,12 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
     return tuple(dict.fromkeys(name for (name, _), codes in hashes.items() if len(codes) > 1))
 
 
-def _overflowing(outputs: object, inputs: object) -> Tensor:
-    """Return the model's loss with infinite gradients, as after an overflow of a 16-bit format."""
-    loss = loss_of(outputs, inputs)
+def _overflowing(criterion: Criterion, outputs: object, inputs: object) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the result of a criterion with infinite gradients, as after an overflow of a 16-bit format."""
+    returned = criterion(outputs, inputs)
+    loss = returned[0] if isinstance(returned, tuple) else returned
     loss.register_hook(lambda gradient: gradient * inf)
-    return loss
+    return returned
 
 
 def _equal_everywhere(*values: float) -> list[float]:

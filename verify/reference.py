@@ -7,7 +7,8 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,11 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# Of outputs and microbatch: a loss, or (loss_sum, weight).
+Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
+# The weight of a microbatch, from it and from the numbers that its losses counted, see `numbers_counted`.
+Weigh = Callable[[Mapping[str, Tensor], Sequence[int]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +51,12 @@ def train(
     steps: Sequence[Sequence[Sequence[dict[str, Tensor]]]],
     *,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    criterion: Callable[[object, object], Tensor],
-    dtype: torch.dtype,
+    criterion: Criterion,
+    dtypes: Sequence[torch.dtype],
     max_norm: float = 0.0,
     loss_scale: float = 1.0,
     overflow_step: int | None = None,
-    changes: Mapping[int, torch.dtype] | None = None,
-    weigh: Callable[[dict[str, Tensor], Sequence[int]], float] | None = None,
+    weigh: Weigh | None = None,
 ) -> list[StepRecord]:
     """Train a copy of the model in one process, which computes the global batch at once.
 
@@ -63,51 +68,38 @@ def train(
         model: float32, on the device of the computation; not changed. Records are on the CPU.
         steps: by step and by replica, the microbatches.
         make_optimizer: builds the optimizer for a model.
-        criterion: a function of outputs and microbatch that returns a loss.
-        dtype: the format of the first step, and of all up to a change.
+        criterion: a function of outputs and microbatch that returns a loss, or (loss_sum, weight).
+        dtypes: by step, its format. The loss scale of fp16 is new where the format changes.
         max_norm: clip to this norm; 0 disables clipping.
         loss_scale: the initial loss scale in fp16; gradients are divided by it.
         overflow_step: the step in which the last replica's gradients are not finite.
-        changes: by step, a dtype that begins with it, with a new loss scale.
-        weigh: returns the weight of a microbatch, also from the numbers that the means of its loss functions divide
-            by (see `numbers_counted`). Microbatches are then computed one by one: for losses that are no sum over
-            samples, or for equal bits.
+        weigh: weighs a microbatch whose criterion does not. Microbatches are then computed one by one: for losses that
+            are no sum over samples, or for equal bits.
     """
     masters = copy.deepcopy(model)
     optimizer = make_optimizer(masters)
     records: list[StepRecord] = []
-    begins = {0: dtype, **(changes or {})}
     skipped = 0
-    for index, replicas in enumerate(steps):
-        if index in begins:
-            dtype = begins[index]
+    for index, (replicas, dtype) in enumerate(zip(steps, dtypes, strict=True)):
+        if index == 0 or dtype is not dtypes[index - 1]:
             worker = _worker(masters, dtype)
             scale = loss_scale if dtype is torch.float16 else 1.0
-        parts = [microbatch for microbatches in replicas for microbatch in microbatches]
         loss, gradients = _gradients(
             worker,
-            [_joined(parts)] if weigh is None else parts,
+            list(chain.from_iterable(replicas)),
             criterion=criterion,
             scale=scale,
             overflows=index == overflow_step,
-            weigh=weigh or (lambda *_: 1.0),
-            microbatches=parts if weigh is None else (),
+            weigh=weigh,
         )
         norm = _norm(gradients)
         if isfinite(norm):
             _update(masters, optimizer, gradients, max_norm=max_norm)
         else:
             skipped += 1
-        records.append(
-            StepRecord(
-                loss=loss,
-                norm=norm,
-                gradients=gradients,
-                weights=_copy_weights(masters, worker),
-                loss_scale=scale,
-                skipped=skipped,
-            )
-        )
+        weights = _copy_weights(masters, worker)
+        record = StepRecord(loss=loss, norm=norm, gradients=gradients, weights=weights)
+        records.append(replace(record, loss_scale=scale, skipped=skipped))
         if dtype is torch.float16 and not isfinite(norm):
             scale /= 2
     return records
@@ -115,37 +107,40 @@ def train(
 
 def _gradients(
     worker: nn.Module,
-    parts: Sequence[dict[str, Tensor]],
+    microbatches: Sequence[dict[str, Tensor]],
     *,
-    criterion: Callable[[object, object], Tensor],
+    criterion: Criterion,
     scale: float,
     overflows: bool,
-    weigh: Callable[[dict[str, Tensor], Sequence[int]], float],
-    microbatches: Sequence[dict[str, Tensor]],
+    weigh: Weigh | None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
 
-    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, if there are any.
+    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, also of a batch at once.
     """
     sums: dict[str, Tensor] = {}
     losses, weights, size = [], [], 0.0
     own = next(worker.parameters())
+    parts = [_joined(microbatches)] if weigh is None else microbatches
     for index, part in enumerate(parts):
         part = _converted(part, own)
         with numbers_counted() as numbers:
             outputs = worker(**part)
-            loss = criterion(outputs, part)
-        weight = float(weigh(part, numbers))
+            returned = criterion(outputs, part)
+        loss, *given = returned if isinstance(returned, tuple) else (returned,)
+        weight = float(given[0] if given else 1.0 if weigh is None else weigh(part, numbers))
+        loss_sum = loss if given else loss.float() * weight
         weights.append(weight)
         size = size or 2.0 ** int(math.log2(max(weight * len(parts), 1.0)))  # a power of two rounds nothing
-        if microbatches and getattr(outputs, "aux_loss", None) is not None:
+        if weigh is None and getattr(outputs, "aux_loss", None) is not None:
             apart = [worker(**_converted(each, own)).aux_loss for each in microbatches]
             config: Any = worker.config
-            loss = loss + config.router_aux_loss_coef * (torch.stack(apart).mean() - outputs.aux_loss)
-        losses.append(loss.detach().float() * weight)
+            change = torch.stack(apart).mean() - outputs.aux_loss
+            loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
+        losses.append(loss_sum.detach().float())
         if overflows and index == len(parts) - 1:
-            loss.register_hook(lambda gradient: gradient * float("inf"))
-        (loss * weight / size * scale).backward()
+            loss_sum.register_hook(lambda gradient: gradient * float("inf"))
+        (loss_sum / size * scale).backward()
         for name, parameter in worker.named_parameters():
             if parameter.grad is not None:
                 added = parameter.grad.float()
@@ -156,23 +151,52 @@ def _gradients(
     return total.item(), {name: (gradient * factor).cpu() for name, gradient in sums.items()}
 
 
+def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Criterion) -> bool:
+    """Return True if the loss of a microbatch is one mean, or a sum of means over equally many labels."""
+    worker = copy.deepcopy(model)
+    microbatch = _converted(microbatch, next(worker.parameters()))
+    with torch.no_grad(), numbers_counted() as numbers:
+        outputs = worker(**microbatch)
+        criterion(outputs, microbatch)
+    return len(set(numbers)) < 2 and 0 not in numbers and getattr(outputs, "aux_loss", None) is None
+
+
 @contextmanager
 def numbers_counted() -> Iterator[list[int]]:
-    """Yield a list, to which every mean of a loss function of torch adds the number of labels or entries it counts."""
+    """Yield a list, to which every loss function of torch adds the number that its mean divides by; 0 for a sum."""
     numbers: list[int] = []
     with ExitStack() as stack:
-        for name in ("cross_entropy", "binary_cross_entropy_with_logits", "mse_loss"):
-            stack.enter_context(patch.object(F, name, _counting(getattr(F, name), numbers)))
+        for name, count in _COUNTS.items():
+            stack.enter_context(patch.object(F, name, _counting(getattr(F, name), count, numbers)))
         yield numbers
 
 
-def _counting(function: Callable[..., Tensor], numbers: list[int]) -> Callable[..., Tensor]:
+def _counting(function: Callable[..., Tensor], count: Callable[..., int], numbers: list[int]) -> Any:
     def counted(scores: Tensor, target: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        ignored = options.get("ignore_index", -100)
-        numbers.append(target.numel() if target.is_floating_point() else int((target != ignored).sum()))
+        numbers.append(0 if options.get("reduction") == "sum" else count(scores, target, options))
         return function(scores, target, *arguments, **options)
 
     return counted
+
+
+def _labels(scores: Tensor, target: Tensor, options: Mapping[str, Any]) -> int:
+    return int((target != options.get("ignore_index", -100)).sum())
+
+
+def _entries(scores: Tensor, target: Tensor, options: Mapping[str, Any]) -> int:
+    return target.numel()
+
+
+def _sounds(scores_PBV: Tensor, target: Tensor, options: Mapping[str, Any]) -> int:
+    return scores_PBV.shape[1]
+
+
+_COUNTS = {
+    "cross_entropy": _labels,
+    "binary_cross_entropy_with_logits": _entries,
+    "mse_loss": _entries,
+    "ctc_loss": _sounds,
+}
 
 
 def _converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def plain_losses(choice: ModelChoice) -> list[float]:
         [[[batch_of(choice, step)]] for step in range(NUM_STEPS + 1)],
         make_optimizer=make_optimizer,
         criterion=loss_of,
-        dtype=torch.float32,
+        dtypes=[torch.float32] * (NUM_STEPS + 1),
     )
     return [record.loss for record in records]
 

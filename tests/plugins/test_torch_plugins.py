@@ -76,8 +76,8 @@ def reference(
             for step in range(NUM_STEPS)
         ],
         make_optimizer=make_optimizer,
-        criterion=lambda outputs, _: outputs.loss,  # type: ignore[attr-defined]
-        dtype=DTYPES[precision],
+        criterion=lambda outputs, _: outputs.loss,
+        dtypes=[DTYPES[precision]] * NUM_STEPS,
         max_norm=max_norm,
         loss_scale=SCALE if precision == "fp16" else 1.0,
         weigh=lambda *_: 1.0,  # the mean over replicas and calls, as of torch's DDP

@@ -94,8 +94,8 @@ def departure(
         model,
         steps,
         make_optimizer=make_optimizer,
-        criterion=loss_of,  # type: ignore[arg-type]
-        dtype=torch.float32,
+        criterion=loss_of,
+        dtypes=[torch.float32] * len(steps),
         max_norm=MAX_NORM,
         weigh=lambda *_: 1.0,  # the loop averages its microbatches
     )
