@@ -1,6 +1,7 @@
 """Batches of the parity check: token ids, images, and inputs of multimodal models."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -203,6 +204,20 @@ def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch
     }
 
 
+def image_and_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> dict[str, Any]:
+    """Return images with a text each, whose loss tells the pairs from all others."""
+    tokens, mask = _tokens(num_samples, LENGTH, drawn)
+    texts = {"input_ids": tokens, "attention_mask": mask}
+    return {**image(choice, num_samples, drawn), **texts, "return_loss": True}
+
+
+def sound(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Return sounds (B, 40 FRAMES) with texts, which have fewer tokens than the sound has positions."""
+    tokens, mask = _tokens(num_samples, FRAMES // 2, drawn)
+    sounds = torch.randn(num_samples, 40 * FRAMES, generator=drawn)
+    return {"input_values": sounds, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
 def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
     """Return text with image tokens in its middle, marked in `token_type_ids`; they attend to each other."""
     before = LENGTH // 4
@@ -227,10 +242,13 @@ def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Ba
 
 
 # By model type.
-MODAL: dict[str, Callable[[ModelChoice, int, Generator], Batch]] = {
+MODAL: dict[str, Callable[[ModelChoice, int, Generator], dict[str, Any]]] = {
     "blip-2": image_text,
+    "clip": image_and_text,
     "gemma3": image_in_text,
     "sam": prompted_image,
     "sam_vision_model": image,
+    "siglip": image_and_text,
+    "wav2vec2": sound,
     "whisper": speech,
 }

@@ -30,13 +30,24 @@ DEFAULT_HEAD = {
     ),
     **dict.fromkeys(("beit", "deit", "swin", "swinv2", "vit"), "image_classification"),
     "blip-2": "image_text",
+    **dict.fromkeys(("clip", "siglip"), "zero_shot_image"),
     "sam": "mask_generation",
     "sam_vision_model": "base",
+    "wav2vec2": "ctc",
     "whisper": "speech",
 }
 
 # Model types with other inputs than tokens: `MODAL` in batch.py.
-BATCHES_OF_THEIR_OWN = ("blip-2", "gemma3", "sam", "sam_vision_model", "whisper")
+BATCHES_OF_THEIR_OWN = (
+    "blip-2",
+    "clip",
+    "gemma3",
+    "sam",
+    "sam_vision_model",
+    "siglip",
+    "wav2vec2",
+    "whisper",
+)
 
 # Size of a random change to the initial weights of image models. Tokens, position biases and linear biases start at
 # zero, where a wrong order has no effect, and SwinV2's cosines of zero vectors have noise as gradients.
@@ -146,6 +157,9 @@ SETTINGS: dict[str, dict[str, object]] = {
         "mm_tokens_per_image": NUM_PATCHES,
         "image_token_index": IMAGE_TOKEN,
     },
+    "clip": {"projection_dim": 16},
+    "clip_vision_model": {"image_size": IMAGE_SIDE, "patch_size": 8},
+    "siglip": {"vision_config": {"hidden_size": 32, "vision_use_head": True}},
     # Published models have no head on the vision model. Its width differs from the language model's.
     "siglip_vision_model": {
         "image_size": IMAGE_SIDE,
@@ -170,6 +184,15 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "t5": _T5,
     "umt5": _T5,
+    "wav2vec2": {
+        "conv_dim": (8, 8),
+        "conv_stride": (4, 4),
+        "conv_kernel": (8, 4),
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+        "apply_spec_augment": False,
+    },
     "whisper": {
         "num_mel_bins": MELS,
         "max_source_positions": FRAMES,
@@ -216,6 +239,7 @@ HEADS: dict[str, str | None] = {
     "backbone": "AutoBackbone",
     "text_encoding": "AutoModelForTextEncoding",
     "speech": "AutoModelForSpeechSeq2Seq",
+    "ctc": "AutoModelForCTC",
     "audio_classification": "AutoModelForAudioClassification",
     "mask_generation": "AutoModelForMaskGeneration",
     "image_text": "AutoModelForImageTextToText",
@@ -400,8 +424,8 @@ class ModelChoice:
 
     def _from_config(self) -> nn.Module:
         model: Any = heads_of(self.model_type)[self.head_name](self.config())
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        if not self.tied and head is not None and head.weight is embedding.weight:
+        head = None if self.tied else model.get_output_embeddings()
+        if head is not None and head.weight is model.get_input_embeddings().weight:
             # T5 always ties the head, whatever its config says. T5 1.1 has a separate weight in the head.
             head.weight = nn.Parameter(torch.randn_like(head.weight) * head.in_features**-0.5)
         return model

@@ -61,6 +61,16 @@ class PerMicrobatch(ModelChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BySamples(ModelChoice):
+    """A model whose loss weighs by samples."""
+
+    @property
+    def weighed_by(self) -> Literal["samples", "labels"] | None:
+        """Samples, whatever the loss counts."""
+        return "samples"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Occasional(PerMicrobatch):
     """A Llama with layer parameters that get no gradient in some microbatches, steps and replicas."""
 
