@@ -52,7 +52,7 @@ from ..shardformer.weight_sharding import apply_weight_sharding, plan_weight_sha
 from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
-from ..zero.precision import PrecisionConfig
+from ..zero.precision import PrecisionConfig, format_errors
 from .base import BoostedModule, optimizer_errors
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
@@ -161,7 +161,8 @@ def plan_boost(
     Raises:
         ValueError: a change is impossible; all reasons at once.
     """
-    errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
+    errors = optimizer_errors(model, optimizer) + format_errors(model)
+    errors += config.fused.model_errors(model, mesh.device)
     if optimizer is not None:
         errors += trained_errors(model)
     if getattr(model, "_compiled_call_impl", None) is not None and not _layers_are_local(mesh):

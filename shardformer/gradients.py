@@ -103,8 +103,9 @@ class DataAverage:
         for bucket in _buckets(each for each in self._parameters if each.requires_grad):
             gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
             flags = torch.tensor([float(each.grad is not None) for each in bucket])
-            # In float32, because a sum over many ranks in 16 bits would lose digits.
-            flat = torch.cat([*(each.float().flatten() for each in gradients), flags.to(bucket[0].device)])
+            # In float32 or wider, because a sum over many ranks in 16 bits would lose digits.
+            wide = [each.to(torch.promote_types(each.dtype, torch.float32)).flatten() for each in gradients]
+            flat = torch.cat([*wide, flags.to(bucket[0].device)])
             mean = all_reduce(flat, self._group) / self._group.size()
             *means, flags = mean.split([*(each.numel() for each in bucket), len(bucket)])
             for index, (parameter, gradient) in enumerate(zip(bucket, gradients, strict=True)):

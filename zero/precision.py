@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ..cluster.device import computes_in_bf16
 from ..cluster.errors import raise_errors
@@ -89,6 +90,18 @@ def precision_errors(*, precision: str = "fp32", **numbers: Any) -> list[str]:
     if not low <= initial <= high:
         errors.append(f"initial_scale={initial}: it must be in min_scale={low} … max_scale={high}")
     return errors
+
+
+def format_errors(model: nn.Module) -> list[str]:
+    """List the error of parameters in float64, which float32 buckets would round; empty if there are none."""
+    wide = [name for name, each in model.named_parameters() if each.dtype is torch.float64]
+    if not wide:
+        return []
+    others = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
+    return [
+        f"{wide[0]}{others} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
+        "call model.float(), or use TorchDDPPlugin or TorchFSDPPlugin, which compute in float64"
+    ]
 
 
 def is_finite_number(value: object) -> bool:

@@ -1,0 +1,106 @@
+"""Models in float64: plugins with float32 buckets refuse them, and all others compute in it, to 1e-10."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from echelon import ShardConfig, ShardFormer
+from echelon.cluster.collectives import all_gather
+from echelon.cluster.placement import Shard, placement_of
+from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .training import booster_of, refused
+
+MASKED = ModelChoice(model_type="bert", head="masked", tied=True, num_layers=2)
+# Torch warns of FSDP models whose outputs are views, as logits of tokens are in float64.
+CLASSIFYING = ModelChoice(model_type="bert", num_layers=2)
+SAMPLES = 9
+
+
+def batch_of(choice: ModelChoice, rank: int, size: int) -> tuple[dict[str, Tensor], float]:
+    """Return a replica's share of a padded batch, and the factor from its mean to its share of the batch's mean."""
+    batch = make_batch(choice, num_samples=SAMPLES, seed=0)
+    own = {name: each.tensor_split(size)[rank] for name, each in batch.items()}
+    count, total = (int((each["labels"] != -100).sum()) for each in (own, batch))
+    return own, count * size / total
+
+
+def expected(choice: ModelChoice) -> dict[str, Tensor]:
+    plain: Any = choice.build().double()
+    plain(**batch_of(choice, 0, 1)[0]).loss.backward()
+    return {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+
+
+def departing(choice: ModelChoice, gradients: dict[str, Tensor]) -> list[str]:
+    """Return the names of missing gradients, and of those that are 1e-10 of their largest entry from one process."""
+    wanted = expected(choice)
+    largest = max(float(each.abs().max()) for each in wanted.values())
+    return sorted(wanted.keys() ^ gradients.keys()) + [
+        name
+        for name, each in gradients.items()
+        if each.dtype != torch.float64
+        or (each - wanted[name]).abs().max() > 1e-10 * max(wanted[name].abs().max(), 1e-6 * largest)
+    ]
+
+
+def by_a_booster(kind: str, choice: ModelChoice) -> list[str]:
+    booster, model = booster_of(kind, precision="fp32"), choice.build().double()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch, factor = batch_of(choice, *booster.plugin.data_rank)
+    booster.backward(boosted(**batch).loss * factor, optimizer)
+    named = dict(boosted.unwrap().named_parameters())
+    trained = ((name, each) for name, each in named.items() if each.grad is not None)
+    return departing(choice, {name: whole(each.grad) for name, each in trained})
+
+
+def whole(gradient: Any) -> Tensor:
+    full: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return full
+
+
+@pytest.mark.parametrize(("kind", "choice"), [("ddp", MASKED), ("fsdp", CLASSIFYING)])
+def test_torchs_plugins_compute_in_float64(pool: Pool, kind: str, choice: ModelChoice) -> None:
+    assert pool.run(2, by_a_booster, kind, choice) == [[], []]
+
+
+def by_shard_former(sizes: dict[str, int]) -> list[str]:
+    shard_former = ShardFormer(ShardConfig(**sizes))
+    shard_former.init_distributed()
+    model, config = shard_former.shard_model(MASKED.build().double()), shard_former.shard_config
+    replica = 0 if config.replica_group is None else config.replica_group.rank()
+    batch, factor = batch_of(MASKED, replica, config.data_parallel_size)
+    (model(**batch).loss * factor).backward()
+    trained = ((name, each) for name, each in model.named_parameters() if each.grad is not None)
+    return departing(MASKED, {name: unsharded(each, config) for name, each in trained})
+
+
+def unsharded(parameter: nn.Parameter, config: ShardConfig) -> Tensor:
+    """Return the gradient of a full parameter."""
+    placement, gradient = placement_of(parameter), parameter.grad
+    assert gradient is not None
+    if not isinstance(placement, Shard) or config.split_group is None:
+        return gradient
+    return placement.whole(list(all_gather(gradient[None], config.split_group, 0).unbind(0)))
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
+def test_shard_former_computes_in_float64(pool: Pool, sizes: dict[str, int]) -> None:
+    assert pool.run(2, by_shard_former, sizes) == [[], []]
+
+
+def boosted_in_float64(kind: str) -> str:
+    model, booster = MASKED.build(), booster_of(kind, precision="fp32")
+    bias: Any = model.get_parameter("cls.predictions.bias")
+    bias.data = bias.data.double()
+    return refused(lambda: booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "zero1"])
+def test_float32_buckets_refuse_a_parameter_in_float64(pool: Pool, kind: str) -> None:
+    for error in pool.run(2, boosted_in_float64, kind):
+        assert "cls.predictions.bias in torch.float64 would be rounded to float32" in error
