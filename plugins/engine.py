@@ -43,7 +43,7 @@ from ..shardformer.recompute import recomputable_layers
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
-from .loss import BatchLoss, BatchWeights, LossWeights, model_loss, note_factor
+from .loss import BatchLoss, BatchWeights, LossWeights, model_loss, note_factor, require_divisor
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
@@ -131,7 +131,7 @@ class PipelineEngine:
         batch, moved, wanted = self._next_batch(data_iter, own)
         microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
         weights = self._weights.of_batch(
-            criterion or model_loss,
+            model_loss if criterion is None else criterion,
             microbatches,
             optimizer if trains else None,
             compares=self._is_compared,
@@ -222,8 +222,8 @@ class PipelineEngine:
 
         Raises:
             StopIteration: the iterators of all ranks have ended.
-            ValueError: those of some ranks have ended, batches differ within a replica, are too small or require
-                gradients, or only some ranks train.
+            ValueError: those of some ranks have ended, batches differ within a replica, are too small, require
+                gradients or have a wrong divisor, or only some ranks train.
         """
         if not isinstance(data_iter, Iterator):
             raise TypeError(
@@ -233,6 +233,7 @@ class PipelineEngine:
         has_batch = batch is not _ENDED
         if has_batch and own.trains:
             _refuse_gradients_of(batch)
+        require_divisor(batch)
         is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
         if not is_compared and has_batch and own != self._own_kind:
             if own.training_mode != self._own_kind.training_mode:

@@ -314,6 +314,11 @@ class HybridParallelPlugin(Plugin):
                 )
         if return_outputs not in (True, False, "all_ranks"):
             raise ValueError(f"return_outputs={return_outputs!r} must be True, False or 'all_ranks'")
+        if criterion is not None and not callable(criterion):
+            raise TypeError(
+                f"criterion={criterion!r} is not callable: give a function of (outputs, inputs), or None for the "
+                "model's own loss"
+            )
         calls = optimizer.accumulate_and_reduce() if trains and optimizer is not None else nullcontext()
         with naming_failures("execute_pipeline"), calls:
             return boosted.engine.run(

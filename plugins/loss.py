@@ -7,7 +7,9 @@ a mean, and rounds nothing. The optimizer multiplies reduced gradients by firstÂ
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
+from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -20,7 +22,7 @@ from ..cluster.device import numbers_on
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.counted_loss import Observed, ObservedStage
 from ..pipeline.microbatch import batch_size
-from ..pipeline.runner import Criterion, RunResult
+from ..pipeline.runner import Criterion, RunResult, is_number
 from ..zero.optimizer import ShardedOptimizer
 from .loss_terms import GlobalCounts, Term, expected_counts, has_rest, leaves_of, terms_of
 
@@ -254,8 +256,13 @@ class BatchWeights:
         """Return the sum of a microbatch's loss and its weight, or a wrong result of the criterion as it is."""
         computed: Any = self.criterion(outputs, inputs)
         loss, *given = computed if isinstance(computed, tuple) else (computed,)
-        if not isinstance(loss, Tensor) or len(given) > 1:
+        if not isinstance(loss, Tensor) or len(given) > 1 or not all(map(is_number, given)):
             return computed
+        if given and not isinstance(given[0], Tensor) and not 0 <= given[0] < inf:
+            raise ValueError(
+                f"the criterion returned the weight {given[0]}: return a finite number of at least 0, such as the "
+                "number of labels"
+            )
         is_first = self._num_calls == 0
         if is_first:
             self._require_known_parameters(loss, outputs)
@@ -443,7 +450,21 @@ class BatchWeights:
 
 
 def _given_divisor(inputs: Any) -> bool:
-    return isinstance(inputs, dict) and inputs.get("num_items_in_batch") is not None
+    return isinstance(inputs, Mapping) and inputs.get("num_items_in_batch") is not None
+
+
+def require_divisor(batch: Any) -> None:
+    """Raise ValueError for a divisor in the batch that is no number above 0. Tensors are not read on a device."""
+    if not _given_divisor(batch):
+        return
+    value = divisor = batch["num_items_in_batch"]
+    if isinstance(divisor, Tensor):
+        value = None if divisor.numel() != 1 else divisor.item() if divisor.is_cpu else 1
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < inf:
+        raise ValueError(
+            f"num_items_in_batch={divisor!r} in the batch must be a number above 0: give the number of labels in the "
+            "global batch, or leave it out"
+        )
 
 
 def _power_of_two(number: Tensor) -> Tensor:

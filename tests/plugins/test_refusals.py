@@ -214,8 +214,39 @@ def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
         data = iter([batch]) if data is None else data
         return lambda: booster.execute_pipeline(data, model, criterion, given, **options)
 
+    def weighing(weight: Any) -> Callable[[], Any]:
+        return run(lambda outputs, _: (outputs.loss, weight))
+
+    def dividing(divisor: Any) -> Callable[[], Any]:
+        return run(data=iter([batch | {"num_items_in_batch": divisor}]))
+
     scalar = "the criterion must return a scalar tensor"
+    wrong_weights = {"words": "a", "no number": None, "a list of one": [1.0]}
+    wrong_divisors = {"a word": "a", "zero": 0, "negative": -3, "not a number": float("nan"), "True": True}
+    wrong_divisors |= {"zero on the CPU": torch.tensor(0), "two": torch.tensor([1, 2])}
     return {
+        **{
+            f"weight: {name}": (weighing(weight), f"{scalar}, or (loss_sum, weight), not (a tensor")
+            for name, weight in wrong_weights.items()
+        },
+        **{
+            f"weight {weight}": (
+                weighing(weight),
+                f"the criterion returned the weight {weight}: return a finite",
+            )
+            for weight in (-1, float("nan"), float("inf"))
+        },
+        **{
+            f"divisor: {name}": (
+                dividing(divisor),
+                f"num_items_in_batch={divisor!r} in the batch must be a number",
+            )
+            for name, divisor in wrong_divisors.items()
+        },
+        "no function": (
+            run("mean"),
+            "criterion='mean' is not callable: give a function of (outputs, inputs)",
+        ),
         "logits": (
             run(lambda outputs, _: (outputs.loss, outputs.logits)),
             f"{scalar}, or (loss_sum, weight)",
