@@ -43,7 +43,7 @@ from ..shardformer.recompute import recomputable_layers
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
-from .loss import BatchLoss, BatchWeights, LossWeights, model_loss, note_factor, require_divisor
+from .loss import BatchLoss, LossReducer, WeighedCriterion, model_loss, note_factor, require_num_items
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
@@ -73,7 +73,7 @@ class PipelineEngine:
         self._observed_stages: dict[int, Any] = (
             dict(self._stages) if last is None else {**self._stages, last.index: last}
         )
-        self._weights = LossWeights(mesh, self._last_rank, last, config.loss_reduction)
+        self._loss_reducer = LossReducer(mesh, self._last_rank, last, config.loss_reduction)
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
@@ -130,15 +130,15 @@ class PipelineEngine:
         )
         batch, moved, wanted = self._next_batch(data_iter, own)
         microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
-        weights = self._weights.of_batch(
+        weighed = self._loss_reducer.of_batch(
             model_loss if criterion is None else criterion,
             microbatches,
             optimizer if trains else None,
             compares=self._is_compared,
             mean_samples=self._mean_samples,
         )
-        result = self._run_schedule(microbatches, weights, optimizer, wanted)
-        mean, own_loss = self._losses(result, weights, optimizer, wanted) if wanted.loss else (None, None)
+        result = self._run_schedule(microbatches, weighed, optimizer, wanted)
+        mean, own_loss = self._losses(result, weighed, optimizer, wanted) if wanted.loss else (None, None)
         loss = mean if average_loss else own_loss
         if trains and loss is not None:
             loss = loss.as_subclass(PipelineLoss)
@@ -150,7 +150,7 @@ class PipelineEngine:
     def _run_schedule(
         self,
         microbatches: Sequence[Any],
-        weights: BatchWeights,
+        weighed: WeighedCriterion,
         optimizer: ShardedOptimizer | None,
         wanted: "_CallKind",
     ) -> RunResult:
@@ -161,9 +161,9 @@ class PipelineEngine:
             run = ScheduleRun(
                 stages=self._observed_stages,
                 microbatches=microbatches,
-                criterion=weights if wanted.loss else None,
+                criterion=weighed if wanted.loss else None,
                 transport=self._transport,
-                scale=lambda loss: weights.share(loss if optimizer is None else optimizer.scale_loss(loss)),
+                scale=lambda loss: weighed.share(loss if optimizer is None else optimizer.scale_loss(loss)),
                 keep_outputs=wanted.outputs,
                 before_forward=begin_forward,
                 weight_gradients=self._weight_gradients,
@@ -223,7 +223,7 @@ class PipelineEngine:
         Raises:
             StopIteration: the iterators of all ranks have ended.
             ValueError: those of some ranks have ended, batches differ within a replica, are too small, require
-                gradients or have a wrong divisor, or only some ranks train.
+                gradients or have a wrong `num_items_in_batch`, or only some ranks train.
         """
         if not isinstance(data_iter, Iterator):
             raise TypeError(
@@ -233,7 +233,7 @@ class PipelineEngine:
         has_batch = batch is not _ENDED
         if has_batch and own.trains:
             _refuse_gradients_of(batch)
-        require_divisor(batch)
+        require_num_items(batch)
         is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
         if not is_compared and has_batch and own != self._own_kind:
             if own.training_mode != self._own_kind.training_mode:
@@ -338,19 +338,19 @@ class PipelineEngine:
     def _losses(
         self,
         result: RunResult,
-        weights: BatchWeights,
+        weighed: WeighedCriterion,
         optimizer: ShardedOptimizer | None,
         wanted: "_CallKind",
     ) -> tuple[Tensor, Tensor]:
         """Return the loss over all replicas, which is differentiated, and this replica's. All-reduce over the world."""
         steps = 1 if optimizer is None else optimizer.accumulation_steps
-        loss: BatchLoss = self._weights.reduced(result, weights, steps)
+        loss: BatchLoss = self._loss_reducer.reduced(result, weighed, steps)
         self._require_one_kind(loss.weighted, trains=wanted.trains)
-        self._require_expected_counts(loss.deviation, weights, trains=wanted.trains)
+        self._require_expected_counts(loss.deviation, weighed, trains=wanted.trains)
         if optimizer is not None and wanted.trains:
             note_factor(optimizer, loss.factor)
         if self._is_compared:
-            weights.note_uneven()
+            weighed.note_uneven()
         return loss.mean, loss.of_replica
 
     def _require_one_kind(self, weighted: Tensor, *, trains: bool) -> None:
@@ -374,12 +374,12 @@ class PipelineEngine:
         elif (number := int(weighted)) not in (0, num_replicas):
             raise ValueError(message.format(f"{number} of {num_replicas}"))
 
-    def _require_expected_counts(self, deviation: Tensor, weights: BatchWeights, *, trains: bool) -> None:
+    def _require_expected_counts(self, deviation: Tensor, weighed: WeighedCriterion, *, trains: bool) -> None:
         """Require that the terms of a loss counted as expected. Waits for the device in evaluation.
 
         Args:
             deviation: above 0 if they did not, 0-d, equal on all ranks.
-            weights: of the call.
+            weighed: the criterion of the call.
             trains: the call is one of training.
 
         Raises:
@@ -392,7 +392,7 @@ class PipelineEngine:
         )
         if trains:
             self.agreement.note_deviation(deviation, message)
-        elif (self.mesh.world_size > 1 or weights.has_terms) and bool(deviation > 0):
+        elif (self.mesh.world_size > 1 or weighed.has_terms) and bool(deviation > 0):
             raise ValueError(message)
 
     def _returned_outputs(self, result: RunResult, asked: "_CallKind", wanted: "_CallKind") -> Any:

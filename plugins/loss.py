@@ -1,21 +1,22 @@
 """The loss of a batch: the weight of each microbatch in it, and its reduction over all replicas.
 
 [Note: weights of microbatches] The loss of a batch is the sum of all microbatches' loss sums over the sum of their
-weights, so it is exact for any distribution of labels. A backward starts from loss_sum / first. `first` is a power of
-two of the size of a replica's weight, fixed beforehand and equal on all ranks. It scales gradients to the magnitude of
-a mean, and rounds nothing. The optimizer multiplies reduced gradients by first·d / (sum of weights) in float32.
+weights, so it is exact for any distribution of labels. A backward starts from loss_sum / divisor. The divisor is a
+power of two of the size of a replica's weight, fixed beforehand and equal on all ranks. It scales gradients to the
+magnitude of a mean, and rounds nothing. The optimizer multiplies reduced gradients by divisor·d / (sum of weights) in
+float32; d is the number of replicas.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from ..cluster.collectives import all_reduce
 from ..cluster.device import numbers_on
@@ -24,7 +25,7 @@ from ..pipeline.counted_loss import Observed, ObservedStage
 from ..pipeline.microbatch import batch_size
 from ..pipeline.runner import Criterion, RunResult, is_number
 from ..zero.optimizer import ShardedOptimizer
-from .loss_terms import GlobalCounts, Term, expected_counts, has_rest, leaves_of, terms_of
+from .loss_terms import GlobalCounts, Term, expected_counts, has_rest, require_known_parameters, terms_of
 
 _LOG = logging.getLogger("echelon")
 
@@ -32,9 +33,11 @@ LossReduction = Literal["global", "microbatch_mean"]
 LOSS_REDUCTIONS: tuple[str, ...] = get_args(LossReduction)
 # The weight of a microbatch: observed labels, the weight that a criterion returns, or samples. Sums add up, and
 # "microbatch_mean" averages.
-_Kind = Literal["labels", "criterion", "samples", "sum", "mean"]
+_WeighedBy = Literal["labels", "criterion", "samples", "sum", "mean"]
 # The model's loss: the very result of one loss function, terms that are weighed separately, or neither.
-_Form = Literal["single", "several", "other"]
+_Structure = Literal["single", "several", "other"]
+# Weights that are not known before the first microbatch runs.
+_COUNTED: tuple[_WeighedBy, ...] = ("labels", "criterion")
 _BY_SAMPLES = (
     "the model's loss is no sum of means over labels, so each microbatch weighs as many as its samples; see "
     "docs/decisions/loss.md"
@@ -74,8 +77,8 @@ class BatchLoss(NamedTuple):
     deviation: Tensor
 
 
-class LossWeights:
-    """The weights of microbatches in the loss, of one boosted model; see [Note: weights of microbatches].
+class LossReducer:
+    """Reduces the losses of a model's calls and remembers their structure; see [Note: weights of microbatches].
 
     Args:
         mesh: the mesh.
@@ -87,13 +90,13 @@ class LossWeights:
     def __init__(
         self, mesh: ParallelMesh, last_rank: int, stage: ObservedStage | None, reduction: LossReduction
     ) -> None:
-        self.mesh, self.stage, self._reduction = mesh, stage, reduction
+        self.mesh, self.stage, self.reduction = mesh, stage, reduction
         self._last_rank = last_rank
-        self._sizes: dict[str, Tensor] = {}  # by kind: `first` of the next call
-        # By training or evaluation:
-        self._forms: dict[bool, _Form] = {}
+        self._divisors: dict[str, Tensor] = {}  # of the next call, by `_WeighedBy`
+        # By True for training, False for evaluation:
+        self.structures: dict[bool, _Structure] = {}
         self._num_terms: dict[bool, int] = {}  # of a loss of several terms on all replicas; otherwise 0
-        self._pending: Tensor | None = None  # `first` of accumulated calls
+        self._last_divisor: Tensor | None = None  # which accumulated calls share
         self._has_noted: set[str] = set()
 
     def of_batch(
@@ -104,8 +107,8 @@ class LossWeights:
         *,
         compares: bool,
         mean_samples: float,
-    ) -> "BatchWeights":
-        """Return the weighing of one call.
+    ) -> "WeighedCriterion":
+        """Return the criterion of one call, with weights.
 
         Args:
             criterion: of the call.
@@ -120,42 +123,39 @@ class LossWeights:
             and isinstance(optimizer.gradient_factor, Tensor)
         )
         if self.stage is not None:
-            form = self._forms.get(torch.is_grad_enabled())
-            self.stage.separate = self._reduction == "global" and form in (None, "several")
-        return BatchWeights(
+            structure = self.structures.get(torch.is_grad_enabled())
+            self.stage.separate = self.reduction == "global" and structure in (None, "several")
+        return WeighedCriterion(
             self,
             criterion,
             microbatches,
-            first=self._pending if accumulates else None,
+            divisor=self._last_divisor if accumulates else None,
             compares=compares and optimizer is not None,
             mean_samples=mean_samples,
         )
 
-    def form(self, weights: "BatchWeights") -> _Form | None:
-        """Return the form of the model's loss in the calls of this kind before, None in the first."""
-        return self._forms.get(weights.trains)
+    def set_structure(self, structure: _Structure, *, trains: bool) -> None:
+        """Note the structure of the model's loss; of one that changes, that of several terms."""
+        if structure == "several" or trains not in self.structures:
+            self.structures[trains] = structure
 
-    def set_form(self, weights: "BatchWeights", form: _Form) -> None:
-        """Note the form of the model's loss; of one that changes, that of several terms."""
-        if form == "several" or weights.trains not in self._forms:
-            self._forms[weights.trains] = form
-
-    def agreed_terms(self, own: int, weights: "BatchWeights") -> int | None:
+    def agreed_terms(self, number: int, criterion: "WeighedCriterion") -> int | None:
         """Return the number of terms of the loss; None if replicas have different numbers.
 
         All-reduce over dp of last stages in compared calls of training, and in the first evaluation.
         """
-        if self.mesh.size("dp") == 1:
-            return own
-        if weights.compares or weights.trains not in self._num_terms:
-            numbers = torch.full((2,), own, dtype=torch.float64, device=self.mesh.device)
-            numbers[1] = own**2
+        num_replicas, trains = self.mesh.size("dp"), criterion.trains
+        if num_replicas == 1:
+            return number
+        if criterion.compares or trains not in self._num_terms:
+            numbers = torch.full((2,), number, dtype=torch.float64, device=self.mesh.device)
+            numbers[1] = number**2
             total, squares = self.over_replicas(numbers)
-            if not bool(squares * self.mesh.size("dp") == total**2):
-                self._num_terms[weights.trains] = 0
+            is_agreed = bool(squares * num_replicas == total**2)
+            self._num_terms[trains] = number if is_agreed else 0
+            if not is_agreed:
                 return None
-            self._num_terms[weights.trains] = own
-        return self._num_terms[weights.trains]
+        return self._num_terms[trains]
 
     def over_replicas(self, numbers: Tensor) -> Tensor:
         """Return the sum over replicas. All-reduce over dp of last stages."""
@@ -167,87 +167,89 @@ class LossWeights:
             _LOG.warning(message)
         self._has_noted.add(message)
 
-    def reduced(self, result: RunResult, weights: "BatchWeights", accumulation_steps: int) -> BatchLoss:
+    def reduced(self, result: RunResult, criterion: "WeighedCriterion", accumulation_steps: int) -> BatchLoss:
         """Return the loss of a batch. All-reduce over the world if there are stages or replicas."""
         num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
         is_reduced = self.mesh.size("pp", "dp") > 1
-        # For each replica R: loss, weight, `first`, 1 if the criterion returned a weight, above 0 if terms counted
+        # For each replica R: loss, weight, divisor, 1 if the criterion returned a weight, above 0 if terms counted
         # otherwise than expected, and the loss of the replica; float32 whatever torch's default is.
         figures_R6 = torch.zeros(num_replicas, 6, dtype=torch.float32, device=self.mesh.device)
         # All ranks of a replica have the same values: one of them adds them.
         is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
         if self.mesh.rank("pp") == self._last_rank and is_counted:
-            assert result.weights is not None and weights.first is not None
+            assert result.weights is not None and criterion.divisor is not None
             figures_R6[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
             figures_R6[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
-            figures_R6[replica, 2] = weights.first
-            figures_R6[replica, 3] = float(weights.kind == "criterion")
-            figures_R6[replica, 4] = weights.deviation
-            figures_R6[replica, 5] = weights.replica_loss(figures_R6[replica])
+            figures_R6[replica, 2] = criterion.divisor
+            figures_R6[replica, 3] = float(criterion.weighed_by == "criterion")
+            figures_R6[replica, 4] = criterion.deviation
+            figures_R6[replica, 5] = criterion.replica_loss(figures_R6[replica])
         if is_reduced:
             dist.all_reduce(figures_R6)
-        losses, counts, firsts, weighted, deviations, of_replicas = figures_R6.unbind(1)
-        count = counts.sum()
-        if weights.trains:
-            self._pending = firsts[0]
-            if weights.kind in ("labels", "criterion"):
-                self._sizes[weights.kind] = _power_of_two(count / num_replicas)
-        first = firsts[0] * (num_replicas * accumulation_steps)
+        losses, weights, divisors, weighted, deviations, of_replicas = figures_R6.unbind(1)
+        weight = weights.sum()
+        if criterion.trains:
+            self._last_divisor = divisors[0]
+            if criterion.weighed_by in _COUNTED:
+                self._divisors[criterion.weighed_by] = _power_of_two(weight / num_replicas)
+        correction = divisors[0] * (num_replicas * accumulation_steps)
         return BatchLoss(
-            mean=losses.sum() / count,
+            mean=losses.sum() / weight,
             of_replica=of_replicas[replica],
-            factor=torch.where(count != 0, first / count, 0.0),
+            factor=torch.where(weight != 0, correction / weight, 0.0),
             weighted=weighted.sum(),
             deviation=deviations.sum(),
         )
 
-    def size_of(self, weights: "BatchWeights", weight: Tensor) -> Tensor:
-        """Return `first` of a call, from the first microbatch. In compared calls all-reduce over dp of last stages."""
-        kind = weights.kind
-        if not weights.trains:
+    def divisor_of(self, criterion: "WeighedCriterion", weight: Tensor) -> Tensor:
+        """Return the divisor of a call, from the weight of its first microbatch.
+
+        In compared calls all-reduce over dp of last stages.
+        """
+        weighed_by, num_replicas = criterion.weighed_by, self.mesh.size("dp")
+        is_counted = weighed_by in _COUNTED
+        if not criterion.trains:
             return torch.ones((), device=self.mesh.device)
-        is_estimated = kind in ("labels", "criterion")
-        whole = weight.float() * len(weights.microbatches) if is_estimated else weight.new_zeros(())
-        if weights.compares and self.mesh.size("dp") > 1:
-            whole = all_reduce(whole.float(), self.mesh.group("dp")) / self.mesh.size("dp")
-        if kind == "samples":
-            (samples,) = numbers_on(self.mesh.device, [weights.mean_samples], torch.float32)
-            return _power_of_two(samples)
-        if not is_estimated:
-            return torch.ones((), device=self.mesh.device)
-        if kind not in self._sizes:
-            if not weights.compares and self.mesh.size("dp") > 1:  # replicas have no common estimate
-                (whole,) = numbers_on(self.mesh.device, [weights.mean_samples], torch.float32)
-            self._sizes[kind] = _power_of_two(whole)
-        return self._sizes[kind]
+        estimate = weight.float() * (len(criterion.microbatches) if is_counted else 0)
+        if criterion.compares and num_replicas > 1:
+            estimate = all_reduce(estimate, self.mesh.group("dp")) / num_replicas
+        if weighed_by in self._divisors:
+            return self._divisors[weighed_by]
+        has_estimate = criterion.compares or num_replicas == 1  # that replicas have in common
+        if weighed_by == "samples" or (is_counted and not has_estimate):
+            (estimate,) = numbers_on(self.mesh.device, [criterion.mean_samples], torch.float32)
+        divisor = _power_of_two(estimate)
+        if is_counted:
+            self._divisors[weighed_by] = divisor
+        return divisor
 
 
 class _Weighed(NamedTuple):
     """The addend of a microbatch to the loss, and its weight."""
 
-    kind: _Kind
+    weighed_by: _WeighedBy
     loss_sum: Tensor
     weight: Any
 
 
-class BatchWeights:
+class WeighedCriterion:
     """A criterion of one call that returns (loss_sum, weight) of a microbatch, whatever the user's returns."""
 
     def __init__(
         self,
-        weights: LossWeights,
+        reducer: LossReducer,
         criterion: Criterion,
         microbatches: Sequence[Any],
         *,
-        first: Tensor | None,
+        divisor: Tensor | None,
         compares: bool,
         mean_samples: float,
     ) -> None:
         self.criterion, self.microbatches = criterion, microbatches
-        self.compares, self.mean_samples, self.first = compares, mean_samples, first
-        self.kind: _Kind = "samples"
+        self.compares, self.mean_samples, self.divisor = compares, mean_samples, divisor
+        self.weighed_by: _WeighedBy = "samples"
         self.trains = torch.is_grad_enabled()
-        self._weights, self._num_calls = weights, 0
+        self._reducer, self._num_calls = reducer, 0
         self._labels: list[Tensor] = []  # counted by a loss that is not used, in compared calls
         self._counts: GlobalCounts | None = None
         self.deviation: Tensor | float = 0.0
@@ -265,44 +267,29 @@ class BatchWeights:
             )
         is_first = self._num_calls == 0
         if is_first:
-            self._require_known_parameters(loss, outputs)
+            stage = self._reducer.stage
+            if self.trains and stage is not None and loss is not _field(outputs, "loss"):
+                require_known_parameters(loss, outputs, stage.model)
             self._counts = self._counts_of(loss, outputs, inputs)
         weighed = _Weighed("criterion", loss, given[0]) if given else self._weighed(loss, outputs, inputs)
-        if not is_first and (weighed.kind == "criterion") != (self.kind == "criterion"):
+        if not is_first and (weighed.weighed_by == "criterion") != (self.weighed_by == "criterion"):
             raise TypeError(
                 "the criterion returned a weight for some microbatches only: return one for all or none"
             )
-        self.kind, loss_sum, weight = weighed
+        self.weighed_by, loss_sum, weight = weighed
         self._num_calls += 1
         if isinstance(weight, Tensor):
             number = weight.to(loss.device)
         else:  # a kernel that fills: a copy would block the host
             number = torch.full((), weight, dtype=torch.float64, device=loss.device)
-        if self.kind in ("mean", "sum"):
+        if self.weighed_by in ("mean", "sum"):
             number = number if is_first else torch.zeros_like(number)
-        if is_first and self.first is None:
-            self.first = self._weights.size_of(self, number.detach())
+        if is_first and self.divisor is None:
+            self.divisor = self._reducer.divisor_of(self, number.detach())
         observed = self._observed
         if observed is not None and observed.lacks_graph and not has_rest(loss_sum, observed.losses):
             loss_sum = loss_sum.detach()  # the graph of its terms alone, which trains nothing
         return loss_sum, number
-
-    def _require_known_parameters(self, loss: Tensor, outputs: Any) -> None:
-        """Raise ValueError if a criterion trains a parameter of its own, whose gradient nothing would correct."""
-        stage = self._weights.stage
-        if not self.trains or stage is None or loss is _field(outputs, "loss"):
-            return
-        computed = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
-        unknown = [leaf for leaf in leaves_of(loss, computed) if isinstance(leaf, nn.Parameter)]
-        if not unknown:
-            return
-        known = {id(each) for each in stage.model.parameters()}
-        for leaf in unknown:
-            if id(leaf) not in known:
-                raise ValueError(
-                    f"the criterion trains a parameter of shape {tuple(leaf.shape)} that is not in the model: add it "
-                    "to the model before boost, or detach it"
-                )
 
     def replica_loss(self, figures: Tensor) -> Tensor:
         """Return the loss of this replica's batch, from the sums of losses and weights."""
@@ -315,13 +302,13 @@ class BatchWeights:
 
     def share(self, loss_sum: Tensor) -> Tensor:
         """Return the tensor that is differentiated; the optimizer multiplies the gradients by the rest."""
-        assert self.first is not None
-        return loss_sum / self.first
+        assert self.divisor is not None
+        return loss_sum / self.divisor
 
     def _weighed(self, loss: Tensor, outputs: Any, inputs: Any) -> "_Weighed":
         """Weigh a loss that comes without a weight."""
         observed = self._observed
-        if self._weights._reduction == "microbatch_mean":
+        if self._reducer.reduction == "microbatch_mean":
             return _Weighed("mean", loss / len(self.microbatches), 1.0)
         exact = torch.promote_types(loss.dtype, torch.float32)
         if loss is _field(outputs, "loss") and observed is not None:
@@ -331,7 +318,7 @@ class BatchWeights:
             if counted is not None and counted.number is not None:
                 return _Weighed("labels", loss.to(exact) * counted.number, counted.number)
             if counted is not None or self._adds_up(outputs, inputs):
-                return _Weighed("sum", loss, 1 / self._weights.mesh.size("dp"))
+                return _Weighed("sum", loss, 1 / self._reducer.mesh.size("dp"))
         elif observed is not None and self.compares:
             self._labels += [each.number for each in observed.losses[:1] if each.number is not None]
         samples = float(batch_size(inputs))
@@ -339,7 +326,7 @@ class BatchWeights:
 
     def _weighed_by_terms(self, loss: Tensor, counts: GlobalCounts, outputs: Any, inputs: Any) -> "_Weighed":
         assert self._observed is not None
-        replicas, mean = self._weights.mesh.size("dp"), 1 / len(self.microbatches)
+        replicas, mean = self._reducer.mesh.size("dp"), 1 / len(self.microbatches)
         has_auxiliary = _field(outputs, "aux_loss") is not None
         total, fraction = counts.weighed(
             loss,
@@ -361,9 +348,9 @@ class BatchWeights:
         terms = self._terms(loss, outputs, inputs)
         expected = expected_counts(terms, self.microbatches, self._index_of(inputs)) if terms else None
         if terms and expected is None:
-            self._weights.note(_BY_SAMPLES)
+            self._reducer.note(_BY_SAMPLES)
             terms = []
-        agreed = self._weights.agreed_terms(len(terms), self)
+        agreed = self._reducer.agreed_terms(len(terms), self)
         if agreed is None:  # replicas have different terms
             self.deviation = 1.0
         if not agreed:
@@ -373,27 +360,28 @@ class BatchWeights:
                 terms,
                 self.microbatches,
                 expected,
-                self._weights.over_replicas,
-                self._weights.mesh.size("dp"),
+                self._reducer.over_replicas,
+                self._reducer.mesh.size("dp"),
             )
-        self._weights.over_replicas(GlobalCounts.none(agreed, loss.device))
+        self._reducer.over_replicas(GlobalCounts.none(agreed, loss.device))
         return None
 
     def _terms(self, loss: Tensor, outputs: Any, inputs: Any) -> list[Term]:
         """Return the terms of the model's loss if it has several, or one and a rest, and all can be counted."""
-        observed, weights = self._observed, self._weights
-        form, note = weights.form(self), weights.note
-        if loss is not _field(outputs, "loss") or observed is None or weights._reduction != "global":
-            weights.set_form(self, "single")
+        observed, note = self._observed, self._reducer.note
+        structure = self._reducer.structures.get(self.trains)
+        set_structure = partial(self._reducer.set_structure, trains=self.trains)
+        if loss is not _field(outputs, "loss") or observed is None or self._reducer.reduction != "global":
+            set_structure("single")
             return []
         counted = observed.counted(loss)
         if counted is not None or self._adds_up(outputs, inputs):
             if counted is not None and not counted.of_batch:
                 note(_BY_SAMPLES)
-            weights.set_form(self, "single")
+            set_structure("single")
             return []
-        if form == "single":
-            weights.set_form(self, "several")
+        if structure == "single":
+            set_structure("several")
             note(
                 "the model's loss has more terms than in the calls before, so each microbatch of this call weighs as "
                 "many as its samples"
@@ -403,16 +391,16 @@ class BatchWeights:
             return []
         terms = terms_of(loss, observed.losses)
         # A sum that the model divides by a number of its own may be a mean over anything.
-        adds_up = _given_divisor(inputs)
+        adds_up = _has_num_items(inputs)
         if not terms or any(
             not adds_up if each.number is None else each.recount is None for each, _ in terms
         ):
             note(_BY_SAMPLES)
-            weights.set_form(self, "other")
+            set_structure("other")
             return []
-        weights.set_form(self, "several")
+        set_structure("several")
         if (
-            form is None
+            structure is None
             and self.trains
             and _field(outputs, "aux_loss") is None
             and has_rest(loss, observed.losses)
@@ -427,14 +415,14 @@ class BatchWeights:
         """Return True for a loss of sums over a divisor that the batch has."""
         assert self._observed is not None
         has_sums = any(each.number is None for each in self._observed.losses)
-        return has_sums and _given_divisor(inputs) and _field(outputs, "aux_loss") is None
+        return has_sums and _has_num_items(inputs) and _field(outputs, "aux_loss") is None
 
     def _index_of(self, inputs: Any) -> int:
         return next(index for index, each in enumerate(self.microbatches) if each is inputs)
 
     @property
     def _observed(self) -> Observed | None:
-        stage = self._weights.stage
+        stage = self._reducer.stage
         return None if stage is None else stage.observed
 
     def note_uneven(self) -> None:
@@ -443,26 +431,26 @@ class BatchWeights:
             samples = [batch_size(each) for each in self.microbatches]
             per_sample = {float(count) / size for count, size in zip(self._labels, samples, strict=False)}
             if len(per_sample) > 1:
-                self._weights.note(
+                self._reducer.note(
                     "the criterion returns a mean, weighed by samples, but the microbatches have different numbers of "
                     "labels: return (loss_sum, weight) for the mean over all labels"
                 )
 
 
-def _given_divisor(inputs: Any) -> bool:
+def _has_num_items(inputs: Any) -> bool:
     return isinstance(inputs, Mapping) and inputs.get("num_items_in_batch") is not None
 
 
-def require_divisor(batch: Any) -> None:
-    """Raise ValueError for a divisor in the batch that is no number above 0. Tensors are not read on a device."""
-    if not _given_divisor(batch):
+def require_num_items(batch: Any) -> None:
+    """Raise ValueError for a `num_items_in_batch` that is no number above 0. A tensor on a device is not read."""
+    if not _has_num_items(batch):
         return
-    value = divisor = batch["num_items_in_batch"]
-    if isinstance(divisor, Tensor):
-        value = None if divisor.numel() != 1 else divisor.item() if divisor.is_cpu else 1
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < inf:
+    value = number = batch["num_items_in_batch"]
+    if isinstance(number, Tensor):
+        value = None if number.numel() != 1 else number.item() if number.is_cpu else 1
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < inf:
         raise ValueError(
-            f"num_items_in_batch={divisor!r} in the batch must be a number above 0: give the number of labels in the "
+            f"num_items_in_batch={number!r} in the batch must be a number above 0: give the number of labels in the "
             "global batch, or leave it out"
         )
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..pipeline.counted_loss import Counted
 from ..pipeline.label_functions import OfMicrobatch
@@ -60,6 +61,25 @@ def leaves_of(loss: Tensor, inner: Iterable[Tensor]) -> Iterator[Tensor]:
         if variable is not None:
             yield variable
         reached += [before for before, _ in node.next_functions]
+
+
+def require_known_parameters(loss: Tensor, outputs: Any, model: nn.Module) -> None:
+    """Raise ValueError if a criterion trains a parameter that is not in the model: nothing would correct its gradient.
+
+    Args:
+        loss: of the criterion.
+        outputs: of the model.
+        model: the boosted model.
+    """
+    computed = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+    trained = [leaf for leaf in leaves_of(loss, computed) if isinstance(leaf, nn.Parameter)]
+    known = {id(each) for each in model.parameters()} if trained else set()
+    for leaf in trained:
+        if id(leaf) not in known:
+            raise ValueError(
+                f"the criterion trains a parameter of shape {tuple(leaf.shape)} that is not in the model: add it to "
+                "the model before boost, or detach it"
+            )
 
 
 class GlobalCounts:
@@ -154,17 +174,17 @@ def _addend(loss: Tensor, terms: Sequence[Term], totals: Tensor, rest: Any) -> T
     return total
 
 
-def expected_counts(terms: Sequence[Term], microbatches: Sequence[Any], first: int) -> Tensor | None:
+def expected_counts(terms: Sequence[Term], microbatches: Sequence[Any], recorded: int) -> Tensor | None:
     """Return (M, T): what each term counts in each microbatch; None if the functions fit one microbatch alone.
 
     Args:
-        terms: of the microbatch with the index `first`.
+        terms: of the recorded microbatch.
         microbatches: of this replica.
-        first: see above.
+        recorded: its index.
     """
     try:
         rows = [
-            torch.stack(list(_counts(terms, None if index == first else OfMicrobatch(each))))
+            torch.stack(list(_counts(terms, None if index == recorded else OfMicrobatch(each))))
             for index, each in enumerate(microbatches)
         ]
     except (IndexError, RuntimeError, ValueError):  # one term for each sample, a fixed size
