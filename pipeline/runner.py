@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -349,7 +350,7 @@ def _is_scalar(loss: Any) -> bool:
 
 def is_number(weight: Any) -> bool:
     """Return True for a weight that a criterion may return: a number of Python, or a scalar tensor."""
-    return isinstance(weight, (int, float)) or _is_scalar(weight)
+    return isinstance(weight, Real) or _is_scalar(weight)
 
 
 def _described(returned: Any) -> str:

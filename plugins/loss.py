@@ -281,7 +281,7 @@ class WeighedCriterion:
         if isinstance(weight, Tensor):
             number = weight.to(loss.device)
         else:  # a kernel that fills: a copy would block the host
-            number = torch.full((), weight, dtype=torch.float64, device=loss.device)
+            number = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
         if self.weighed_by in ("mean", "sum"):
             number = number if is_first else torch.zeros_like(number)
         if is_first and self.divisor is None:

@@ -3,8 +3,10 @@
 One process computes 27 samples in one call; here they are cut into replicas and four microbatches of unequal size.
 """
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -263,6 +265,20 @@ def identity(outputs: Any, inputs: Any) -> Tensor:
 
 def test_a_criterion_that_returns_the_very_loss_is_the_models_own(pool: Pool) -> None:
     for far in pool.run(2, departures, "causal", {"pp_size": 2}, identity):
+        assert far == {}
+
+
+def summed(kind: Any, outputs: Any, inputs: Any) -> tuple[Tensor, Any]:
+    """Return the sum of the losses of all tokens, and their number as a kind of number."""
+    count = (inputs["labels"][:, 1:] != -100).sum()
+    return outputs.loss * count, kind(count)
+
+
+@pytest.mark.parametrize(
+    "kind", [int, float, np.int64, np.float32, Tensor.double], ids=lambda kind: kind.__name__
+)
+def test_a_weight_is_any_kind_of_number(pool: Pool, kind: Any) -> None:
+    for far in pool.run(2, departures, "causal", {}, partial(summed, kind)):
         assert far == {}
 
 

@@ -1,0 +1,62 @@
+"""The reference knows when the loss of a microbatch is one mean. No processes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import make_optimizer
+from echelon.verify.reference import is_one_mean, train
+
+BERT = ModelChoice(model_type="bert", num_layers=1)
+LLAMA = ModelChoice(model_type="llama", num_layers=1)
+AUXILIARY = ModelChoice(model_type="mixtral", num_layers=1, settings=(("output_router_logits", True),))
+
+
+@pytest.mark.parametrize(
+    ("choice", "further", "expected"),
+    [
+        (BERT, {}, True),
+        (ModelChoice(model_type="bert", head="pretraining", num_layers=1), {}, False),
+        (ModelChoice(model_type="electra", head="pretraining", num_layers=1), {}, True),
+        (ModelChoice(model_type="wav2vec2", num_layers=1), {}, False),
+        (LLAMA, {}, True),
+        (LLAMA, {"num_items_in_batch": 40}, False),
+        (AUXILIARY, {}, False),
+    ],
+    ids=str,
+)
+def test_sums_and_losses_of_several_terms_are_not_one_mean(
+    choice: ModelChoice, further: dict[str, Any], expected: bool
+) -> None:
+    batch = make_batch(choice, num_samples=3, seed=0) | further
+    assert is_one_mean(choice.build(), batch, loss_of) is expected
+
+
+def halves(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Return the sum of a criterion that counts every second sample."""
+    count = torch.tensor(len(inputs["labels"]) / 2)
+    return outputs.loss * count, count
+
+
+@pytest.mark.parametrize("weigh", [None, lambda *_: 1.0])
+def test_a_criterions_weight_counts_at_once_and_one_by_one(weigh: Any) -> None:
+    batch = make_batch(BERT, num_samples=5, seed=0)
+    microbatches = [{name: each[part] for name, each in batch.items()} for part in (slice(2), slice(2, 5))]
+    (record,) = train(
+        model := BERT.build(),
+        [[microbatches]],
+        make_optimizer=make_optimizer,
+        criterion=halves,
+        dtypes=[torch.float32],
+        weigh=weigh,
+    )
+    loss = model(**batch).loss
+    loss.backward()
+    assert record.loss == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(record.gradients[name], parameter.grad)
