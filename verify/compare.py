@@ -1,6 +1,6 @@
 """Comparison of a layout's steps with the reference: tolerances, and the first quantity outside of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot, inf, isfinite
 from typing import Literal, NamedTuple
@@ -72,7 +72,7 @@ def compare_float32(
     learning_rate: float,
     epsilon: float,
     bitwise: bool,
-    rounded: Sequence[Sequence[StepRecord]] = (),
+    rounded: Iterable[Sequence[StepRecord]] = (),
 ) -> list[StepComparison]:
     """Compare float32 runs tensor by tensor.
 
@@ -91,8 +91,9 @@ def compare_float32(
         rounded: runs of the reference from weights that were moved by a unit in the last place. A float32 computation
             gives at best the exact result for weights this near. From the second step on, where AdamW has divided by
             gradients, a quantity may be off by 8 times the distance between these runs and the reference; a gradient
-            of the first step by twice that distance.
+            of the first step by twice that distance. Of a run only its distances are kept.
     """
+    effects = [[_distances(*both) for both in zip(run, expected, strict=True)] for run in rounded]
     compared: list[StepComparison] = []
     shares: dict[str, float] = {}
     for index, (own, other) in enumerate(zip(found, expected, strict=True)):
@@ -107,15 +108,14 @@ def compare_float32(
             for name, weight in other.weights.items()
         }
         norm_allowed = 1e-5 * other.norm
-        for run in () if exact else rounded:
-            near = run[index]
+        for effect in () if exact else (each[index] for each in effects):
             if index == 0:
-                _widen(gradient_allowed, near.gradients, other.gradients, ALLOWED_ROUNDING_AT_FIRST)
+                _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING_AT_FIRST)
                 continue
-            loss = _scalar("loss", own.loss, other.loss, max(loss.allowed, _reach(near.loss, other.loss)))
-            norm_allowed = max(norm_allowed, _reach(near.norm, other.norm))
-            _widen(gradient_allowed, near.gradients, other.gradients, ALLOWED_ROUNDING)
-            _widen(weight_allowed, near.weights, other.weights, ALLOWED_ROUNDING)
+            loss = _scalar("loss", own.loss, other.loss, max(loss.allowed, ALLOWED_ROUNDING * effect.loss))
+            norm_allowed = max(norm_allowed, ALLOWED_ROUNDING * effect.norm)
+            _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING)
+            _widen(weight_allowed, effect.weights, ALLOWED_ROUNDING)
         measures = (
             loss,
             _worst("gradient", own.gradients, other.gradients, gradient_allowed),
@@ -298,17 +298,32 @@ def _mismatch(quantity: str, found: Mapping[str, Tensor], expected: Mapping[str,
     return None
 
 
-def _reach(rounded: float, expected: float) -> float:
-    """Return the distance of a scalar that rounded weights allow."""
-    return ALLOWED_ROUNDING * abs(rounded - expected)
+class _Distances(NamedTuple):
+    """The distances between two records of a step; of tensors the largest difference of two entries, by name."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, float]
+    weights: dict[str, float]
 
 
-def _widen(
-    allowed: dict[str, float], rounded: Mapping[str, Tensor], expected: Mapping[str, Tensor], factor: float
-) -> None:
+def _distances(rounded: StepRecord, expected: StepRecord) -> _Distances:
+    gradients, weights = (
+        {name: _distance(near[name], tensor) for name, tensor in tensors.items()}
+        for near, tensors in (
+            (rounded.gradients, expected.gradients),
+            (rounded.weights, expected.weights),
+        )
+    )
+    return _Distances(
+        abs(rounded.loss - expected.loss), abs(rounded.norm - expected.norm), gradients, weights
+    )
+
+
+def _widen(allowed: dict[str, float], distances: Mapping[str, float], factor: float) -> None:
     """Raise each tensor's allowed distance to this factor of the distance that rounded weights cause."""
-    for name, tensor in expected.items():
-        allowed[name] = max(allowed[name], factor * _distance(rounded[name], tensor))
+    for name, distance in distances.items():
+        allowed[name] = max(allowed[name], factor * distance)
 
 
 def _scalar(quantity: str, found: float, expected: float, allowed: float) -> Measure:

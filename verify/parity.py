@@ -180,7 +180,7 @@ def _compare_float32(
     compared = compare()
     if first_departure(compared) is not None:
         near = _moved(model, torch.finfo(torch.float32).eps)
-        compared = compare(rounded=[train(dtypes, each) for each in near])
+        compared = compare(rounded=(train(dtypes, each) for each in near))
     return compared
 
 
