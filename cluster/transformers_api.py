@@ -68,8 +68,10 @@ class EmptyCache(DynamicCache):
 WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
 # The mask (B, heads or 1, queries, keys) as an argument of attention modules.
 MASK_NAMES = ("attention_mask", "mask")
+# The cosines and sines of rotary embeddings as an argument of layers and attention modules.
+ROTATIONS = "position_embeddings"
 # Arguments of layers with an entry for each position, besides hidden states, and their sequence dimension.
-LAYER_POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+LAYER_POSITIONS = {ROTATIONS: -2, "position_ids": -1, "cache_position": -1}
 
 # Arguments that layers pass to attention functions: settings,
 ATTENTION_SETTINGS = frozenset(("scaling", "dropout", "is_causal", "softcap"))

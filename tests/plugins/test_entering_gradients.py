@@ -1,4 +1,4 @@
-"""Gradients of tensors that enter a boosted model with a graph: embeddings, prompts, masks, states of another model."""
+"""Gradients of tensors that enter a boosted model with a graph: embeddings, prompts, masks, rotations, other states."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,6 +88,37 @@ def further_states(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Ten
     return outputs.loss, [leaf]
 
 
+class TrainedRotary(nn.Module):
+    """Rotary embeddings of frequencies that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies = nn.Parameter(100.0 ** (-torch.arange(4) / 4))
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+def with_trained_rotary(class_name: str, **settings: Any) -> nn.Module:
+    model = build(class_name, **settings)
+    model.get_decoder().rotary_emb = TrainedRotary()
+    return model
+
+
+def tokens(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Nothing besides the batch."""
+    return models[0](input_ids=batch["ids"], labels=batch["labels"]).loss, []
+
+
+def rotations(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states, cosines and sines as arguments of a layer."""
+    leaves = [batch["drawn"].clone(), numbers(1, 13, 8), numbers(1, 13, 8)]
+    hidden, *pair = (leaf.requires_grad_() for leaf in leaves)
+    (layer, *_) = models[0].get_decoder().layers
+    return layer(hidden, position_embeddings=tuple(pair)).square().mean(), leaves
+
+
 class Unwrapped:
     """A boosted model and the embedding of the model in it."""
 
@@ -100,8 +131,12 @@ class Unwrapped:
     def get_input_embeddings(self) -> nn.Module:
         return self.boosted.unwrap().get_input_embeddings()
 
+    def get_decoder(self) -> nn.Module:
+        return self.boosted.unwrap().get_decoder()
+
 
 LLAMAS: dict[str, dict[str, Any]] = {"LlamaForCausalLM": {}, "LlamaModel": {}}
+LLAMA: dict[str, dict[str, Any]] = {"LlamaForCausalLM": {}}
 T5: dict[str, dict[str, Any]] = {"T5ForConditionalGeneration": {}}
 GPT2: dict[str, dict[str, Any]] = {"GPT2LMHeadModel": {"add_cross_attention": True}}
 # Its query, key and value layers are regions of their own.
@@ -110,11 +145,16 @@ ALBERT: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(script: Script, kinds: dict[str, dict[str, Any]] = LLAMAS, **settings: Any) -> None:
+def compare(
+    script: Script,
+    kinds: dict[str, dict[str, Any]] = LLAMAS,
+    make: Callable[..., nn.Module] = build,
+    **settings: Any,
+) -> None:
     """Compare the loss, and all gradients, with one process, on every rank."""
 
     def models() -> list[nn.Module]:
-        return [build(kind, seed=seed, **kinds[kind]).train() for seed, kind in enumerate(kinds)]
+        return [make(kind, seed=seed, **kinds[kind]).train() for seed, kind in enumerate(kinds)]
 
     plain = models()
     expected, expected_leaves = script(plain, batch())
@@ -186,6 +226,18 @@ def test_gradients_of_encoder_states_are_those_of_one_process(pool: Pool, layout
     pool.run(num_ranks, compare, encoder_states, T5, **settings)
     if layout != "split_gather":  # refused for GPT-2's cross attention
         pool.run(num_ranks, compare, further_states, GPT2, **settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_trained_rotary_embeddings_are_those_of_one_process(pool: Pool, layout: str) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    pool.run(num_ranks, compare, tokens, LLAMA, with_trained_rotary, **settings)
+
+
+@pytest.mark.parametrize("layout", ["tp", "wp", "zero"])
+def test_gradients_of_a_layers_arguments_are_those_of_one_process(pool: Pool, layout: str) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    pool.run(num_ranks, compare, rotations, LLAMA, **settings)
 
 
 def test_gradients_of_masks_sum_where_a_region_has_several_entries(pool: Pool) -> None:
