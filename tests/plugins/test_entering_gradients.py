@@ -234,6 +234,40 @@ def test_gradients_of_trained_rotary_embeddings_are_those_of_one_process(pool: P
     pool.run(num_ranks, compare, tokens, LLAMA, with_trained_rotary, **settings)
 
 
+FULL_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+ROTARIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "GPTNeoXForCausalLM": FULL_ROTARY | {"hidden_dropout": 0.0},
+}
+
+
+def compare_stages(class_name: str, settings: dict[str, Any]) -> None:
+    """Compare a step of trained rotary embeddings, which every stage computes, with one process, on every rank."""
+    plain, model = (with_trained_rotary(class_name, **settings) for _ in range(2))
+    name = next(name for name, _ in plain.named_parameters() if name.endswith("frequencies"))
+    before, rate = (
+        plain.get_parameter(name).detach().clone(),
+        1e4,
+    )  # large, for steps of the size of the values
+    expected, _ = tokens([plain], batch())
+    expected.backward()
+    booster = hybrid(pp_size=2)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=rate))
+    entering = {"input_ids": batch()["ids"], "labels": batch()["labels"]}
+    output = booster.execute_pipeline(iter([entering]), model, optimizer=optimizer)
+    assert output["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    optimizer.step()
+    gradient = (before - model.unwrap().get_parameter(name).detach()) / rate
+    grad = plain.get_parameter(name).grad
+    assert grad is not None
+    require_close(gradient, grad, name, noise=2**-23 / rate)
+
+
+@pytest.mark.parametrize("class_name", ROTARIES)
+def test_stages_sum_the_gradients_of_trained_rotary_embeddings(pool: Pool, class_name: str) -> None:
+    pool.run(2, compare_stages, class_name, ROTARIES[class_name])
+
+
 @pytest.mark.parametrize("layout", ["tp", "wp", "zero"])
 def test_gradients_of_a_layers_arguments_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
