@@ -148,22 +148,22 @@ def _by_position(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def is_checkpointed(layer: nn.Module) -> bool:
+def is_recomputed(layer: nn.Module) -> bool:
     """Return True if a layer is recomputed in backward. From 5.24 on it is not in a forward without gradients."""
     return bool(getattr(layer, "gradient_checkpointing", False))
 
 
-def checkpoint_of(layer: nn.Module) -> Any:
+def checkpoint_function(layer: nn.Module) -> Any:
     """Return the function by which a layer is recomputed; None if it has none."""
     return getattr(layer, "_gradient_checkpointing_func", None)
 
 
-def set_checkpointed(layer: nn.Module, *, is_on: bool) -> None:
+def set_recomputed(layer: nn.Module, *, is_on: bool) -> None:
     """Turn the recomputation of a layer on or off."""
     layer.gradient_checkpointing = is_on  # type: ignore[assignment]
 
 
-def set_checkpoint(layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
+def set_checkpoint_function(layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
     """Set the function by which a layer is recomputed."""
     layer._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
 

@@ -22,8 +22,8 @@ from ...cluster.transformers_api import (
     CACHE_NAMES,
     LAYER_POSITIONS,
     EmptyCache,
-    checkpoint_of,
-    set_checkpoint,
+    checkpoint_function,
+    set_checkpoint_function,
 )
 from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import (
@@ -315,6 +315,6 @@ class CheckpointWithLength:
 def remember_lengths(layers: Sequence[nn.Module]) -> None:
     """Wrap the checkpoint functions of these layers in `CheckpointWithLength`; called before every forward."""
     for layer in layers:
-        checkpoint, axis = checkpoint_of(layer), axis_of(layer)
+        checkpoint, axis = checkpoint_function(layer), axis_of(layer)
         if checkpoint is not None and axis is not None and not isinstance(checkpoint, CheckpointWithLength):
-            set_checkpoint(layer, CheckpointWithLength(checkpoint, axis))
+            set_checkpoint_function(layer, CheckpointWithLength(checkpoint, axis))
