@@ -111,6 +111,15 @@ def tokens(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, lis
     return models[0](input_ids=batch["ids"], labels=batch["labels"]).loss, []
 
 
+def inner_model(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Embeddings that enter the module of the layers, without the head; the second call is of the full model."""
+    leaves = [batch["drawn"].clone().requires_grad_() for _ in range(2)]
+    states = models[0].get_decoder()(inputs_embeds=leaves[0], use_cache=False).last_hidden_state
+    weights = numbers(*states.shape)
+    loss = (states * weights).mean() + models[0](inputs_embeds=leaves[1], labels=batch["labels"]).loss
+    return loss, leaves
+
+
 def rotations(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Hidden states, cosines and sines as arguments of a layer."""
     leaves = [batch["drawn"].clone(), numbers(1, 13, 8), numbers(1, 13, 8)]
@@ -211,6 +220,12 @@ RINGS, ON_SEQUENCES = (
 def test_gradients_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, script, **settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_an_inner_model_are_those_of_one_process(pool: Pool, layout: str) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    pool.run(num_ranks, compare, inner_model, LLAMA, **settings)
 
 
 @pytest.mark.parametrize("script", [scores, scores_of_heads])
