@@ -94,7 +94,7 @@ class Booster:
             raise_errors(save_errors(unwrapped(model).model, optimizer, lr_scheduler))
         dataloader = self.plugin.shard_dataloader(dataloader)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        self.plugin.announce_precision()
+        self.plugin.log_releases_and_precision()
         return boosted
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:

@@ -68,8 +68,10 @@ class EmptyCache(DynamicCache):
 WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
 # The mask (B, heads or 1, queries, keys) as an argument of attention modules.
 MASK_NAMES = ("attention_mask", "mask")
+# The cosines and sines of rotary embeddings as an argument of layers and attention modules.
+ROTATIONS = "position_embeddings"
 # Arguments of layers with an entry for each position, besides hidden states, and their sequence dimension.
-LAYER_POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+LAYER_POSITIONS = {ROTATIONS: -2, "position_ids": -1, "cache_position": -1}
 
 # Arguments that layers pass to attention functions: settings,
 ATTENTION_SETTINGS = frozenset(("scaling", "dropout", "is_causal", "softcap"))
@@ -146,22 +148,22 @@ def _by_position(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def is_checkpointed(layer: nn.Module) -> bool:
+def is_recomputed(layer: nn.Module) -> bool:
     """Return True if a layer is recomputed in backward. From 5.24 on it is not in a forward without gradients."""
     return bool(getattr(layer, "gradient_checkpointing", False))
 
 
-def checkpoint_of(layer: nn.Module) -> Any:
+def checkpoint_function(layer: nn.Module) -> Any:
     """Return the function by which a layer is recomputed; None if it has none."""
     return getattr(layer, "_gradient_checkpointing_func", None)
 
 
-def set_checkpointed(layer: nn.Module, *, is_on: bool) -> None:
+def set_recomputed(layer: nn.Module, *, is_on: bool) -> None:
     """Turn the recomputation of a layer on or off."""
     layer.gradient_checkpointing = is_on  # type: ignore[assignment]
 
 
-def set_checkpoint(layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
+def set_checkpoint_function(layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
     """Set the function by which a layer is recomputed."""
     layer._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
 

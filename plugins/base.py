@@ -26,8 +26,8 @@ from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..cluster.releases import log_newer_releases
-from ..data.given import shard_given_loaders
 from ..data.loader import ShardedLoader, sharded_loader
+from ..data.user_loader import shard_user_loaders
 from ..pipeline.stage import with_known_cache_name
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
@@ -54,7 +54,7 @@ class Plugin(ABC):
     mesh: ParallelMesh
     precision_option = "precision"
     has_default_precision: bool
-    _is_precision_announced = False
+    _has_logged = False
 
     @property
     @abstractmethod
@@ -153,11 +153,11 @@ class Plugin(ABC):
         """The index of this rank's replica, and the number of replicas."""
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
-    def announce_precision(self) -> None:
+    def log_releases_and_precision(self) -> None:
         """Log newer releases and a default precision, and warn of fp16 on a CPU: once, on the first rank."""
-        if self._is_precision_announced or self.mesh.global_rank:
+        if self._has_logged or self.mesh.global_rank:
             return
-        self._is_precision_announced = True
+        self._has_logged = True
         log_newer_releases()
         if self.has_default_precision:
             _LOG.warning(
@@ -182,7 +182,7 @@ class Plugin(ABC):
             ValueError: it cannot be sharded; raised on every rank.
         """
         rank, size = self.data_rank
-        return shard_given_loaders(dataloader, rank=rank, size=size)
+        return shard_user_loaders(dataloader, rank=rank, size=size)
 
     def prepare_dataloader(
         self,

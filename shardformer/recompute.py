@@ -12,7 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..cluster.random import SplitRandom
-from ..cluster.transformers_api import Conv1D, GradientCheckpointingLayer, set_checkpoint, set_checkpointed
+from ..cluster.transformers_api import (
+    Conv1D,
+    GradientCheckpointingLayer,
+    set_checkpoint_function,
+    set_recomputed,
+)
 from .layers.linear import Linear1D_Row
 from .layers.sequence_axis import axis_of
 from .sequence.boundary import CheckpointWithLength
@@ -162,11 +167,11 @@ def checkpoint_layers(
         checkpoint: a non-reentrant checkpoint function, so that hooks of parameters fire as usual.
     """
     for layer in (layer for local in layers.values() for layer in local):
-        set_checkpointed(layer, is_on=False)
+        set_recomputed(layer, is_on=False)
     for layer in _recomputed(layers, config):
         if config.recompute_modules is None:
-            set_checkpointed(layer, is_on=True)
-            set_checkpoint(layer, checkpoint)
+            set_recomputed(layer, is_on=True)
+            set_checkpoint_function(layer, checkpoint)
             continue
         within = _within(layer, checkpoint)
         for path, module in layer.named_modules():

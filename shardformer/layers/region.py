@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
+from ...cluster.transformers_api import ROTATIONS
 from .linear import Linear1D_Col, ProductLayer, enter
 from .parallel_module import change_inputs, first_tensor, shard_of
 from .split_gather import RegionSequence
@@ -48,7 +50,7 @@ class CommonInput:
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherInputs:
-    """Inputs of an attention region besides those that its layers multiply with: masks, slopes.
+    """Inputs of an attention region besides those that its layers multiply with: masks, slopes, rotations.
 
     Args:
         group: the tensor axis.
@@ -66,13 +68,17 @@ class FurtherInputs:
 
     def enter(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """Let the inputs enter: in backward one all-reduce for each that requires a gradient."""
+        if (rotations := inputs.get(ROTATIONS)) is not None:
+            inputs[ROTATIONS] = tree_map_only(Tensor, self._entered, rotations)
         for name, dim in self.by_head.items():
             if not isinstance(x := inputs.get(name), Tensor):
                 continue
-            if x.requires_grad:
-                x = inputs[name] = copy_to(x, self.group)
+            x = inputs[name] = self._entered(x)
             if x.ndim == dim + 3 and x.shape[dim] > 1:
                 inputs[name] = own_heads(x, dim, self.num_heads, self.local_heads)
+
+    def _entered(self, x: Tensor) -> Tensor:
+        return copy_to(x, self.group) if x.requires_grad else x
 
     @staticmethod
     def from_native_module(

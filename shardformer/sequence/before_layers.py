@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ...cluster.transformers_api import checkpoint_of, is_checkpointed
+from ...cluster.transformers_api import checkpoint_function, is_recomputed
 from ...pipeline.plan import StagePlan, is_within
 from ..layers.embedding import VocabParallelEmbedding1D, is_scaled, needs_all_uses
 from ..layers.parallel_module import require_all
@@ -239,9 +239,9 @@ def _is_by_position(value: Any) -> bool:
 
 def _reenters(layer: nn.Module) -> bool:
     """Return True if a reentrant checkpoint recomputes a layer: its autograd function needs the full tensor."""
-    if not is_checkpointed(layer):
+    if not is_recomputed(layer):
         return False
-    checkpoint = checkpoint_of(layer)
+    checkpoint = checkpoint_function(layer)
     checkpoint = getattr(checkpoint, "checkpoint", checkpoint)  # unwrap a CheckpointWithLength
     is_partial = isinstance(checkpoint, partial)
     return not (is_partial and checkpoint.keywords.get("use_reentrant") is False)

@@ -22,8 +22,8 @@ from ...cluster.transformers_api import (
     CACHE_NAMES,
     LAYER_POSITIONS,
     EmptyCache,
-    checkpoint_of,
-    set_checkpoint,
+    checkpoint_function,
+    set_checkpoint_function,
 )
 from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import (
@@ -83,8 +83,8 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
             boundary.leave(layers[-1])
     if is_data:
         assert split.settings.mode is not None
-        average = partial(_average_entering_gradients, group=split.group)
-        model.register_forward_pre_hook(average, with_kwargs=True)
+        paths = [path for stack in plan.stacks(model) for path in stack.paths]
+        _average_entering_gradients(_around(model, paths), split.group)
         is_flash_ring = split.settings.mode == RING and not attention_kernels(model).isdisjoint(
             FLASH_PACKAGES
         )
@@ -148,14 +148,24 @@ def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _average_entering_gradients(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], *, group: dist.ProcessGroup
-) -> tuple[tuple, dict[str, Any]]:
-    """Average the gradients of the tensors that enter the model, as the optimizer does with those of parameters.
+def _around(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that contain the modules at these paths, the model first."""
+    outer = {
+        ".".join(names[:count])
+        for names in (path.split(".") for path in paths)
+        for count in range(len(names))
+    }
+    return [model.get_submodule(path) for path in sorted(outer)]
 
-    In backward one all-reduce for each of them; none if no tensor enters with a gradient. See
+
+def _average_entering_gradients(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    """Average the gradients of the tensors that enter a model, as the optimizer does with those of parameters.
+
+    A script may call the model, or a module in it that runs the layers: the outermost one that runs averages. In
+    backward one all-reduce for each tensor; none if no tensor enters with a gradient. See
     [Note: gradients over the sequence axis].
     """
+    running: list[nn.Module] = []
 
     def entering(x: Tensor) -> Tensor:
         # A placeholder comes from the model's embedding, whose parameters the optimizer averages.
@@ -163,8 +173,20 @@ def _average_entering_gradients(
             return x
         return paired(x, lambda x: x.view_as(x), lambda gradient: all_reduce(gradient, group) / group.size())
 
-    changed: tuple[tuple, dict[str, Any]] = tree_map_only(Tensor, entering, (args, kwargs))
-    return changed
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        running.append(module)
+        if len(running) > 1:
+            return args, kwargs
+        changed: tuple[tuple, dict[str, Any]] = tree_map_only(Tensor, entering, (args, kwargs))
+        return changed
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        if running and running[-1] is module:  # not if another hook has raised before `enter`
+            running.pop()
+
+    for each in modules:
+        each.register_forward_pre_hook(enter, with_kwargs=True)
+        each.register_forward_hook(leave, always_call=True)
 
 
 def _without_cache(
@@ -315,6 +337,6 @@ class CheckpointWithLength:
 def remember_lengths(layers: Sequence[nn.Module]) -> None:
     """Wrap the checkpoint functions of these layers in `CheckpointWithLength`; called before every forward."""
     for layer in layers:
-        checkpoint, axis = checkpoint_of(layer), axis_of(layer)
+        checkpoint, axis = checkpoint_function(layer), axis_of(layer)
         if checkpoint is not None and axis is not None and not isinstance(checkpoint, CheckpointWithLength):
-            set_checkpoint(layer, CheckpointWithLength(checkpoint, axis))
+            set_checkpoint_function(layer, CheckpointWithLength(checkpoint, axis))

@@ -8,7 +8,7 @@ from .table import RegionDropout, Table
 
 # Llama and its family: separate projections, grouped-query attention, a gated MLP.
 LLAMA = Table(
-    stage=StagePlan(layers="layers", entry=("embed_tokens",)),
+    stage=StagePlan(layers="layers", entry=("embed_tokens",), everywhere=("rotary_emb",)),
     regions=("self_attn", "mlp"),
     column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
     row=("self_attn.o_proj", "mlp.down_proj"),
@@ -159,7 +159,7 @@ GPT_NEO = Table(
 
 # GPT-NeoX: one projection with query, key and value of each head side by side.
 GPT_NEOX = Table(
-    stage=StagePlan(layers="layers", entry=("embed_in",)),
+    stage=StagePlan(layers="layers", entry=("embed_in",), everywhere=("rotary_emb",)),
     regions=("attention", "mlp"),
     # Cut between heads, each with its query, key and value.
     column=("attention.query_key_value", "mlp.dense_h_to_4h"),

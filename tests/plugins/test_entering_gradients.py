@@ -1,4 +1,4 @@
-"""Gradients of tensors that enter a boosted model with a graph: embeddings, prompts, masks, states of another model."""
+"""Gradients of tensors that enter a boosted model with a graph: embeddings, prompts, masks, rotations, other states."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,6 +88,46 @@ def further_states(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Ten
     return outputs.loss, [leaf]
 
 
+class TrainedRotary(nn.Module):
+    """Rotary embeddings of frequencies that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies = nn.Parameter(100.0 ** (-torch.arange(4) / 4))
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+def with_trained_rotary(class_name: str, **settings: Any) -> nn.Module:
+    model = build(class_name, **settings)
+    model.get_decoder().rotary_emb = TrainedRotary()
+    return model
+
+
+def tokens(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Nothing besides the batch."""
+    return models[0](input_ids=batch["ids"], labels=batch["labels"]).loss, []
+
+
+def inner_model(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Embeddings that enter the module of the layers, without the head; the second call is of the full model."""
+    leaves = [batch["drawn"].clone().requires_grad_() for _ in range(2)]
+    states = models[0].get_decoder()(inputs_embeds=leaves[0], use_cache=False).last_hidden_state
+    weights = numbers(*states.shape)
+    loss = (states * weights).mean() + models[0](inputs_embeds=leaves[1], labels=batch["labels"]).loss
+    return loss, leaves
+
+
+def rotations(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states, cosines and sines as arguments of a layer."""
+    leaves = [batch["drawn"].clone(), numbers(1, 13, 8), numbers(1, 13, 8)]
+    hidden, *pair = (leaf.requires_grad_() for leaf in leaves)
+    (layer, *_) = models[0].get_decoder().layers
+    return layer(hidden, position_embeddings=tuple(pair)).square().mean(), leaves
+
+
 class Unwrapped:
     """A boosted model and the embedding of the model in it."""
 
@@ -100,8 +140,12 @@ class Unwrapped:
     def get_input_embeddings(self) -> nn.Module:
         return self.boosted.unwrap().get_input_embeddings()
 
+    def get_decoder(self) -> nn.Module:
+        return self.boosted.unwrap().get_decoder()
+
 
 LLAMAS: dict[str, dict[str, Any]] = {"LlamaForCausalLM": {}, "LlamaModel": {}}
+LLAMA: dict[str, dict[str, Any]] = {"LlamaForCausalLM": {}}
 T5: dict[str, dict[str, Any]] = {"T5ForConditionalGeneration": {}}
 GPT2: dict[str, dict[str, Any]] = {"GPT2LMHeadModel": {"add_cross_attention": True}}
 # Its query, key and value layers are regions of their own.
@@ -110,11 +154,16 @@ ALBERT: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(script: Script, kinds: dict[str, dict[str, Any]] = LLAMAS, **settings: Any) -> None:
+def compare(
+    script: Script,
+    kinds: dict[str, dict[str, Any]] = LLAMAS,
+    make: Callable[..., nn.Module] = build,
+    **settings: Any,
+) -> None:
     """Compare the loss, and all gradients, with one process, on every rank."""
 
     def models() -> list[nn.Module]:
-        return [build(kind, seed=seed, **kinds[kind]).train() for seed, kind in enumerate(kinds)]
+        return [make(kind, seed=seed, **kinds[kind]).train() for seed, kind in enumerate(kinds)]
 
     plain = models()
     expected, expected_leaves = script(plain, batch())
@@ -173,6 +222,12 @@ def test_gradients_are_those_of_one_process(pool: Pool, layout: str, script: Scr
     pool.run(num_ranks, compare, script, **settings)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_an_inner_model_are_those_of_one_process(pool: Pool, layout: str) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    pool.run(num_ranks, compare, inner_model, LLAMA, **settings)
+
+
 @pytest.mark.parametrize("script", [scores, scores_of_heads])
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each not in RINGS])
 def test_gradients_of_learned_masks_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
@@ -186,6 +241,52 @@ def test_gradients_of_encoder_states_are_those_of_one_process(pool: Pool, layout
     pool.run(num_ranks, compare, encoder_states, T5, **settings)
     if layout != "split_gather":  # refused for GPT-2's cross attention
         pool.run(num_ranks, compare, further_states, GPT2, **settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_trained_rotary_embeddings_are_those_of_one_process(pool: Pool, layout: str) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    pool.run(num_ranks, compare, tokens, LLAMA, with_trained_rotary, **settings)
+
+
+FULL_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+ROTARIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "GPTNeoXForCausalLM": FULL_ROTARY | {"hidden_dropout": 0.0},
+}
+
+
+def compare_stages(class_name: str, settings: dict[str, Any]) -> None:
+    """Compare a step of trained rotary embeddings, which every stage computes, with one process, on every rank."""
+    plain, model = (with_trained_rotary(class_name, **settings) for _ in range(2))
+    name = next(name for name, _ in plain.named_parameters() if name.endswith("frequencies"))
+    before, rate = (
+        plain.get_parameter(name).detach().clone(),
+        1e4,
+    )  # large, for steps of the size of the values
+    expected, _ = tokens([plain], batch())
+    expected.backward()
+    booster = hybrid(pp_size=2)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=rate))
+    entering = {"input_ids": batch()["ids"], "labels": batch()["labels"]}
+    output = booster.execute_pipeline(iter([entering]), model, optimizer=optimizer)
+    assert output["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    optimizer.step()
+    gradient = (before - model.unwrap().get_parameter(name).detach()) / rate
+    grad = plain.get_parameter(name).grad
+    assert grad is not None
+    require_close(gradient, grad, name, noise=2**-23 / rate)
+
+
+@pytest.mark.parametrize("class_name", ROTARIES)
+def test_stages_sum_the_gradients_of_trained_rotary_embeddings(pool: Pool, class_name: str) -> None:
+    pool.run(2, compare_stages, class_name, ROTARIES[class_name])
+
+
+@pytest.mark.parametrize("layout", ["tp", "wp", "zero"])
+def test_gradients_of_a_layers_arguments_are_those_of_one_process(pool: Pool, layout: str) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    pool.run(num_ranks, compare, rotations, LLAMA, **settings)
 
 
 def test_gradients_of_masks_sum_where_a_region_has_several_entries(pool: Pool) -> None:

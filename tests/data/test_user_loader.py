@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.data.given import Streams, rebuilt_loader
 from echelon.data.loader import ShardedLoader
+from echelon.data.user_loader import SamplerGenerators, rebuilt_loader
 
 from .test_dataloader import WORKERS, as_list, drawing
 
@@ -20,7 +20,7 @@ def sharded(rank: int = 0, size: int = 1, batch_size: int = 4, **settings: Any) 
     """Make the loader of one replica; the global generators of all replicas have the same state."""
     torch.manual_seed(3)
     loader: DataLoader = DataLoader(range(SIZE), batch_size, shuffle=True, collate_fn=drawing, **settings)  # type: ignore[arg-type]
-    return rebuilt_loader(loader, Streams([], apart=True), seed=3, rank=rank, size=size)
+    return rebuilt_loader(loader, SamplerGenerators([], isolated=True), seed=3, rank=rank, size=size)
 
 
 def indices(batches: Any) -> list[list[int]]:
@@ -62,7 +62,9 @@ def test_a_generator_continues_after_an_epoch_with_workers(workers: str, stop: i
             generator=generator,
             **WORKERS[workers],
         )
-        rebuilt = rebuilt_loader(loader, Streams([generator], apart=False), seed=3, rank=0, size=1)
+        rebuilt = rebuilt_loader(
+            loader, SamplerGenerators([generator], isolated=False), seed=3, rank=0, size=1
+        )
         return rebuilt, itertools.chain.from_iterable(itertools.repeat(rebuilt))
 
     uninterrupted = [*itertools.islice(batches()[1], 15)]

@@ -48,28 +48,28 @@ def _plain(state: Any) -> Any:
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
 
 
-class Streams:
+class SamplerGenerators:
     """The random generators of a sampler: the global ones of Python, NumPy and torch's CPU, and its own.
 
     Args:
-        given: generators of the dataloader and its sampler, of the kinds of `_ACCESS`.
-        apart: let the sampler draw from copies of the current global states, independent of all other draws.
+        generators: those of the dataloader and its sampler, of the kinds of `_ACCESS`.
+        isolated: let the sampler draw from copies of the current global states, independent of all other draws.
 
     Attributes:
-        apart: True if every pass draws from the copies.
+        isolated: True if every pass draws from the copies.
     """
 
-    def __init__(self, given: Sequence[Any], *, apart: bool) -> None:
-        self.apart = apart
-        self._given = given
-        self._own = _global_state() if apart else None
+    def __init__(self, generators: Sequence[Any], *, isolated: bool) -> None:
+        self.isolated = isolated
+        self._generators = generators
+        self._copies = _global_state() if isolated else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that determines the next draws."""
         return {
-            "apart": self.apart,
-            "own": _global_state() if self._own is None else self._own,
-            "given": [_ACCESS[type(generator)].read(generator) for generator in self._given],
+            "apart": self.isolated,
+            "own": _global_state() if self._copies is None else self._copies,
+            "given": [_ACCESS[type(generator)].read(generator) for generator in self._generators],
         }
 
     def between_passes(self) -> dict[str, Any]:
@@ -82,27 +82,27 @@ class Streams:
         Raises:
             ValueError: the other run had another number of generators.
         """
-        if len(state["given"]) != len(self._given):
+        if len(state["given"]) != len(self._generators):
             raise ValueError(
                 f"the position in the data has {len(state['given'])} generators, but this dataloader has "
-                f"{len(self._given)}: use the same generators as the saved run"
+                f"{len(self._generators)}: use the same generators as the saved run"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the draws of another run: until `release`, or always if either run has `apart`.
+        """Continue with the draws of another run: until `release`, or always if either run is isolated.
 
-        Without `apart`, a state of `between_passes` leaves the global generators to the script, which restores them.
+        Unless isolated, a state of `between_passes` leaves the global generators to the script, which restores them.
         """
-        self.apart |= state["apart"]
-        if self.apart or state.get("begun", True):
-            self._own = state["own"]
-        for generator, saved in zip(self._given, state["given"], strict=True):
+        self.isolated |= state["apart"]
+        if self.isolated or state.get("begun", True):
+            self._copies = state["own"]
+        for generator, saved in zip(self._generators, state["given"], strict=True):
             _ACCESS[type(generator)].write(generator, saved)
 
     def release(self) -> None:
-        """Draw from the global generators again, unless `apart` is set."""
-        if not self.apart:
-            self._own = None
+        """Draw from the global generators again, unless they are isolated."""
+        if not self.isolated:
+            self._copies = None
 
     def reseed(self, seed: int) -> None:
         """Seed the copies of the global generators."""
@@ -112,15 +112,15 @@ class Streams:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Use these generators for a sampler's draws. With copies, the global states are restored afterwards."""
-        if self._own is None:
+        if self._copies is None:
             yield
             return
         outside = _global_state()
         try:
-            _set_global(self._own)
+            _set_global(self._copies)
             yield
         finally:
-            self._own = _global_state()
+            self._copies = _global_state()
             _set_global(outside)
 
 
@@ -140,7 +140,7 @@ def _set_global(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of all replicas together.
 
     Args:
@@ -156,7 +156,7 @@ class Place(NamedTuple):
     entropy: int | None
 
 
-class GivenSampler(Sampler[int], StatefulSampler):
+class ShardedSampler(Sampler[int], StatefulSampler):
     """Shard the samples of a user's sampler as `ResumableSampler` does: in its order, assigned to replicas in turn.
 
     Other attributes are those of the inner sampler.
@@ -164,11 +164,13 @@ class GivenSampler(Sampler[int], StatefulSampler):
     Args:
         loader: its sampler must yield the same samples on every rank if its generators have the same states. If it has
             a generator, each pass draws one number from it, as torch's does.
-        streams: the generators of the sampler.
+        generators: the generators of the sampler.
         num_replicas, rank: size and rank of the data axis.
     """
 
-    def __init__(self, loader: DataLoader, streams: Streams, *, num_replicas: int, rank: int) -> None:
+    def __init__(
+        self, loader: DataLoader, generators: SamplerGenerators, *, num_replicas: int, rank: int
+    ) -> None:
         batches = loader.batch_sampler
         assert isinstance(batches, BatchSampler)
         self.sampler: Any = batches.sampler
@@ -176,9 +178,9 @@ class GivenSampler(Sampler[int], StatefulSampler):
         self.rank = rank
         self.drop_last = batches.drop_last  # leave out samples that do not fill a batch on every rank
         self._size = len(loader.dataset)  # type: ignore[arg-type]
-        self._streams = streams
-        self._generator = loader.generator
-        self._lasts = loader.persistent_workers  # one entropy for all passes, as persistent workers have
+        self._generators = generators
+        self._loader_generator = loader.generator
+        self._keeps_seed = loader.persistent_workers  # one entropy for all passes, as persistent workers have
         self.position = self._next_pass(0, None)
         self._is_loaded = False
 
@@ -193,25 +195,27 @@ class GivenSampler(Sampler[int], StatefulSampler):
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's samples of a full pass."""
-        with self._streams.drawing():
+        with self._generators.drawing():
             return iter([*islice(self.sampler, self.rank, None, self.num_replicas)])
 
     def begin(self, batch_size: int) -> BegunPass:
         """Begin the next pass, or continue a loaded one at its position."""
-        place, is_loaded, self._is_loaded = self.position, self._is_loaded, False
-        if place.samples and not is_loaded:  # the previous pass was abandoned
-            place = self._next_pass(place.epoch + 1, place.entropy)
-        if is_loaded and place.start is not None:
-            self._streams.load_state_dict(place.start)
+        position, is_loaded, self._is_loaded = self.position, self._is_loaded, False
+        if position.samples and not is_loaded:  # the previous pass was abandoned
+            position = self._next_pass(position.epoch + 1, position.entropy)
+        if is_loaded and position.start is not None:
+            self._generators.load_state_dict(position.start)
         else:
-            self._streams.release()
-        entropy = self._drawn() if place.entropy is None else place.entropy
-        self.position = place._replace(start=self._streams.state_dict(), entropy=entropy)
-        return BegunPass(place.epoch, self._num_batches(batch_size, place.samples), self._draws(batch_size))
+            self._generators.release()
+        entropy = self._draw_seed() if position.entropy is None else position.entropy
+        self.position = position._replace(start=self._generators.state_dict(), entropy=entropy)
+        return BegunPass(
+            position.epoch, self._num_batches(batch_size, position.samples), self._batches(batch_size)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all replicas together, and the generator states at the start of the pass."""
-        start = self._streams.between_passes() if self.position.start is None else self.position.start
+        start = self._generators.between_passes() if self.position.start is None else self.position.start
         return {**self.position._replace(start=start)._asdict(), "size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,57 +224,57 @@ class GivenSampler(Sampler[int], StatefulSampler):
         Raises:
             ValueError: the position is of other data, of other generators, or of a dataloader of `prepare_dataloader`.
         """
-        raise_errors(key_errors(state, (*Place._fields, "size")))
+        raise_errors(key_errors(state, (*Position._fields, "size")))
         if state["size"] != self._size:
             raise ValueError(
                 f"the position in the data is of size={state['size']}, but this dataloader has size={self._size}: use "
                 "the same data as the saved run, or start without the position"
             )
-        place = Place(*(state[name] for name in Place._fields))
-        if place.start is not None:
-            self._streams.require(place.start)
-            if not place.start.get("begun", True):
-                self._streams.load_state_dict(place.start)
-                place = place._replace(start=None)
-        self.position, self._is_loaded = place, True
+        position = Position(*(state[name] for name in Position._fields))
+        if position.start is not None:
+            self._generators.require(position.start)
+            if not position.start.get("begun", True):
+                self._generators.load_state_dict(position.start)
+                position = position._replace(start=None)
+        self.position, self._is_loaded = position, True
 
-    def _drawn(self) -> int:
+    def _draw_seed(self) -> int:
         """Draw the seed that torch's DataLoader draws for its workers before the sampler's first draw."""
-        with self._streams.drawing():
-            return int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+        with self._generators.drawing():
+            return int(torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator).item())
 
-    def _next_pass(self, epoch: int, entropy: int | None) -> Place:
-        return Place(epoch, 0, None, entropy if self._lasts else None)
+    def _next_pass(self, epoch: int, entropy: int | None) -> Position:
+        return Position(epoch, 0, None, entropy if self._keeps_seed else None)
 
-    def _draws(self, batch_size: int) -> Iterator[tuple[Draw, Place]]:
-        place = self.position
-        assert place.entropy is not None
-        samples, size = place.samples, batch_size * self.num_replicas
-        with self._streams.drawing():
+    def _batches(self, batch_size: int) -> Iterator[tuple[Draw, Position]]:
+        position = self.position
+        assert position.entropy is not None
+        samples, size = position.samples, batch_size * self.num_replicas
+        with self._generators.drawing():
             order = iter(self.sampler)
         begun = self._next(order, max(samples, self.num_replicas))
         first = begun[: self.num_replicas]
         batch, number = self._batch(order, begun[samples:], size), 0
         while batch:
-            entropy = (place.entropy, place.epoch, samples + self.rank)
+            entropy = (position.entropy, position.epoch, samples + self.rank)
             samples += len(batch)
             following = self._batch(order, [], size)
             if following:
-                after = place._replace(samples=samples)
+                after = position._replace(samples=samples)
             else:
-                after = self._next_pass(place.epoch + 1, place.entropy)
-                self._streams.release()
+                after = self._next_pass(position.epoch + 1, position.entropy)
+                self._generators.release()
             batch += islice(cycle(first), -len(batch) % self.num_replicas)
             yield Draw(number, batch[self.rank :: self.num_replicas], entropy), after
             batch, number = following, number + 1
 
     def _batch(self, order: Iterator[int], ahead: list[int], size: int) -> list[int]:
         """Return the samples of the next batch of all replicas together; empty at the end."""
-        found = ahead + self._next(order, size - len(ahead))
-        return [] if self.drop_last and len(found) < size else found
+        batch = ahead + self._next(order, size - len(ahead))
+        return [] if self.drop_last and len(batch) < size else batch
 
     def _next(self, order: Iterator[int], count: int) -> list[int]:
-        with self._streams.drawing():
+        with self._generators.drawing():
             return [*islice(order, count)]
 
     def _num_batches(self, batch_size: int, samples: int) -> int | None:
@@ -289,7 +293,7 @@ _NAME = "the dataloader"
 _MOST_COMPARED = 4096
 
 
-def shard_given_loaders(loaders: Any, *, rank: int, size: int) -> Any:
+def shard_user_loaders(loaders: Any, *, rank: int, size: int) -> Any:
     """Shard a user's plain DataLoader, or each of a list or tuple; those that need no sharding are unchanged.
 
     `batch_size` is per replica. All ranks draw the order from copies of the current generator states of rank 0, which
@@ -307,12 +311,14 @@ def shard_given_loaders(loaders: Any, *, rank: int, size: int) -> Any:
         ValueError: loaders cannot be sharded, or differ between ranks; on every rank.
     """
     several = type(loaders) in (list, tuple)
-    by_name = {f"dataloader[{n}]": each for n, each in enumerate(loaders)} if several else {_NAME: loaders}
-    errors = {name: [] if _is_sharded(each) else loader_errors(each) for name, each in by_name.items()}
-    left = [name for name, each in by_name.items() if _is_sharded(each) or (size == 1 and errors[name])]
+    by_name = (
+        {f"dataloader[{n}]": loader for n, loader in enumerate(loaders)} if several else {_NAME: loaders}
+    )
+    errors = {name: [] if _is_sharded(loader) else loader_errors(loader) for name, loader in by_name.items()}
+    left = [name for name, loader in by_name.items() if _is_sharded(loader) or (size == 1 and errors[name])]
     _require_equal(
         {
-            "kind": {name: type(each).__name__ for name, each in by_name.items()},
+            "kind": {name: type(loader).__name__ for name, loader in by_name.items()},
             "is sharded": left,
             "why not": errors,
         }
@@ -325,8 +331,8 @@ def shard_given_loaders(loaders: Any, *, rank: int, size: int) -> Any:
         ]
     )
     sharded = [
-        each if name in left else _sharded(each, name, number, rank=rank, size=size)
-        for number, (name, each) in enumerate(by_name.items())
+        loader if name in left else _sharded(loader, name, number, rank=rank, size=size)
+        for number, (name, loader) in enumerate(by_name.items())
     ]
     return type(loaders)(sharded) if several else sharded[0]
 
@@ -337,15 +343,15 @@ def _sharded(loader: DataLoader, name: str, number: int, *, rank: int, size: int
     Args:
         loader: a plain DataLoader.
         name: its name in errors and in the log.
-        number: its place among the loaders of one call.
+        number: its index among the loaders of one call.
         rank, size: rank and size of the data axis.
     """
-    streams = Streams(_generators(loader), apart=dist.get_world_size() > 1)
-    seed = _follow_first_rank(streams)
+    generators = SamplerGenerators(_generators(loader), isolated=dist.get_world_size() > 1)
+    seed = _follow_first_rank(generators)
     if dist.get_world_size() > 1:
-        _require_equal(_description(loader, streams), what=name)
+        _require_equal(_description(loader, generators), what=name)
         if number:  # else loaders of equal length would have one order, as pairs of a sample with itself
-            streams.reseed(derived_seed(seed, number))
+            generators.reseed(derived_seed(seed, number))
     if size > 1 and dist.get_rank() == 0:
         batch_size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
         _LOG.warning(
@@ -355,27 +361,29 @@ def _sharded(loader: DataLoader, name: str, number: int, *, rank: int, size: int
             batch_size,
             batch_size * size,
         )
-    return rebuilt_loader(loader, streams, seed=seed, rank=rank, size=size)
+    return rebuilt_loader(loader, generators, seed=seed, rank=rank, size=size)
 
 
-def rebuilt_loader(loader: DataLoader, streams: Streams, *, seed: int, rank: int, size: int) -> ShardedLoader:
+def rebuilt_loader(
+    loader: DataLoader, generators: SamplerGenerators, *, seed: int, rank: int, size: int
+) -> ShardedLoader:
     """Return a loader of one rank's share of a DataLoader's samples.
 
     Args:
         loader: the user's loader.
-        streams: the generators of its sampler, equal on all ranks.
+        generators: the generators of its sampler, equal on all ranks.
         seed: seeds generators of the data set or `worker_init_fn` in worker processes.
         rank, size: rank and size of the data axis.
     """
-    sampler = GivenSampler(loader, streams, num_replicas=size, rank=rank)
-    own = ("dataset", "collate_fn", "generator", "worker_init_fn", *WORKER_SETTINGS)
+    sampler = ShardedSampler(loader, generators, num_replicas=size, rank=rank)
+    kept = ("dataset", "collate_fn", "generator", "worker_init_fn", *WORKER_SETTINGS)
     return ShardedLoader(
         stateful_sampler=sampler,
         seed=(seed, rank),
         batch_size=loader.batch_sampler.batch_size,  # type: ignore[union-attr]
         sampler=sampler,
         drop_last=sampler.drop_last,
-        **{name: getattr(loader, name) for name in own},
+        **{name: getattr(loader, name) for name in kept},
     )
 
 
@@ -394,7 +402,13 @@ def _is_sharded(loader: Any) -> bool:
 def _generators(loader: DataLoader) -> list[Any]:
     """Return the generators of the loader, its sampler and samplers inside of that, without duplicates."""
     inside = _attributes(getattr(loader.batch_sampler, "sampler", None))
-    return [*{id(each): each for each in (loader.generator, *inside) if type(each) in _ACCESS}.values()]
+    return [
+        *{
+            id(generator): generator
+            for generator in (loader.generator, *inside)
+            if type(generator) in _ACCESS
+        }.values()
+    ]
 
 
 def _attributes(sampler: Any) -> Iterator[Any]:
@@ -405,14 +419,16 @@ def _attributes(sampler: Any) -> Iterator[Any]:
             yield from _attributes(value)
 
 
-def _follow_first_rank(streams: Streams) -> int:
+def _follow_first_rank(generators: SamplerGenerators) -> int:
     """Load the generator states of rank 0, and return a seed that is equal on all ranks. One broadcast."""
-    state, seed = broadcast_object((streams.state_dict(), torch.initial_seed() % 2**63), 0, dist.group.WORLD)
-    streams.load_state_dict(state)
+    state, seed = broadcast_object(
+        (generators.state_dict(), torch.initial_seed() % 2**63), 0, dist.group.WORLD
+    )
+    generators.load_state_dict(state)
     return int(seed)
 
 
-def _description(loader: DataLoader, streams: Streams) -> dict[str, Any]:
+def _description(loader: DataLoader, generators: SamplerGenerators) -> dict[str, Any]:
     """Return the settings of the loader that must be equal on all ranks."""
     dataset, batches = loader.dataset, loader.batch_sampler
     assert isinstance(batches, BatchSampler)
@@ -425,26 +441,26 @@ def _description(loader: DataLoader, streams: Streams) -> dict[str, Any]:
         "dataset": described,
         "batch_size": batches.batch_size,
         "drop_last": batches.drop_last,
-        "sampler": f"a {type(batches.sampler).__name__} of {_shown(_first_samples(loader, streams))}",
+        "sampler": f"a {type(batches.sampler).__name__} of {_shown(_first_samples(loader, generators))}",
     }
 
 
-def _first_samples(loader: DataLoader, streams: Streams) -> list[Any]:
+def _first_samples(loader: DataLoader, generators: SamplerGenerators) -> list[Any]:
     """Return the first samples of the order, from a copy of the sampler: it may shard by rank itself."""
-    state = streams.state_dict()
-    given: Any = loader.batch_sampler.sampler  # type: ignore[union-attr]
+    state = generators.state_dict()
+    original: Any = loader.batch_sampler.sampler  # type: ignore[union-attr]
     try:
-        sampler = copy.deepcopy(given, {id(loader.dataset): loader.dataset})
+        sampler = copy.deepcopy(original, {id(loader.dataset): loader.dataset})
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"boost cannot shard the dataloader: its sampler, a {type(given).__name__}, cannot be copied to compare "
+            f"boost cannot shard the dataloader: its sampler, a {type(original).__name__}, cannot be copied to compare "
             f"its order between ranks ({error}); {_LEAVE}"
         ) from error
     try:
-        with streams.drawing():
+        with generators.drawing():
             return [*islice(sampler, _MOST_COMPARED)]
     finally:
-        streams.load_state_dict(state)
+        generators.load_state_dict(state)
 
 
 def _shown(samples: Any) -> str:
