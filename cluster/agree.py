@@ -103,19 +103,6 @@ def _received(found: Tensor, *, group: dist.ProcessGroup | None) -> list[tuple[i
     raise UnmatchedCall(f"rank {rank} is in {mine} and rank {other} in {of_other}: {SAME_CALLS}", other)
 
 
-def broadcast_object(value: Any, root: int, group: dist.ProcessGroup | None) -> Any:
-    """Broadcast an object by pickle and return it on all ranks of the group. Two broadcasts.
-
-    Args:
-        value: the object on the root, without tensors on a device; ignored on the other ranks.
-        root: rank within the group.
-        group: every rank of it must call.
-    """
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=root)
-    return box[0]
-
-
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather an object from every rank by pickle, in the order of ranks. Two all-gathers.
 

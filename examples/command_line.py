@@ -1,16 +1,16 @@
 """Command-line parts that all examples share: the plugin's options as flags, and errors reported by the first rank.
 
-The flags are generated from the signature of HybridParallelPlugin, and the plugin checks their values.
+The flags are generated from the options of HybridParallelPlugin, and the plugin checks their values.
 """
 
 import argparse
 import itertools
 import math
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from inspect import Parameter, cleandoc, signature
+from dataclasses import fields
+from inspect import Parameter, signature
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -24,6 +24,9 @@ from echelon import (
     PipelineGradientCheckpointConfig,
     TorchDDPPlugin,
 )
+from echelon.cluster.options import described
+from echelon.plugins.hybrid_config import HybridConfig
+from echelon.plugins.low_level_zero import ZeroConfig
 
 PLUGINS = {
     "torch_ddp": TorchDDPPlugin,
@@ -34,7 +37,7 @@ PLUGINS = {
 # Defaults of the examples that differ from the plugin's own.
 DEFAULTS = {"precision": "bf16", "num_microbatches": 4, "max_norm": 1.0, "initial_scale": 2**16}
 # Flags that are named differently in LowLevelZeroPlugin.
-LOW_LEVEL_ZERO_NAMES = {"zero_stage": "stage", "zero_bucket_size_in_m": "reduce_bucket_size_in_m"}
+LOW_LEVEL_ZERO_NAMES = {each.metadata.get("name"): each.name for each in fields(ZeroConfig)}
 SIZES = ("tp_size", "pp_size")  # see `default_sizes`
 FLAG_OF: dict[Any, dict[str, Any]] = {
     bool | str: {"nargs": "?", "const": True},
@@ -73,10 +76,10 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     """Add `--plugin` and a flag for every option of HybridParallelPlugin; flags default to None."""
     group = parser.add_argument_group("plugin", "checked by the plugin itself")
     group.add_argument("--plugin", choices=PLUGINS, default="hybrid_parallel")
-    descriptions = described(HybridParallelPlugin)
+    descriptions = described(HybridConfig)
     for name, parameter in plugin_parameters().items():
         default = "chosen by the number of processes" if name in SIZES else default_of(parameter)
-        text = f"{descriptions.get(name, '')} (default: {default})".strip().replace("%", "%%")
+        text = f"{descriptions[name]} (default: {default})".strip().replace("%", "%%")
         group.add_argument(f"--{name}", help=text, **FLAG_OF[kind_of(parameter)])
 
 
@@ -105,12 +108,6 @@ def kind_of(parameter: Parameter) -> Any:
     if get_origin(hint) is not None and get_args(hint) == (int,):
         return list
     return hint if hint in (bool, int, float, str) else None
-
-
-def described(documented: type) -> dict[str, str]:
-    """Return the description of each argument in the docstring of a class."""
-    items = re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", cleandoc(documented.__doc__ or ""), flags=re.M)
-    return {name: " ".join(text.split()) for names, text in items for name in names.split(", ")}
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:

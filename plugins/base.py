@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from functools import cached_property
-from typing import Any, Literal, NoReturn, TypeVar
+from functools import cached_property, wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,19 @@ from ..cluster.agree import require_equal
 from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..cluster.options import described
 from ..cluster.random import ForwardRandom
 from ..cluster.releases import log_newer_releases
 from ..data.loader import ShardedLoader, sharded_loader
 from ..data.user_loader import shard_user_loaders
 from ..pipeline.stage import with_known_cache_name
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.precision import default_precision
+from .colossalai import Unavailable, unavailable_errors
 from .scaled_optimizer import ScaledOptimizer
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+Arguments = ParamSpec("Arguments")
+Options = TypeVar("Options")
 Returned = bool | Literal["all_ranks"]
 Dataloaders = DataLoader | Sequence[DataLoader | None] | None
 # The dataloader is Any: one, or a list or tuple, as `boost` got.
@@ -239,14 +243,38 @@ class Plugin(ABC):
         )
 
 
-def own_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named arguments of an `__init__` whose first line is `own_arguments(locals())`."""
-    return {name: value for name, value in scope.items() if name not in ("self", "others", "__class__")}
+def taking(
+    options: Callable[Arguments, Options], known: Mapping[str, Unavailable]
+) -> Callable[[Callable[[Any, Options, list[str]], None]], Callable[Concatenate[Any, Arguments], None]]:
+    """Decorate a plugin's `__init__`: its arguments are the fields of a dataclass of options.
 
+    The decorated function gets the options and the errors of ColossalAI's arguments. Unknown arguments, and a missing
+    process group, raise before.
 
-def given_precision(precision: str | None) -> str:
-    """Return the given precision, or the device's default for None."""
-    return default_precision(default_device()) if precision is None else precision
+    Args:
+        options: the dataclass.
+        known: ColossalAI's arguments.
+    """
+    parameters = signature(options).parameters
+
+    def decorate(
+        init: Callable[[Any, Options, list[str]], None],
+    ) -> Callable[Concatenate[Any, Arguments], None]:
+        @wraps(init)
+        def taking_options(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+            others = {name: value for name, value in kwargs.items() if name not in parameters}
+            errors = unavailable_errors(taking_options, known, others)
+            require_process_group()
+            for name in others:
+                del kwargs[name]
+            init(self, options(*args, **kwargs), errors)
+
+        own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        taking_options.__signature__ = Signature([own, *parameters.values()])  # type: ignore[attr-defined]
+        taking_options.__doc__ = "\n".join(f"{name}: {text}" for name, text in described(options).items())
+        return taking_options
+
+    return decorate
 
 
 def require_process_group() -> None:

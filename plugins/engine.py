@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
+from ..cluster.agree import batch_hash, differing_ranks, gather_integers
 from ..cluster.errors import raise_errors
 from ..cluster.failures import rename_call, wait_for_all_ranks
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
+from ..cluster.objects import broadcast_object
 from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
@@ -399,11 +400,8 @@ class PipelineEngine:
         """Return the outputs that this rank requested. Broadcast over pp if a rank wants them on all ranks."""
         outputs = None if result.outputs is None else merge([_unsharded(output) for output in result.outputs])
         is_last = self.mesh.rank("pp") == self._last_rank
-        if wanted.outputs_everywhere and self.mesh.size("pp") > 1:
-            on_cpu = map_tensors(outputs, Tensor.cpu) if is_last else None  # devices are numbered by process
-            arrived = broadcast_object(on_cpu, self._last_rank, self.mesh.group("pp"))
-            if not is_last:
-                outputs = map_tensors(arrived, lambda tensor: tensor.to(self.mesh.device))
+        if wanted.outputs_everywhere:
+            outputs = broadcast_object(outputs, self._last_rank, self.mesh.group("pp"), self.mesh.device)
         return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
 
 

@@ -1,7 +1,7 @@
 """Arguments of HybridParallelPlugin as frozen data, validated together: all errors at once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from ..cluster.device import default_device
 from ..cluster.layout import MeshLayout, layout_errors
 from ..cluster.mesh import ParallelMesh
+from ..cluster.options import AT_LEAST_ONE, Check, one_of, option, option_errors, type_errors
 from ..pipeline.action import Schedule
 from ..pipeline.schedules import (
     UserSchedule,
@@ -19,7 +20,6 @@ from ..pipeline.schedules import (
     style_errors,
 )
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.fused import switch_errors
 from ..shardformer.fused_code import compiler_errors
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
@@ -27,49 +27,116 @@ from ..shardformer.refusals import policy_errors
 from ..shardformer.sequence.config import SequenceParallelism, double_ring
 from ..shardformer.shard_config import ShardConfig, ShardOptions
 from ..shardformer.tables.table import Table
-from ..zero.precision import DTYPES, PrecisionConfig, precision_errors
+from ..zero.precision import DTYPES, PRECISION, PrecisionConfig, ScaleOptions, given_precision
 from .loss import LOSS_REDUCTIONS, LossReduction
+
+_RECOMPUTED = Check(
+    lambda value: isinstance(value, PipelineGradientCheckpointConfig),
+    "must be a PipelineGradientCheckpointConfig: PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5), "
+    "for example",
+)
+_STAGES = Check(
+    lambda stage: stage in (0, 1, 2),
+    "is not available: use TorchFSDPPlugin, which shards parameters too, or zero_stage 0, 1 or 2",
+)
+_NORM = Check(lambda norm: norm >= 0, "must be a number of at least 0: use 0 for no clipping")
+_BUCKET = Check(
+    lambda millions: 2**-20 <= millions < 2**20,
+    "must be a number from 2**-20 (one element) to below 2**20, or None",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig(ShardOptions):
-    """Arguments of `HybridParallelPlugin`; its docstring describes them."""
+class DataOptions(ScaleOptions):
+    """Options of data parallelism and ZeRO, which LowLevelZeroPlugin has too.
+
+    Args:
+        zero_size: the number of neighbouring replicas over which `zero_stage` shards, for example those of a node. -1
+            or 0: all of them; 1: no sharding. Gradients are averaged over all replicas in any case.
+        num_microbatches: number of microbatches of a batch. A pipeline needs it, or microbatch_size.
+        microbatch_size: samples of a microbatch, in the place of their number. Without both there is one.
+        gradient_accumulation_steps: calls of `execute_pipeline`, or of `booster.backward`, before each step, which uses
+            the mean of their gradients. With 1, any number of calls is allowed, and the step uses their sum.
+        max_norm: clip gradients to this norm; 0 disables clipping.
+        overlap_communication: average gradients over the replicas during the last backward, or during every one at
+            `zero_stage` 2.
+        overlap_allgather: let `optimizer.step()` return before updated parameters are all-gathered, at `zero_stage` 1
+            and 2; a module that uses one waits for it. See docs/zero.md.
+        communication_dtype: the format in which gradients are averaged, for example "bf16" or torch.bfloat16; None is
+            float32.
+        cpu_offload: keep master weights and optimizer states on the CPU, and update them there; see docs/zero.md.
+        loss_reduction: "global": losses and gradients are those of the global batch, whatever its microbatches.
+            "microbatch_mean": the mean over replicas of the mean over microbatches, as in ColossalAI.
+        check_every: compare batches and calls of all ranks in full, with a message, in the first three calls and in
+            every call of this interval. Other calls compare checksums, which are reduced with the gradient norm.
+    """
+
+    zero_size: int = -1
+    num_microbatches: int | None = option(None, AT_LEAST_ONE)
+    microbatch_size: int | None = option(None, AT_LEAST_ONE)
+    gradient_accumulation_steps: int = option(1, AT_LEAST_ONE)
+    max_norm: float = option(0, _NORM)
+    overlap_communication: bool = True
+    overlap_allgather: bool = False
+    communication_dtype: torch.dtype | str | None = option(None, one_of(None, *DTYPES, *DTYPES.values()))
+    cpu_offload: bool = False
+    loss_reduction: LossReduction = option("global", one_of(*LOSS_REDUCTIONS))
+    check_every: int = option(100, AT_LEAST_ONE)
+
+
+@dataclass(frozen=True)
+class HybridConfig(ShardOptions, DataOptions):
+    """Options of HybridParallelPlugin.
+
+    Args:
+        tp_size: ranks over which each layer is sharded.
+        pp_size: pipeline ranks; each has one stage of the layers, or several with `num_model_chunks`.
+        sp_size: ranks over which sequences are sharded, by "all_to_all" and "ring_attn"; None is 1.
+        precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters. None is fp32 on a CPU, bf16 on a GPU
+            that computes in it, else fp16.
+        zero_stage: 0 replicates optimizer states, 1 shards them over the replicas, 2 shards gradients too: they are
+            reduced in every backward, and each rank keeps only its shard.
+        dp_size: replicas, each with different batches; None is the world size divided by the other sizes.
+        zero_bucket_size_in_m: bucket size in millions (2**20) of gradient elements. None is 12 on CPUs; on CUDA 40, or
+            the number of replicas if that is larger.
+        pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to choose),
+            or your own: a list of the `Action`s of each rank, or a function that returns one for given numbers of ranks
+            and microbatches.
+        num_model_chunks: stages per rank, for "interleaved" and "gpipe"; "zbv" always has 2.
+        num_layers_per_stage: layers of each stage, in the order of the stages of all chunks. None distributes them
+            evenly if their number is divisible, else so that the largest stage has as few parameters as possible.
+        gradient_checkpoint_config: layers that are recomputed in backward, or modules in them by name.
+        activation_offload: keep the inputs of recomputed layers in host memory until backward; on CUDA the copies
+            overlap with computation. See docs/cuda.md.
+        overlap_p2p: compute while tensors are in flight between stages.
+        inner_ring_size: for "ring_attn": ranks of the inner of two rings, for example those of a node.
+        wp_size: neighbours on the data axis (dp and sp together) over which the weights of linear layers are sharded,
+            and all-gathered layer by layer (InternEvo's isp, arXiv:2401.09149).
+        wp_overlap: prefetch the next layer's weights during the computation of a layer.
+        parallel_output: leave logits sharded over the vocabulary after training calls with labels (see
+            `VocabParallelLogits`); the loss is computed from sharded logits in any case.
+        compile_layers: compile each layer as a separate graph, collectives included; see docs/fused.md.
+        custom_policy: the sharding of the model, as a policy or a table, for models without a registered one.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
     sp_size: int | None = None
+    precision: str | None = option(None, PRECISION)
+    zero_stage: int = option(0, _STAGES)
+    _: KW_ONLY
     dp_size: int | None = None
-    precision: str = "fp32"
-    zero_stage: int = 0
-    zero_size: int = -1
-    num_microbatches: int | None = None
-    microbatch_size: int | None = None
-    gradient_accumulation_steps: int = 1
+    zero_bucket_size_in_m: float | None = option(None, _BUCKET)
     pp_style: str | UserSchedule = "1f1b"
-    num_layers_per_stage: Sequence[int] | None = None
     num_model_chunks: int = 1
-    gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
+    num_layers_per_stage: Sequence[int] | None = None
+    gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = option(None, _RECOMPUTED)
     activation_offload: bool = False
     overlap_p2p: bool = True
     inner_ring_size: int | None = None
     wp_size: int = 1
     wp_overlap: bool = True
     parallel_output: bool = True
-    initial_scale: float = 2**16
-    min_scale: float = 1
-    growth_factor: float = 2
-    growth_interval: int = 1000
-    backoff_factor: float = 0.5
-    hysteresis: int = 2
-    max_scale: float = 2**32
-    max_norm: float = 0
-    zero_bucket_size_in_m: float | None = None
-    overlap_communication: bool = True
-    overlap_allgather: bool = False
-    communication_dtype: torch.dtype | str | None = None
-    cpu_offload: bool = False
-    loss_reduction: LossReduction = "global"
-    check_every: int = 100
     compile_layers: bool = False
     custom_policy: Policy | Table | None = None
 
@@ -103,12 +170,13 @@ class HybridConfig(ShardOptions):
     @property
     def precision_settings(self) -> dict[str, Any]:
         """The arguments of `PrecisionConfig`."""
-        return {each.name: getattr(self, each.name) for each in fields(PrecisionConfig)}
+        given = {each.name: getattr(self, each.name) for each in fields(PrecisionConfig)}
+        return given | {"precision": given_precision(self.precision)}
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The format of weights and activations."""
-        return DTYPES[self.precision]
+        return DTYPES[given_precision(self.precision)]
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -153,62 +221,30 @@ class HybridConfig(ShardOptions):
 
     def errors(self, world_size: int) -> list[str]:
         """List all errors for this world size, each with a value that works."""
-        # With a wrong type, only the rules that do not read it can be checked.
-        if found := self._type_errors():
-            wrong = {error.partition("=")[0] for error in found}
-            settings = {name: value for name, value in self.precision_settings.items() if name not in wrong}
-            return found + policy_errors("custom_policy", self.custom_policy) + precision_errors(**settings)
-        dtype = DTYPES.get(str(self.precision))
+        errors = [
+            *option_errors(self),
+            *policy_errors("custom_policy", self.custom_policy),
+            *self.bound_errors(),
+        ]
+        if type_errors(self):  # the rules below read the values
+            return errors
+        dtype = DTYPES.get(str(given_precision(self.precision)))
         return [
             *layout_errors(world_size, **self.sizes),
             *(message for is_wrong, message in (*self._rules(), *self._compile_rules()) if is_wrong),
             *self.fused.errors(default_device(), dtype),
             *(compiler_errors("compile_layers=True", default_device()) if self.compile_layers else ()),
             *self.sequence.errors(tp_size=self.tp_size, sp_size=self.sp),
-            *policy_errors("custom_policy", self.custom_policy),
             *(self._stage_errors() if self.pp_size >= 1 else ()),
-            *precision_errors(**self.precision_settings),
+            *errors,
         ]
-
-    def _type_errors(self) -> list[str]:
-        """List values whose type is not that of their field; checks whole numbers and switches only."""
-        given = [(each.type, each.name, getattr(self, each.name)) for each in fields(self)]
-        allowed: dict[Any, tuple[type, ...]] = {int: (int,), int | None: (int, type(None))}
-        return [
-            f"{name}={value!r} must be an integer"
-            for kind, name, value in given
-            if kind in allowed and type(value) not in allowed[kind]
-        ] + switch_errors({name: value for kind, name, value in given if kind in (bool, bool | str)})
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Yield conditions that are errors if true, with their messages."""
         yield (
-            self.zero_stage not in (0, 1, 2),
-            f"zero_stage={self.zero_stage} is not available: use TorchFSDPPlugin, which shards parameters too, or "
-            "zero_stage 0, 1 or 2",
-        )
-        allowed = (None, *DTYPES, *DTYPES.values())
-        yield (
-            self.communication_dtype not in allowed,
-            f"communication_dtype={self.communication_dtype!r} must be one of {', '.join(map(str, allowed))}",
-        )
-        yield (
             self.overlap_allgather and self.zero_stage == 0,
             "overlap_allgather=True with zero_stage=0, where every rank updates all parameters and gathers none: "
             "use zero_stage 1 or 2, or leave it out",
-        )
-        yield (
-            not (_is_number(self.max_norm) and self.max_norm >= 0),
-            f"max_norm={self.max_norm!r} must be a number of at least 0: use 0 for no clipping",
-        )
-        yield (
-            self.loss_reduction not in LOSS_REDUCTIONS,
-            f"loss_reduction={self.loss_reduction!r} must be one of {LOSS_REDUCTIONS}",
-        )
-        bucket = self.zero_bucket_size_in_m
-        yield (
-            bucket is not None and not (_is_number(bucket) and 2**-20 <= bucket < 2**20),
-            f"zero_bucket_size_in_m={bucket!r} must be a number from 2**-20 (one element) to below 2**20, or None",
         )
         yield (
             self.activation_offload and self.gradient_checkpoint_config is None,
@@ -216,10 +252,6 @@ class HybridConfig(ShardOptions):
             "gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0), "
             "or leave it out",
         )
-        names = ("make_vocab_size_divisible_by", "gradient_accumulation_steps", "check_every")
-        for name in (*names, "num_microbatches", "microbatch_size"):
-            value = getattr(self, name)
-            yield value is not None and value < 1, f"{name}={value} must be at least 1"
         number, size = self.num_microbatches, self.microbatch_size
         yield (
             number is not None and size is not None,
@@ -282,13 +314,4 @@ class HybridConfig(ShardOptions):
                     "within a compiled layer cannot be recomputed. Leave recompute_modules out to recompute "
                     "whole layers"
                 )
-        elif recomputed is not None:
-            found.append(
-                f"gradient_checkpoint_config={recomputed!r} must be a PipelineGradientCheckpointConfig: "
-                "PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5), for example"
-            )
         return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,14 @@ from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.traffic import Count, Traffic
 from ..pipeline.runner import Criterion
-from ..pipeline.schedules import UserSchedule
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.policy import Policy
-from ..shardformer.recompute import PipelineGradientCheckpointConfig
-from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
-from .base import (
-    PipelineLoss,
-    Plugin,
-    Returned,
-    given_precision,
-    own_arguments,
-    require_boosted,
-    require_process_group,
-)
-from .colossalai import HYBRID, unavailable_errors
+from ..zero.precision import given_precision
+from .base import PipelineLoss, Plugin, Returned, require_boosted, taking
+from .colossalai import HYBRID
 from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
-from .loss import LossReduction
 from .state import local_shards, trained_shards
 
 _MEBI = 2**20
@@ -50,71 +39,8 @@ _MEBI = 2**20
 class HybridParallelPlugin(Plugin):
     """Training of a transformers model over tp × pp × sp × dp processes, with ZeRO and mixed precision.
 
-    Args:
-        tp_size: ranks over which each layer is sharded.
-        pp_size: pipeline ranks; each has one stage of the layers, or several with `num_model_chunks`.
-        sp_size: ranks over which sequences are sharded, by "all_to_all" and "ring_attn"; None is 1.
-        dp_size: replicas, each with different batches; None is the world size divided by the other sizes.
-        zero_stage: 0 replicates optimizer states, 1 shards them over the replicas, 2 shards gradients too:
-            they are reduced in every backward, and each rank keeps only its shard.
-        zero_size: the number of neighbouring replicas over which `zero_stage` shards, for example those of a node. -1
-            or 0: all of them; 1: no sharding. Gradients are averaged over all replicas in any case.
-        precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters. None is fp32 on a CPU, bf16 on a GPU
-            that computes in it, else fp16.
-        num_microbatches, microbatch_size: the split of a batch into microbatches; a pipeline needs one of them.
-        gradient_accumulation_steps: calls of `execute_pipeline`, or of `booster.backward`, before each step, which
-            uses the mean of their gradients. With 1, any number of calls is allowed, and the step uses their sum.
-        pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to
-            choose), or your own: a list of the `Action`s of each rank, or a function that returns one for given
-            numbers of ranks and microbatches.
-        num_model_chunks: stages per rank, for "interleaved" and "gpipe"; "zbv" always has 2.
-        num_layers_per_stage: layers of each stage, in the order of the stages of all chunks. None distributes them
-            evenly if their number is divisible, else so that the largest stage has as few parameters as possible.
-        gradient_checkpoint_config: layers that are recomputed in backward, or modules in them by name.
-        activation_offload: keep the inputs of recomputed layers in host memory until backward; on CUDA the copies
-            overlap with computation. See docs/cuda.md.
-        overlap_p2p: compute while tensors are in flight between stages.
-        enable_sequence_parallelism: shard the sequences within layers over ranks; docs/sequence.md says which mode
-            to choose.
-        sequence_parallelism_mode: "split_gather" or "ring" over the tensor axis, "all_to_all" or "ring_attn" over the
-            sequence axis of sp_size ranks. None is "all_to_all" for sp_size above 1, else "split_gather".
-        enable_sequence_overlap: for "split_gather" and "ring": overlap the gather in backward with the gradients.
-        enable_sequence_regather: for "split_gather": save only the local shard of a gathered activation, and gather
-            it again in backward.
-        inner_ring_size: for "ring_attn": ranks of the inner of two rings, for example those of a node.
-        wp_size: neighbours on the data axis (dp and sp together) over which the weights of linear layers are
-            sharded, and all-gathered layer by layer (InternEvo's isp, arXiv:2401.09149).
-        wp_overlap: prefetch the next layer's weights during the computation of a layer.
-        parallel_output: leave logits sharded over the vocabulary after training calls with labels (see
-            `VocabParallelLogits`); the loss is computed from sharded logits in any case.
-        make_vocab_size_divisible_by: pad the vocabulary to a multiple of this times tp_size.
-        initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
-            loss scale of fp16; see `zero.precision.PrecisionConfig`.
-        max_norm: clip gradients to this norm; 0 disables clipping.
-        zero_bucket_size_in_m: bucket size in millions (2**20) of gradient elements. None is 12 on CPUs; on CUDA 40,
-            or the number of replicas if that is larger.
-        overlap_communication: average gradients over the replicas during the last backward, or during every one at
-            `zero_stage` 2.
-        overlap_allgather: let `optimizer.step()` return before updated parameters are all-gathered, at `zero_stage` 1
-            and 2; a module that uses one waits for it. See docs/zero.md.
-        communication_dtype: the format in which gradients are averaged, for example "bf16" or torch.bfloat16; None is
-            float32.
-        cpu_offload: keep master weights and optimizer states on the CPU, and update them there; see docs/zero.md.
-        loss_reduction: "global": losses and gradients are those of the global batch, whatever its microbatches.
-            "microbatch_mean": the mean over replicas of the mean over microbatches, as in ColossalAI.
-        check_every: compare batches and calls of all ranks in full, with a message, in the first three calls and in
-            every call of this interval. Other calls compare checksums, which are reduced with the gradient norm.
-        enable_all_optimization: turn on the three below. See docs/fused.md for them.
-        enable_fused_normalization: norms by apex or Liger if installed on CUDA, else by torch's fused kernels.
-        enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels, or the
-            kernel's name: "flash_attention_3", "sdpa_cudnn", "flex_attention" and others of docs/fused.md.
-        enable_jit_fused: activation formulas and dropout + addition compiled by torch.
-        enable_fused_loss: compute the causal loss in chunks of tokens from the input of the head. float32 logits of a
-            full microbatch are never materialized, and training calls with labels return no logits.
-        enable_xformers: attention by xFormers, which must be installed.
-        compile_layers: compile each layer as a separate graph, collectives included; see docs/fused.md.
-        custom_policy: the sharding of the model, as a policy or a table, for models without a registered one.
-        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.HYBRID`).
+    Its arguments are the options of `HybridConfig`, documented there and by `help(HybridParallelPlugin.__init__)`.
+    Further arguments of ColossalAI's plugin are accepted if they change nothing (see `colossalai.HYBRID`).
 
     Raises:
         RuntimeError: no process group was started.
@@ -122,70 +48,19 @@ class HybridParallelPlugin(Plugin):
             communication.
     """
 
-    _unavailable = HYBRID
+    @taking(HybridConfig, HYBRID)
+    def __init__(self, config: HybridConfig, errors: list[str]) -> None:
+        self._configure(config, errors)
 
-    def __init__(  # a list of arguments, passed to a config by name
-        self,
-        tp_size: int = 1,
-        pp_size: int = 1,
-        sp_size: int | None = None,
-        precision: str | None = None,
-        zero_stage: int = 0,
-        *,
-        zero_size: int = -1,
-        dp_size: int | None = None,
-        num_microbatches: int | None = None,
-        microbatch_size: int | None = None,
-        gradient_accumulation_steps: int = 1,
-        pp_style: str | UserSchedule = "1f1b",
-        num_layers_per_stage: Sequence[int] | None = None,
-        num_model_chunks: int = 1,
-        gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
-        activation_offload: bool = False,
-        overlap_p2p: bool = True,
-        enable_all_optimization: bool = False,
-        enable_fused_normalization: bool = False,
-        enable_flash_attention: bool | str = False,
-        enable_jit_fused: bool = False,
-        enable_fused_loss: bool = False,
-        enable_xformers: bool = False,
-        enable_sequence_parallelism: bool = False,
-        enable_sequence_overlap: bool = False,
-        sequence_parallelism_mode: str | None = None,
-        inner_ring_size: int | None = None,
-        enable_sequence_regather: bool = False,
-        wp_size: int = 1,
-        wp_overlap: bool = True,
-        parallel_output: bool = True,
-        make_vocab_size_divisible_by: int = 64,
-        initial_scale: float = 2**16,
-        min_scale: float = 1,
-        growth_factor: float = 2,
-        growth_interval: int = 1000,
-        backoff_factor: float = 0.5,
-        hysteresis: int = 2,
-        max_scale: float = 2**32,
-        max_norm: float = 0,
-        zero_bucket_size_in_m: float | None = None,
-        overlap_communication: bool = True,
-        overlap_allgather: bool = False,
-        communication_dtype: torch.dtype | str | None = None,
-        cpu_offload: bool = False,
-        loss_reduction: LossReduction = "global",
-        check_every: int = 100,
-        compile_layers: bool = False,
-        custom_policy: Policy | Table | None = None,
-        **others: Any,
-    ) -> None:
-        self.config = HybridConfig(**own_arguments(locals()) | {"precision": given_precision(precision)})
-        unavailable = unavailable_errors(HybridParallelPlugin.__init__, self._unavailable, others)
-        require_process_group()
-        raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
-        require_equal(self.config, what="the plugin")
-        self.has_default_precision = precision is None
-        self.mesh = ParallelMesh(**self.config.sizes)
-        self.stage_manager = PipelineStageManager(self.mesh, self.config.stage_ranks, num_layers_per_stage)
-        self.shard_config = self.config.shard_config(self.mesh, self.stage_manager)
+    def _configure(self, config: HybridConfig, errors: Sequence[str]) -> None:
+        """Check the options and create the mesh. Collective over the world."""
+        self.has_default_precision = config.precision is None
+        self.config = config = replace(config, precision=given_precision(config.precision))
+        raise_errors([*errors, *config.errors(dist.get_world_size())])
+        require_equal(config, what="the plugin")
+        self.mesh = ParallelMesh(**config.sizes)
+        self.stage_manager = PipelineStageManager(self.mesh, config.stage_ranks, config.num_layers_per_stage)
+        self.shard_config = config.shard_config(self.mesh, self.stage_manager)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, **others: Any) -> "HybridParallelPlugin":
@@ -218,7 +93,7 @@ class HybridParallelPlugin(Plugin):
     @property
     def precision(self) -> str:
         """The precision of weights and activations."""
-        return self.config.precision
+        return given_precision(self.config.precision)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         boosted = boost(

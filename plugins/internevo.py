@@ -9,17 +9,19 @@ import logging
 import re
 import runpy
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from inspect import isclass, isfunction, ismodule
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 
 from ..cluster.errors import raise_errors
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
+from .hybrid_config import HybridConfig
 
 _LOG = logging.getLogger("echelon")
 
@@ -29,7 +31,7 @@ class Key(NamedTuple):
 
     Args:
         kind: the kind of its values, a name of KINDS.
-        argument: the plugin's argument that takes the value unchanged.
+        argument: the option of the plugin that takes the value unchanged.
         allowed: the accepted values, which change nothing; None accepts any.
         why: the end of the error for a refused value.
     """
@@ -54,6 +56,15 @@ KINDS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, (bool, int, float)) and 0 <= value <= 1
     ),
 }
+_KIND_OF = {int: "an integer", float: "a number", bool: "a bool"}
+_TYPES = {each.name: (get_args(each.type) or (each.type,))[0] for each in fields(HybridConfig)}
+
+
+def _unchanged(argument: str) -> Key:
+    """Return the key of values that an option of the plugin takes unchanged."""
+    return Key(_KIND_OF[_TYPES[argument]], argument)
+
+
 _ONE_SIZE = Key(allowed=(1,), why="is not available: experts are sharded only by tensor parallelism; use 1")
 KEYS = {
     "parallel.zero1.size": Key("an integer"),
@@ -79,26 +90,26 @@ KEYS = {
     "parallel.expert.size": _ONE_SIZE,
     "parallel.expert_weight.size": _ONE_SIZE,
     "num_chunks": Key("an integer"),
-    "data.micro_num": Key("an integer", "num_microbatches"),
+    "data.micro_num": _unchanged("num_microbatches"),
     "data.gradient_accumulation": Key("an integer"),
-    "hybrid_zero_optimizer.overlap_sync_grad": Key("a bool", "overlap_communication"),
-    "hybrid_zero_optimizer.zero_overlap_communication": Key("a bool", "overlap_communication"),
-    "hybrid_zero_optimizer.overlap_sync_param": Key("a bool", "overlap_allgather"),
+    "hybrid_zero_optimizer.overlap_sync_grad": _unchanged("overlap_communication"),
+    "hybrid_zero_optimizer.zero_overlap_communication": _unchanged("overlap_communication"),
+    "hybrid_zero_optimizer.overlap_sync_param": _unchanged("overlap_allgather"),
     # InternEvo compares it with numbers of elements, not with bytes.
     "hybrid_zero_optimizer.reduce_bucket_size": Key("a number"),
-    "hybrid_zero_optimizer.clip_grad_norm": Key("a number", "max_norm"),
-    "grad_scaler.fp16.initial_scale": Key("a number", "initial_scale"),
-    "grad_scaler.fp16.min_scale": Key("a number", "min_scale"),
-    "grad_scaler.fp16.growth_interval": Key("an integer", "growth_interval"),
-    "grad_scaler.growth_factor": Key("a number", "growth_factor"),
-    "grad_scaler.backoff_factor": Key("a number", "backoff_factor"),
-    "grad_scaler.max_scale": Key("a number", "max_scale"),
-    "grad_scaler.hysteresis": Key("an integer", "hysteresis"),
+    "hybrid_zero_optimizer.clip_grad_norm": _unchanged("max_norm"),
+    "grad_scaler.fp16.initial_scale": _unchanged("initial_scale"),
+    "grad_scaler.fp16.min_scale": _unchanged("min_scale"),
+    "grad_scaler.fp16.growth_interval": _unchanged("growth_interval"),
+    "grad_scaler.growth_factor": _unchanged("growth_factor"),
+    "grad_scaler.backoff_factor": _unchanged("backoff_factor"),
+    "grad_scaler.max_scale": _unchanged("max_scale"),
+    "grad_scaler.hysteresis": _unchanged("hysteresis"),
     "model.dtype": Key(),
     "model.num_chunks": Key("an integer"),
     "model.checkpoint": Key("a bool, or a number from 0 to 1"),
-    "model.parallel_output": Key("a bool", "parallel_output"),
-    "model.use_flash_attn": Key("a bool", "enable_flash_attention"),
+    "model.parallel_output": _unchanged("parallel_output"),
+    "model.use_flash_attn": _unchanged("enable_flash_attention"),
     "model.embed_grad_scale": Key(
         allowed=(1,), why="is not available: scale gradients in the model itself, and use 1"
     ),
@@ -148,15 +159,15 @@ MODES: dict[str, dict[str, Any]] = {
 # Pipeline modes, with the schedule for one stage per rank and for several.
 _SCHEDULES = {"1f1b": ("1f1b", "interleaved"), "zbh1": ("zbh1", None), "zbv": ("zbv", "zbv")}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
-# The configuration key of each argument, to name it in errors of the plugin.
+# The configuration key of each argument, to name it in errors of the plugin. The first of several keys is the newer.
 _KEY_OF = {
+    **{key.argument: path for path, key in reversed(KEYS.items()) if key.argument is not None},
     "tp_size": "tensor.size",
     "sp_size": "tensor.size",
     "pp_size": "pipeline.size",
     "wp_size": "weight.size",
     "zero_size": "zero1.size",
     "num_model_chunks": "num_chunks",
-    "num_microbatches": "data.micro_num",
 }
 
 

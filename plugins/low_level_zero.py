@@ -1,77 +1,41 @@
 """LowLevelZeroPlugin: the hybrid plugin with data parallelism and ZeRO alone."""
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
 
-import torch
-
-from .base import own_arguments
-from .colossalai import ZERO, unavailable_errors
+from ..cluster.options import arguments_like, option_like
+from .base import taking
+from .colossalai import ZERO
+from .hybrid_config import DataOptions, HybridConfig
 from .hybrid_parallel import HybridParallelPlugin
-from .loss import LossReduction
 
-# Arguments by HybridParallelPlugin's names for them, which its errors use.
-_RENAMED = {"stage": "zero_stage", "reduce_bucket_size_in_m": "zero_bucket_size_in_m"}
+
+@dataclass(frozen=True)
+class ZeroConfig(DataOptions):
+    """Options of LowLevelZeroPlugin: those of HybridParallelPlugin, some under another name."""
+
+    stage: int = option_like(HybridConfig, "zero_stage", default=1)
+    precision: str | None = option_like(HybridConfig, "precision")
+    _: KW_ONLY
+    initial_scale: float = option_like(HybridConfig, "initial_scale", default=2**32)
+    reduce_bucket_size_in_m: float | None = option_like(HybridConfig, "zero_bucket_size_in_m")
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
     """Data parallelism with optimizer states, or gradients too, sharded over the ranks (ZeRO, arXiv:1910.02054).
 
-    Args:
-        stage: 2 shards gradients and optimizer states, 1 states alone, 0 neither.
-        precision: "fp32", "bf16" or "fp16"; None is fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
-        initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
-            loss scale of fp16.
-        max_norm: clip gradients to this norm; 0 disables clipping.
-        reduce_bucket_size_in_m: bucket size in millions (2**20) of gradient elements. None is 12 on CPUs; on CUDA 40,
-            or the number of ranks if that is larger.
-        zero_size: the number of neighbouring ranks over which a stage above 0 shards. -1 or 0: all; 1: no sharding.
-        cpu_offload: keep master weights and optimizer states on the CPU, and update them there.
-        overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
-        num_microbatches, microbatch_size: the split of a batch by `execute_pipeline`; None is one microbatch.
-        gradient_accumulation_steps, loss_reduction, check_every: see `HybridParallelPlugin`.
-        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.ZERO`).
+    Its arguments are the options of `ZeroConfig`, documented there and by `help(LowLevelZeroPlugin.__init__)`. Further
+    arguments of ColossalAI's plugin are accepted if they change nothing (see `colossalai.ZERO`).
 
     Raises:
         ValueError: arguments are invalid or do not fit together; all errors at once.
     """
 
-    _unavailable = ZERO
-
-    def __init__(
-        self,
-        stage: int = 1,
-        precision: str | None = None,
-        initial_scale: float = 2**32,
-        min_scale: float = 1,
-        growth_factor: float = 2,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 2**32,
-        max_norm: float = 0.0,
-        *,
-        reduce_bucket_size_in_m: float | None = None,
-        zero_size: int = -1,
-        overlap_communication: bool = True,
-        overlap_allgather: bool = False,
-        communication_dtype: torch.dtype | str | None = None,
-        cpu_offload: bool = False,
-        num_microbatches: int | None = None,
-        microbatch_size: int | None = None,
-        gradient_accumulation_steps: int = 1,
-        loss_reduction: LossReduction = "global",
-        check_every: int = 100,
-        **others: Any,
-    ) -> None:
-        arguments = own_arguments(locals())
-        unavailable_errors(
-            LowLevelZeroPlugin.__init__, ZERO, others
-        )  # an unknown name may be one of HybridParallelPlugin
-        renamed = {_RENAMED.get(name, name): value for name, value in arguments.items()}
+    @taking(ZeroConfig, ZERO)
+    def __init__(self, config: ZeroConfig, errors: list[str]) -> None:
         try:
-            super().__init__(**renamed, **others)
+            self._configure(HybridConfig(**arguments_like(config)), errors)
         except ValueError as error:
             text = str(error)
-            for name, other in _RENAMED.items():
-                text = text.replace(other, name)
+            for option in fields(config):
+                text = text.replace(option.metadata.get("name", option.name), option.name)
             raise ValueError(text) from None

@@ -3,8 +3,8 @@
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from functools import partial
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -20,15 +20,15 @@ from ..cluster.device import is_cuda
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..cluster.options import Check, option, option_errors
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
 from ..pipeline.stage import with_known_cache_name
-from ..shardformer.fused import switch_errors
 from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import given_errors, mark_taken
 from ..zero.precision import DTYPES, default_precision
-from .base import BoostedModule, Plugin, own_arguments, require_boosted, require_process_group
-from .colossalai import DDP, unavailable_errors
+from .base import BoostedModule, Plugin, require_boosted, taking
+from .colossalai import DDP
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
 from .state import local_module, trained_parameters
@@ -154,15 +154,34 @@ class TorchPlugin(Plugin):
             self._accumulates = before
 
 
+@dataclass(frozen=True)
+class DDPConfig:
+    """Options of TorchDDPPlugin: arguments of torch's DistributedDataParallel.
+
+    Args:
+        broadcast_buffers: copy the buffers of the first rank in every forward.
+        bucket_cap_mb: MiB of a bucket of gradients.
+        find_unused_parameters: search parameters that get no gradient.
+        check_reduction: deprecated by torch.
+        gradient_as_bucket_view: gradients are views of the buckets.
+        static_graph: the same parameters get gradients in every iteration.
+    """
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = option(25, Check(lambda size: size > 0, "must be a number of MiB above 0"))
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+
 class TorchDDPPlugin(TorchPlugin):
     """Plain data parallelism by torch's DistributedDataParallel. No pipeline: call `model(**batch)`.
 
     The precision is set by `Booster(mixed_precision=...)`.
 
-    Args:
-        broadcast_buffers, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view,
-            static_graph: see torch's DistributedDataParallel.
-        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.DDP`).
+    Its arguments are the options of `DDPConfig`, torch's own. Further arguments of ColossalAI's plugin are accepted if
+    they change nothing (see `colossalai.DDP`).
 
     Raises:
         RuntimeError: no process group was started.
@@ -171,27 +190,16 @@ class TorchDDPPlugin(TorchPlugin):
 
     precision_option = "mixed_precision"
 
-    def __init__(
-        self,
-        broadcast_buffers: bool = True,
-        bucket_cap_mb: int = 25,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        **others: Any,
-    ) -> None:
-        given = own_arguments(locals())
-        unavailable = unavailable_errors(TorchDDPPlugin.__init__, DDP, others)
-        require_process_group()
-        switches = {name: value for name, value in given.items() if name != "bucket_cap_mb"}
-        is_size = isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0
-        sizes = [] if is_size else [f"bucket_cap_mb={bucket_cap_mb!r} must be a number of MiB above 0"]
-        raise_errors([*unavailable, *switch_errors(switches), *sizes])
+    @taking(DDPConfig, DDP)
+    def __init__(self, config: DDPConfig, errors: list[str]) -> None:
+        raise_errors([*errors, *option_errors(config)])
         # torch warns of some deprecated arguments even if they are given with their default values.
-        usual = {name: parameter.default for name, parameter in signature(TorchDDPPlugin).parameters.items()}
-        self._ddp_kwargs = {name: value for name, value in given.items() if value != usual[name]}
-        self._settings = given
+        self._ddp_kwargs = {
+            each.name: value
+            for each in fields(config)
+            if (value := getattr(config, each.name)) != each.default
+        }
+        self._settings = vars(config)
         self.mesh = ParallelMesh()
         self.has_default_precision = True
         self._precision: Literal["fp32", "bf16", "fp16"] = default_precision(self.mesh.device)

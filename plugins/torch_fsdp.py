@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -25,18 +26,44 @@ from ..cluster.errors import raise_errors
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.layout import divisors
 from ..cluster.mesh import ParallelMesh, shard_mesh
+from ..cluster.options import option, option_errors, option_like
 from ..pipeline.stage import with_known_cache_name
 from ..shardformer.equal_ranks import require_equal_models
-from ..shardformer.fused import switch_errors
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.inner_optimizer import PARTIAL_STATE
-from ..zero.precision import DTYPES, is_finite_number, precision_errors
-from .base import given_precision, optimizer_errors, own_arguments, require_process_group
-from .colossalai import FSDP, unavailable_errors
+from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision
+from .base import optimizer_errors, taking
+from .colossalai import FSDP
 from .scaled_optimizer import ScaledOptimizer
 from .torch_ddp import TorchModel, TorchPlugin
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """Options of TorchFSDPPlugin.
+
+    Args:
+        precision: "fp32", "bf16" or "fp16", the precision in which layers compute; fp16 scales the loss by torch's
+            GradScaler. None is fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
+        shard_size: the number of neighbouring ranks over which a model is sharded; groups of this size are replicas
+            (hybrid sharding). It divides the world size; None is all ranks.
+        cpu_offload: keep shards of parameters, gradients and states on the CPU, where the optimizer updates them.
+        reshard_after_forward: free a layer after its forward and gather it again for backward. None frees layers and
+            keeps the rest of the model, which backward needs first; False keeps all, True frees all.
+        initial_scale: the loss scale of fp16 in the first step.
+    """
+
+    precision: str | None = option(None, PRECISION)
+    shard_size: int | None = None
+    cpu_offload: bool | None = False
+    reshard_after_forward: bool | None = None
+    _: KW_ONLY
+    initial_scale: float = option(2.0**16, POSITIVE)
+    growth_factor: float = option_like(ScaleOptions, "growth_factor")
+    backoff_factor: float = option_like(ScaleOptions, "backoff_factor")
+    growth_interval: int = option_like(ScaleOptions, "growth_interval")
 
 
 class TorchFSDPPlugin(TorchPlugin):
@@ -46,17 +73,8 @@ class TorchFSDPPlugin(TorchPlugin):
     the model stay gathered during the step. Weights are stored, updated and saved in float32. No pipeline: call
     `model(**batch)`. In a backward a parameter must get its gradient on all ranks or on none.
 
-    Args:
-        precision: "fp32", "bf16" or "fp16", the precision in which layers compute; fp16 scales the loss by torch's
-            GradScaler. None is fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
-        shard_size: the number of neighbouring ranks over which a model is sharded; groups of this size are replicas
-            (hybrid sharding). It divides the world size; None is all ranks.
-        cpu_offload: keep shards of parameters, gradients and states on the CPU, where the optimizer updates them.
-        reshard_after_forward: free a layer after its forward and gather it again for backward. None frees layers
-            and keeps the rest of the model, which backward needs first; False keeps all, True frees all.
-        initial_scale, growth_factor, backoff_factor, growth_interval: the loss scale of fp16, as in the other plugins;
-            it decreases at every overflow.
-        others: further arguments of ColossalAI's plugin, accepted if they change nothing (see `colossalai.FSDP`).
+    Its arguments are the options of `FSDPConfig`, documented there and by `help(TorchFSDPPlugin.__init__)`. Further
+    arguments of ColossalAI's plugin are accepted if they change nothing (see `colossalai.FSDP`).
 
     Raises:
         RuntimeError: no process group was started.
@@ -64,59 +82,39 @@ class TorchFSDPPlugin(TorchPlugin):
             communication.
     """
 
-    def __init__(
-        self,
-        precision: str | None = None,
-        shard_size: int | None = None,
-        cpu_offload: bool | None = False,
-        reshard_after_forward: bool | None = None,
-        *,
-        initial_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        **others: Any,
-    ) -> None:
-        self._settings = own_arguments(locals())
-        self._precision = given_precision(precision)
-        require_process_group()
+    @taking(FSDPConfig, FSDP)
+    def __init__(self, config: FSDPConfig, errors: list[str]) -> None:
+        self._settings = vars(config)
+        self._precision = given_precision(config.precision)
         raise_errors(
             [
-                *unavailable_errors(TorchFSDPPlugin.__init__, FSDP, others),
-                *precision_errors(
-                    precision=self._precision,
-                    growth_factor=growth_factor,
-                    backoff_factor=backoff_factor,
-                    growth_interval=growth_interval,
-                ),
-                *_scale_errors(initial_scale),
-                *_shard_size_errors(shard_size, dist.get_world_size()),
-                *switch_errors({"cpu_offload": cpu_offload or False}),
-                *switch_errors({"reshard_after_forward": reshard_after_forward or False}),
+                *errors,
+                *option_errors(config),
+                *_shard_size_errors(config.shard_size, dist.get_world_size()),
             ]
         )
-        self.has_default_precision = precision is None
+        self.has_default_precision = config.precision is None
         self.mesh = ParallelMesh()
-        self.shard_mesh = shard_mesh(self.mesh, shard_size or self.mesh.world_size)
+        self.shard_mesh = shard_mesh(self.mesh, config.shard_size or self.mesh.world_size)
         is_16_bit = self._precision != "fp32"
         offloaded = CPUOffloadPolicy(pin_memory=self.mesh.device.type != "cpu")
         # 16-bit computation, gradients reduced in float32.
         self._policy: dict[str, Any] = {
             "mesh": self.shard_mesh,
-            "reshard_after_forward": reshard_after_forward,
+            "reshard_after_forward": config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=DTYPES[self._precision] if is_16_bit else None,
                 reduce_dtype=torch.float32 if is_16_bit else None,
             ),
-            "offload_policy": offloaded if cpu_offload else OffloadPolicy(),
+            "offload_policy": offloaded if config.cpu_offload else OffloadPolicy(),
         }
         self._scaler = partial(
             torch.amp.GradScaler,
             self.mesh.device.type,
-            init_scale=initial_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
+            init_scale=config.initial_scale,
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
             enabled=self._precision == "fp16",
         )
 
@@ -155,11 +153,6 @@ class TorchFSDPPlugin(TorchPlugin):
     ) -> "FSDPOptimizer":
         assert isinstance(boosted, TorchFSDPModel)
         return FSDPOptimizer(optimizer, self._scaler(), boosted, names)
-
-
-def _scale_errors(initial_scale: Any) -> list[str]:
-    is_sound = is_finite_number(initial_scale) and initial_scale > 0
-    return [] if is_sound else [f"initial_scale={initial_scale!r}: it must be above 0 and finite"]
 
 
 def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:

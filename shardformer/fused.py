@@ -1,9 +1,8 @@
 """Choice of fused kernels for a model, and the errors of a choice that is not possible."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +72,7 @@ class FusedKernels:
         kernels = [
             error
             for option, name in self._kernels(device)
+            if name in KERNELS
             for error in KERNELS[name].errors(device, dtype, option)
         ]
         compiler = compiler_errors("enable_jit_fused=True", device) if self.jit else []
@@ -143,13 +143,3 @@ class FusedKernels:
 def flash_kernel(device: torch.device) -> str:
     """Return the default kernel of flash attention on a device."""
     return FLASH_ATTENTION_2 if is_cuda(device) else SDPA
-
-
-def switch_errors(given: Mapping[str, Any]) -> list[str]:
-    """List errors of settings that are neither True nor False, nor an allowed name."""
-    names = {"enable_flash_attention": tuple(KERNELS)}
-    return [
-        f"{name}={value!r} must be {', '.join(map(repr, (True, *names.get(name, ()))))} or False"
-        for name, value in given.items()
-        if not isinstance(value, bool) and value not in names.get(name, ())
-    ]

@@ -1,28 +1,61 @@
 """Configuration of ShardFormer. policy.py and sharder.py apply it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ..cluster.errors import raise_errors
+from ..cluster.options import AT_LEAST_ONE, Check, option, option_errors
 from ..cluster.ring import Rings
 from ..pipeline.stage_manager import PipelineStageManager
-from .fused import FusedKernels, switch_errors
+from .fused import FusedKernels
+from .layers.attention import KERNELS
 from .sequence.config import SequenceParallelism, SequenceSplit
 
 _AXES = ("tensor_parallel", "data_parallel")  # each with an argument `_size` and one `_process_group`
+_GROUP = Check(
+    lambda group: group is None or callable(getattr(group, "size", None)),
+    "must be a process group that this rank is in, as dist.new_group returns, or None",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """Options that ShardConfig and HybridParallelPlugin have in common; both document them."""
+    """Options that ShardConfig and HybridParallelPlugin have in common.
 
-    make_vocab_size_divisible_by: int = 64
+    Args:
+        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks of the tensor axis.
+        enable_sequence_parallelism: shard the sequences within layers over ranks; docs/sequence.md says which mode to
+            choose.
+        sequence_parallelism_mode: mode of sequence parallelism: "split_gather" or "ring" over the tensor axis,
+            "all_to_all" or "ring_attn" over the sequence axis. None is "all_to_all" if there is a sequence axis, else
+            "split_gather".
+        enable_sequence_overlap: for "split_gather" and "ring": overlap the gather in backward with the gradients.
+        enable_sequence_regather: for "split_gather": save only the local shard of a gathered activation, and gather it
+            again in backward.
+        enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels, or the
+            kernel's name: "flash_attention_3", "sdpa_cudnn", "flex_attention" and others of docs/fused.md.
+        enable_xformers: attention by xFormers, which must be installed.
+        enable_fused_normalization: norms by apex or Liger if installed on CUDA, else by torch's fused kernels.
+        enable_jit_fused: activation formulas and dropout + addition compiled by torch.
+        enable_fused_loss: compute the causal loss in chunks of tokens from the input of the head. float32 logits of a
+            full microbatch are never materialized, and training calls with labels return no logits; see docs/fused.md.
+        enable_all_optimization: turn on enable_fused_normalization, enable_flash_attention and enable_jit_fused; see
+            docs/fused.md.
+    """
+
+    make_vocab_size_divisible_by: int = option(64, AT_LEAST_ONE)
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
     enable_sequence_overlap: bool = False
     enable_sequence_regather: bool = False
-    enable_flash_attention: bool | str = False
+    enable_flash_attention: bool | str = option(
+        False,
+        Check(
+            lambda value: isinstance(value, bool) or value in tuple(KERNELS),
+            f"must be {', '.join(map(repr, (True, *KERNELS)))} or False",
+        ),
+    )
     enable_xformers: bool = False
     enable_fused_normalization: bool = False
     enable_jit_fused: bool = False
@@ -73,42 +106,28 @@ class ShardConfig(ShardOptions):
         gather_output: the inverse of `parallel_output`, a name of older ColossalAI drafts: True gathers. Without
             labels, and in evaluation, logits are always gathered. Give only one of the two.
         inference_only: do not train: `ShardFormer` sets evaluation mode and turns gradients off.
-        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.
-        enable_tensor_parallelism: False ignores the group.
-        enable_sequence_parallelism: shard the sequences within layers over ranks; see docs/sequence.md.
-        sequence_parallelism_mode: "split_gather" or "ring" on the tensor axis, "all_to_all" or "ring_attn" on
-            a sequence axis. None is "all_to_all" if there is a sequence axis, otherwise "split_gather".
+        enable_tensor_parallelism: False ignores the group of the tensor axis.
         sequence_parallel_process_group: the sequence axis.
-        enable_sequence_overlap: for "split_gather" and "ring": overlap the gather in backward with computation.
-        enable_sequence_regather: for "split_gather": save only the local shard and gather it again in backward.
         sequence_parallel_rings: for "ring_attn": the rings of a double ring (`double_ring`); None is one ring.
-        enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels, or by
-            name: "flash_attention_3" or "sdpa_cudnn" for example; see docs/fused.md.
-        enable_xformers: attention by xFormers.
-        enable_fused_normalization: norms by apex or Liger if installed on CUDA, otherwise by torch's fused kernels.
-        enable_jit_fused: activation formulas and dropout + addition compiled by torch.
-        enable_fused_loss: the causal loss in chunks of tokens, from the input of the head: the float32 logits of
-            a microbatch are never materialized, and training calls with labels return none; see docs/fused.md.
-        enable_all_optimization: all of these except xFormers, which would replace flash attention, and the loss.
 
     Raises:
         ValueError: arguments contradict each other; all contradictions at once.
     """
 
-    tensor_parallel_process_group: dist.ProcessGroup | None = None
-    tensor_parallel_size: int = None  # type: ignore[assignment]  # a number once constructed
-    data_parallel_process_group: dist.ProcessGroup | None = None
-    data_parallel_size: int = None  # type: ignore[assignment]
+    tensor_parallel_process_group: dist.ProcessGroup | None = option(None, _GROUP)
+    tensor_parallel_size: int = option(None, AT_LEAST_ONE)  # type: ignore[assignment]  # a number once constructed
+    data_parallel_process_group: dist.ProcessGroup | None = option(None, _GROUP)
+    data_parallel_size: int = option(None, AT_LEAST_ONE)  # type: ignore[assignment]
     pipeline_stage_manager: PipelineStageManager | None = None
     parallel_output: bool = None  # type: ignore[assignment]  # True or False once constructed
     gather_output: bool = None  # type: ignore[assignment]
     inference_only: bool = False
     enable_tensor_parallelism: bool = True
-    sequence_parallel_process_group: dist.ProcessGroup | None = None
+    sequence_parallel_process_group: dist.ProcessGroup | None = option(None, _GROUP)
     sequence_parallel_rings: Rings | None = None
 
     def __post_init__(self) -> None:
-        raise_errors(self._type_errors())
+        raise_errors(option_errors(self))
         errors = [*self._axis_errors(), *self._switch_errors()]
         tp_size, sp_size = self._size("tensor_parallel"), self.sequence_parallel_size
         raise_errors(errors or self.sequence.errors(tp_size=tp_size, sp_size=sp_size))
@@ -174,31 +193,6 @@ class ShardConfig(ShardOptions):
         """Return the number of ranks of an axis."""
         group = self._group(axis)
         return group.size() if group is not None else getattr(self, f"{axis}_size") or 1
-
-    def _type_errors(self) -> list[str]:
-        """List type errors. The other checks assume correct types."""
-        given = vars(self)
-        groups = {name: each for name, each in given.items() if name.endswith("_group") and each is not None}
-        switches = {each.name: given[each.name] for each in fields(self) if isinstance(each.default, bool)}
-        switches |= {
-            name: given[name] for name in ("parallel_output", "gather_output") if given[name] is not None
-        }
-        sizes = {f"{axis}_size": given[f"{axis}_size"] for axis in _AXES}
-        numbers = {name: size for name, size in sizes.items() if size is not None}
-        numbers["make_vocab_size_divisible_by"] = self.make_vocab_size_divisible_by
-        return [
-            *(
-                f"{name}={group!r} must be a process group that this rank is in, as dist.new_group returns, or None"
-                for name, group in groups.items()
-                if not callable(getattr(group, "size", None))
-            ),
-            *switch_errors(switches),
-            *(
-                f"{name}={number!r} must be an integer of at least 1"
-                for name, number in numbers.items()
-                if isinstance(number, bool) or not isinstance(number, int) or number < 1
-            ),
-        ]
 
     def _axis_errors(self) -> list[str]:
         """List errors of sizes and groups that contradict each other."""

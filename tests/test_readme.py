@@ -123,7 +123,7 @@ def test_every_schedule_is_drawn_in_the_pipelines_guide_by_the_quoted_command() 
 
 
 def test_every_argument_of_the_plugin_is_listed_where_it_belongs() -> None:
-    taken = set(inspect.signature(HybridParallelPlugin).parameters) - {"others"}
+    taken = set(inspect.signature(HybridParallelPlugin).parameters)
     assert names_after(COMING.read_text(), "Supported") | {"dp_size"} == taken
     assert HYBRID.keys() & taken == set()  # those of this page are in tests/plugins/test_colossalai.py
 

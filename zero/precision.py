@@ -1,95 +1,75 @@
 """The number format of a run, and the dynamic loss scale of fp16."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ..cluster.device import computes_in_bf16
+from ..cluster.device import computes_in_bf16, default_device
 from ..cluster.errors import raise_errors
+from ..cluster.options import AT_LEAST_ONE, Check, one_of, option, option_errors, type_errors
 
+Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION = one_of(*DTYPES)
+FINITE = Check(isfinite, "must be a finite number")
+POSITIVE = Check(lambda value: 0 < value < inf, "must be a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Number format of the parameters. Gradients accumulate, and the optimizer updates, in float32.
+class ScaleOptions:
+    """The dynamic loss scale of fp16, under ColossalAI's names.
 
-    The other settings are those of fp16's dynamic loss scale, under ColossalAI's names.
+    Args:
+        initial_scale: the loss scale of fp16 in the first step.
+        min_scale: the lower bound of the loss scale.
+        growth_factor: the loss scale grows by it after `growth_interval` steps in a row without overflow.
+        growth_interval: steps without overflow until the loss scale grows.
+        backoff_factor: the loss scale shrinks by it on an overflow.
+        hysteresis: overflows since the loss scale last grew that it takes to shrink it.
+        max_scale: the upper bound of the loss scale.
+    """
+
+    initial_scale: float = option(2.0**16, FINITE)
+    min_scale: float = option(1.0, POSITIVE)
+    growth_factor: float = option(
+        2.0, Check(lambda value: 1 < value < inf, "must be a finite number above 1")
+    )
+    growth_interval: int = option(1000, AT_LEAST_ONE)
+    backoff_factor: float = option(0.5, Check(lambda value: 0 < value < 1, "must lie between 0 and 1"))
+    hysteresis: int = option(2, AT_LEAST_ONE)
+    max_scale: float = option(2.0**32, FINITE)
+
+    def bound_errors(self) -> list[str]:
+        """List the error of a first scale outside of the bounds."""
+        low, initial, high = self.min_scale, self.initial_scale, self.max_scale
+        if type_errors(self) or low <= initial <= high:
+            return []
+        return [f"initial_scale={initial} must be in min_scale={low} … max_scale={high}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(ScaleOptions):
+    """Number format of the parameters. Gradients accumulate, and the optimizer updates, in float32.
 
     Args:
         precision: format of the parameters in forward and backward.
-        initial_scale: the loss scale of the first step.
-        min_scale, max_scale: bounds of the scale.
-        growth_factor: the scale grows by it after `growth_interval` steps in a row without overflow.
-        growth_interval: steps without overflow until the scale grows.
-        backoff_factor: the scale shrinks by it on an overflow.
-        hysteresis: the number of overflows since the scale last grew that it takes to shrink it.
 
     Raises:
         ValueError: the configuration is invalid; lists all errors.
     """
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    initial_scale: float = 2.0**16
-    min_scale: float = 1.0
-    growth_factor: float = 2.0
-    growth_interval: int = 1000
-    backoff_factor: float = 0.5
-    hysteresis: int = 2
-    max_scale: float = 2.0**32
+    precision: Precision = option("fp32", PRECISION)
 
     def __post_init__(self) -> None:
-        raise_errors(precision_errors(**asdict(self)))
+        raise_errors([*option_errors(self), *self.bound_errors()])
 
     @property
     def dtype(self) -> torch.dtype:
         """The format of the parameters."""
         return DTYPES[self.precision]
-
-
-# By setting: the test of a valid number, and the rule in words.
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "min_scale": (lambda value: value > 0, "it must be above 0"),
-    "growth_factor": (lambda value: value > 1, "it must be above 1"),
-    "growth_interval": (
-        lambda value: value >= 1 and value % 1 == 0,
-        "it must be an integer of at least 1 (steps)",
-    ),
-    "backoff_factor": (lambda value: 0 < value < 1, "it must lie between 0 and 1"),
-    "hysteresis": (
-        lambda value: value >= 1 and value % 1 == 0,
-        "it must be an integer of at least 1 (overflows)",
-    ),
-}
-
-
-def precision_errors(*, precision: str = "fp32", **numbers: Any) -> list[str]:
-    """Return the errors of arguments of `PrecisionConfig`, each with the allowed values; empty when they are valid."""
-    errors = []
-    if not isinstance(precision, str) or precision not in DTYPES:
-        errors.append(f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}")
-    if strange := [
-        f"{name}={value!r}: it must be a finite number"
-        for name, value in numbers.items()
-        if not is_finite_number(value)
-    ]:
-        return errors + strange
-    errors += [
-        f"{name}={numbers[name]}: {rule}"
-        for name, (is_sound, rule) in _RULES.items()
-        if name in numbers and not is_sound(numbers[name])
-    ]
-    low, initial, high = (
-        numbers.get(name, getattr(PrecisionConfig, name))
-        for name in ("min_scale", "initial_scale", "max_scale")
-    )
-    if not low <= initial <= high:
-        errors.append(f"initial_scale={initial}: it must be in min_scale={low} … max_scale={high}")
-    return errors
 
 
 def format_errors(model: nn.Module) -> list[str]:
@@ -104,16 +84,16 @@ def format_errors(model: nn.Module) -> list[str]:
     ]
 
 
-def is_finite_number(value: object) -> bool:
-    """Return True for a finite integer or float, but not for a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def default_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+def default_precision(device: torch.device) -> Precision:
     """Return the safest precision for a device: fp32 on a CPU, bf16 on a GPU that supports it, else fp16."""
     if device.type == "cpu":
         return "fp32"
     return "bf16" if computes_in_bf16(device) else "fp16"
+
+
+def given_precision(precision: str | None) -> str:
+    """Return the given precision, or the device's default for None."""
+    return default_precision(default_device()) if precision is None else precision
 
 
 class DynamicScaler:

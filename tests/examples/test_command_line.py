@@ -34,7 +34,6 @@ def test_every_option_of_the_plugin_is_a_flag_but_objects() -> None:
     assert options - command_line.plugin_parameters().keys() == {
         "custom_policy",
         "gradient_checkpoint_config",
-        "others",  # arguments of ColossalAI without an effect
     }
 
 
@@ -55,7 +54,7 @@ def test_the_help_quotes_the_plugin_docstring(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parsed("--help")
     reported = " ".join(capsys.readouterr().out.split())
-    assert "--num_microbatches NUM_MICROBATCHES the split of a batch into microbatches" in reported
+    assert "--num_microbatches NUM_MICROBATCHES number of microbatches of a batch." in reported
     assert (
         "Other calls compare checksums, which are reduced with the gradient norm. (default: 100)" in reported
     )

@@ -288,6 +288,9 @@ def test_errors_of_the_plugin_name_the_keys_of_the_configuration() -> None:
         "\nin InternEvo's configuration sp_size=2 is tensor.size, wp_size=4 is weight.size"
     )
     assert in_its_words("precision='fp9'", arguments) == "precision='fp9'"
+    for argument, key in (("max_norm", "clip_grad_norm"), ("overlap_communication", "overlap_sync_grad")):
+        words = in_its_words(f"{argument}=-1 must be", {argument: -1})
+        assert words.endswith(f"configuration {argument}=-1 is hybrid_zero_optimizer.{key}")
 
 
 def configure_for_three_stages() -> None:

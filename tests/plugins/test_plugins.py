@@ -4,9 +4,12 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import weakref
 from dataclasses import fields, replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,19 +18,71 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon import HybridParallelPlugin
+from echelon import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.cluster.options import arguments_like, described, option_errors
 from echelon.plugins.hybrid_config import HybridConfig
+from echelon.plugins.low_level_zero import ZeroConfig
+from echelon.plugins.torch_ddp import DDPConfig
+from echelon.plugins.torch_fsdp import FSDPConfig
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool
 from .training import BERT, LLAMA, Numbers, boosted, hybrid, refused, share
 
+PLUGINS: dict[type, type] = {
+    HybridParallelPlugin: HybridConfig,
+    LowLevelZeroPlugin: ZeroConfig,
+    TorchDDPPlugin: DDPConfig,
+    TorchFSDPPlugin: FSDPConfig,
+}
 
-def test_the_config_has_the_arguments_of_the_plugin_and_their_defaults() -> None:
-    arguments = signature(HybridParallelPlugin).parameters
-    given = {name: each.default for name, each in arguments.items() if name not in ("precision", "others")}
-    assert given == {each.name: each.default for each in fields(HybridConfig) if each.name != "precision"}
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
+def test_the_arguments_of_a_plugin_are_its_options_and_all_are_described(plugin: Any) -> None:
+    options, arguments = PLUGINS[plugin], signature(plugin).parameters
+    declared = {each.name: (each.type, each.default) for each in fields(options)}
+    assert {name: (each.annotation, each.default) for name, each in arguments.items()} == declared
+    assert all(f"{name}: {text}" in plugin.__init__.__doc__ for name, text in described(options).items())
+    assert option_errors(options()) == []
+
+
+def test_an_option_under_another_name_is_that_of_the_hybrid_plugin() -> None:
+    zero, hybrid = described(ZeroConfig), described(HybridConfig)
+    renamed = arguments_like(ZeroConfig(stage=2, reduce_bucket_size_in_m=3))
+    assert renamed["zero_stage"] == 2 and renamed["zero_bucket_size_in_m"] == 3
+    assert renamed["initial_scale"] == 2**32 and HybridConfig(**renamed).initial_scale == 2**32
+    assert zero["stage"] == hybrid["zero_stage"]
+    assert zero["reduce_bucket_size_in_m"] == hybrid["zero_bucket_size_in_m"]
+
+
+MISTAKES = {
+    "HybridParallelPlugin(tp=2)": 'Unexpected keyword argument "tp"',
+    "HybridParallelPlugin(tp_size='2')": 'Argument "tp_size"',
+    "LowLevelZeroPlugin(zero_stage=2)": 'Unexpected keyword argument "zero_stage"',
+    "TorchFSDPPlugin(offload=True)": 'did you mean "cpu_offload"?',
+    "TorchDDPPlugin(False, 12, True, max_norm=1)": 'Unexpected keyword argument "max_norm"',
+}
+VALID = "HybridParallelPlugin(2, 1, None, 'bf16', 1, num_microbatches=4), LowLevelZeroPlugin(2, max_norm=1.0)"
+
+
+@pytest.mark.slow  # mypy reads torch and this package
+def test_type_checkers_know_the_names_and_types_of_arguments(tmp_path: Path) -> None:
+    (tmp_path / "echelon").symlink_to(Path(__file__).parents[2])
+    script = ["from echelon import *", VALID, *MISTAKES]
+    (tmp_path / "script.py").write_text("\n".join(script))
+    flags = [
+        "--config-file=",
+        "--explicit-package-bases",
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+    ]
+    command = [sys.executable, "-m", "mypy", *flags, "--no-error-summary", "script.py"]
+    lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout.splitlines()
+    errors = [line for line in lines if ": error: " in line]
+    assert len(errors) == len(MISTAKES), lines
+    for number, (error, text) in enumerate(zip(errors, MISTAKES.values(), strict=True), start=3):
+        assert error.startswith(f"script.py:{number}:") and text in error
 
 
 def kept_caches() -> dict[str, bool]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.verify.batch import loss_of
+from echelon.verify.batch import loss_of, make_batch
 
 from ..pool import Pool
 from .training import BERT, LLAMA, boosted, hybrid, refused, share
@@ -93,3 +93,33 @@ def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, An
         expected = LLAMA.build().eval()(**next(share(booster, LLAMA, 0))).logits
     logits = [None if outputs is None else outputs.logits for outputs in found]
     return booster.plugin.stage_manager.is_last_stage(), *logits, expected
+
+
+def test_outputs_travel_as_tensors_of_the_shapes_of_this_replica(pool: Pool) -> None:
+    for on_this_stage, traffic, expected in pool.run(4, evaluate_uneven_replicas):
+        assert on_this_stage is not None
+        torch.testing.assert_close(on_this_stage, expected)
+        broadcasts = {key: calls for key, calls in traffic.items() if "broadcast" in key[1]}
+        assert broadcasts == {("pp", "small broadcast"): 2, ("pp", "broadcast"): 1}  # loss, logits
+
+
+def evaluate_uneven_replicas() -> tuple[Any, dict[tuple[str, str], int], Any]:
+    """Evaluate batches of another size and length for every replica; pickling their outputs would raise.
+
+    Returns: this rank's logits, the calls of its second evaluation by axis and kind, and the logits of the model alone.
+    """
+    booster = hybrid(pp_size=2, num_microbatches=None, microbatch_size=2)
+    model, _ = boosted(booster, LLAMA)
+    replica, _ = booster.plugin.data_rank
+    batch = make_batch(LLAMA, num_samples=5 - 2 * replica, seed=1)
+    batch = {name: tensor[:, replica:] for name, tensor in batch.items()}
+    model.eval()
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "__reduce_ex__", lambda *_: pytest.fail("a tensor was pickled"))
+        for _ in range(2):
+            with booster.plugin.ledger() as ledger:
+                outputs = booster.execute_pipeline(iter([batch]), model, return_outputs="all_ranks")[
+                    "outputs"
+                ]
+    expected = LLAMA.build().eval()(**batch).logits.detach()
+    return outputs.logits, {key: count.calls for key, count in ledger.traffic.items()}, expected

@@ -166,9 +166,9 @@ PAIR: Any = Group(2)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be an integer of at least 1"),
-        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be an integer of at"),
-        ({"data_parallel_size": "2"}, "data_parallel_size='2' must be an integer of at least 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be at least 1"),
+        ({"data_parallel_size": "2"}, "data_parallel_size='2' must be an integer"),
         (
             {"tensor_parallel_process_group": PAIR, "tensor_parallel_size": 4},
             "tensor_parallel_size=4 is not the size of tensor_parallel_process_group, which has 2 ranks",

@@ -3,7 +3,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.zero.precision import DynamicScaler, PrecisionConfig, precision_errors
+from echelon.cluster.errors import ErrorList
+from echelon.zero.precision import DynamicScaler, PrecisionConfig
 
 from ..pool import Pool
 from .helpers import assert_equal, shard, weights_of
@@ -57,14 +58,16 @@ def test_scaler_continues_from_its_state() -> None:
 
 
 def test_all_errors_of_a_configuration_are_reported_at_once() -> None:
-    errors = precision_errors(
-        precision="fp8", initial_scale=0.5, growth_factor=1, growth_interval=0, backoff_factor=1, hysteresis=0
-    )
-    assert {error.split("=")[0] for error in errors} == {
-        *("precision", "initial_scale", "growth_factor", "growth_interval", "backoff_factor", "hysteresis")
+    wrong = {
+        "initial_scale": 0.5,
+        "growth_factor": 1,
+        "growth_interval": 0,
+        "backoff_factor": 1,
+        "hysteresis": 0,
     }
-    with pytest.raises(ValueError, match=r"precision='fp8': use one of 'fp32', 'bf16', 'fp16'"):
-        PrecisionConfig(precision="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ErrorList, match=r"precision='fp8' must be one of 'fp32', 'bf16', 'fp16'") as raised:
+        PrecisionConfig(precision="fp8", **wrong)  # type: ignore[arg-type]
+    assert {error.split("=")[0] for error in raised.value.args} == {"precision", *wrong}
 
 
 def test_a_model_beyond_fp16_is_an_error_on_every_rank_at_the_minimum_scale(pool: Pool) -> None:

@@ -1,0 +1,101 @@
+"""Options, declared once: as the fields of a frozen dataclass, whose docstring has their meanings.
+
+    max_norm: float = option(0, Check(lambda norm: norm >= 0, "must be a number of at least 0"))
+
+Signatures, documentation and errors of all that takes the options follow from the class.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, field, fields
+from inspect import cleandoc
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar, get_args
+
+Value = TypeVar("Value")
+
+_KINDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "True or False", NoneType: "None"}
+# An entry of a docstring: names, and a text whose further lines are indented.
+_ENTRY = re.compile(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", flags=re.M)
+
+
+class Check(NamedTuple):
+    """A check of an option's value.
+
+    Args:
+        is_valid: called with a value of the option's type; the default is valid in any case.
+        rule: the end of the error for other values, "must be at least 1" for example.
+    """
+
+    is_valid: Callable[[Any], bool]
+    rule: str
+
+
+AT_LEAST_ONE = Check(lambda value: value is None or value >= 1, "must be at least 1")
+
+
+def one_of(*allowed: Any) -> Check:
+    """Return the check for these values alone."""
+    return Check(lambda value: value in allowed, f"must be one of {', '.join(map(repr, allowed))}")
+
+
+def option(default: Value, check: Check) -> Value:
+    """Declare an option with a check of its values, besides that of their type."""
+    declared: Value = field(default=default, metadata={"check": check})
+    return declared
+
+
+def option_like(options: type, name: str, default: Any = MISSING) -> Any:
+    """Declare an option of another dataclass again, under the name of the field.
+
+    Args:
+        options: the other dataclass.
+        name: the option's name there.
+        default: another default.
+    """
+    (original,) = (each for each in fields(options) if each.name == name)
+    metadata = {**original.metadata, "name": name, "options": options}
+    return field(default=original.default if default is MISSING else default, metadata=metadata)
+
+
+def arguments_like(options: Any) -> dict[str, Any]:
+    """Return the values of options by name, those of `option_like` by their original names."""
+    return {each.metadata.get("name", each.name): getattr(options, each.name) for each in fields(options)}
+
+
+def type_errors(options: Any) -> dict[str, str]:
+    """Return the errors of values of another type than their option, by name: numbers, switches, and None."""
+    return {
+        each.name: f"{each.name}={value!r} must be {' or '.join(_KINDS[kind] for kind in kinds)}"
+        for each in fields(options)
+        if (kinds := get_args(each.type) or (each.type,)) and _KINDS.keys() >= set(kinds)
+        if (value := getattr(options, each.name)) is not each.default
+        if not (type(value) in kinds or (float in kinds and _is_number(value)))
+    }
+
+
+def option_errors(options: Any) -> list[str]:
+    """List the errors of all options: of their types and of their checks."""
+    wrong = type_errors(options)
+    values = ((each, getattr(options, each.name)) for each in fields(options) if each.name not in wrong)
+    return [*wrong.values()] + [
+        f"{each.name}={value!r} {check.rule}"
+        for each, value in values
+        if (check := each.metadata.get("check")) and value is not each.default and not check.is_valid(value)
+    ]
+
+
+def described(options: Any) -> dict[str, str]:
+    """Return the meaning of every option, from the docstrings of its dataclass and of the inherited ones."""
+    meanings: dict[str, str] = {}
+    for kind in options.__mro__:
+        for names, text in _ENTRY.findall(cleandoc(kind.__doc__ or "")):
+            meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    for each in fields(options):
+        if "name" in each.metadata:
+            meanings[each.name] = described(each.metadata["options"])[each.metadata["name"]]
+    return {each.name: meanings.get(each.name, "") for each in fields(options)}  # none under `python -OO`
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
