@@ -420,14 +420,19 @@ def stop_watch() -> None:
         ended.end()
 
 
-def wait_for_all_ranks() -> None:
+def wait_for_all_ranks(action: str | None = None) -> None:
     """Wait in a watched call, through the store, until all ranks of the world have entered it.
+
+    Args:
+        action: a new name of the call, see `rename_call`.
 
     Raises:
         UnmatchedCall: another rank waits for this one in a different call. Nothing has been sent, so a script that
             handles the error can continue.
         RankFailure: another rank failed, died or left, or did not enter within the group's timeout.
     """
+    if action is not None:
+        rename_call(action)
     if _watch is not None:
         _watch.wait_for_all()
 

@@ -32,7 +32,7 @@ from ..pipeline.stage import (
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.compiled_layers import compile_layers, layers_to_compile
 from ..shardformer.configs import copy_configs
-from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
+from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
@@ -288,7 +288,6 @@ def wrap_optimizer(
             max_norm=config.max_norm,
             bucket_size=config.bucket_size,
             agreement=boosted.engine.agreement,
-            check_every=config.check_every,
             after_step=statistics.average,
         )
     for parameter in boosted.module.parameters():  # parameters that no optimizer manages
@@ -422,14 +421,11 @@ class HybridParallelModule(BoostedModule):
 
     def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare inputs over the axes whose ranks compute together; see [Note: compared calls]."""
-        is_due = self.engine.agreement.is_due()
-        if not (is_due or self.optimizer is None or not torch.is_grad_enabled()):
-            self.engine.agreement.note([tensors_of_call(args, kwargs), self.module.training])
-            return
-        for axis in ("tp", "sp"):
-            if self.mesh.size(axis) > 1:
-                group = self.mesh.group(axis)
-                require_equal_inputs(args, kwargs, group, axis, training=self.module.training)
+        self.engine.agreement.compare_inputs(
+            tensors_of_call(args, kwargs),
+            training=self.module.training,
+            always=self.optimizer is None or not torch.is_grad_enabled(),
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, including those that the optimizer has moved out of the parameters (zero_stage 2)."""
