@@ -1,8 +1,8 @@
 """The save and load calls of a plugin: models, optimizers, schedulers and full checkpoints."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -67,7 +67,8 @@ def made_by_all(
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()
             compared = {key: each for key, each in given.arguments.items() if key not in ("self", "user")}
-            with _failing_alike(name):
+            with naming_failures(name, raised_alike=(OSError, ValueError, AgreedError)):
+                wait_for_all_ranks()
                 self._saver.settle()
                 require_same_call(name, compared, self.group)
                 wait_for_saves(Path(compared.get("checkpoint") or compared["directory"]))
@@ -76,19 +77,6 @@ def made_by_all(
         return called
 
     return checked
-
-
-@contextmanager
-def _failing_alike(action: str) -> Iterator[None]:
-    agreed: Exception | None = None
-    with naming_failures(action):
-        wait_for_all_ranks()
-        try:
-            yield
-        except (OSError, ValueError, AgreedError) as error:
-            agreed = error
-    if agreed is not None:
-        raise agreed
 
 
 class Checkpoints:

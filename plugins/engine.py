@@ -267,10 +267,9 @@ class PipelineEngine:
                 f"rank(s) {short}: use at most that many microbatches, larger batches, or drop_last=True in the "
                 "dataloader to leave out a short last batch"
             )
-        if not isinstance(batch, Mapping):
-            return
-        if self.mesh.size("pp") > 1:
-            raise_errors(setting_errors(batch, "the batch"))
+        is_cut = isinstance(batch, Mapping) and self.mesh.size("pp") > 1
+        if is_cut and (errors := setting_errors(batch, "the batch")):
+            raise_errors(errors)
 
     def to_compute(self, batch: Any) -> Any:
         """Move a batch to this rank's device, and floating-point tensors to the model's precision."""

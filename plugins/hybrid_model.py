@@ -288,7 +288,7 @@ def wrap_optimizer(
             max_norm=config.max_norm,
             bucket_size=config.bucket_size,
             agreement=boosted.engine.agreement,
-            after_step=statistics.average,
+            after_step=statistics.average if statistics.names else None,
         )
     for parameter in boosted.module.parameters():  # parameters that no optimizer manages
         if parameter.is_floating_point() and parameter.dtype != config.dtype:
