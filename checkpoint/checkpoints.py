@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..cluster.agree import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures, wait_for_all_ranks
+from ..cluster.gathering import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
 from .background import Copies, Keep, Save, Saver, wait_for_saves
 from .calls import lr_scheduler_errors, require_same_call

@@ -1,4 +1,4 @@
-"""Agreement of ranks on their calls: batches, kinds of calls and settings, compared without messages of their own.
+"""Agreement of ranks on the calls of a boosted model: batches, inputs, reductions and settings.
 
 [Note: compared calls] In the first calls, and in every `check_every`-th, ranks gather and compare their batches and
 settings before they compute, and an error names the rank that differs. In all other calls nothing is sent: each rank
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from .agree import (
+from .failures import note_batch, rename_call, wait_for_all_ranks
+from .gathering import (
     batch_code,
     batch_hash,
     describe_batch,
@@ -27,7 +28,6 @@ from .agree import (
     require_equal,
     settings_hash,
 )
-from .failures import note_batch, rename_call, wait_for_all_ranks
 from .mesh import ParallelMesh
 
 _LOG = logging.getLogger("echelon")

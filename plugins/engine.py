@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.agreement import ENDED, AgreedCall, Agreement, CallKind
 from ..cluster.errors import raise_errors
+from ..cluster.gathering import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom

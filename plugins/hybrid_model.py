@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, TensorNames, saved_state
-from ..cluster.agree import require_equal
 from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures, wait_for_all_ranks
+from ..cluster.gathering import require_equal
 from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh

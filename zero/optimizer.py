@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cluster.agree import require_equal
 from ..cluster.agreement import Agreement
 from ..cluster.device import numbers_on, wait_for_stream
 from ..cluster.failures import naming_failures
+from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
 from .bucket import Bucket, make_buckets
 from .buffers import BufferPool

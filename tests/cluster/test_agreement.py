@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.cluster.agree import batch_hash, device_hash, gather_integers
+from echelon.cluster.gathering import batch_hash, device_hash, gather_integers
 from echelon.cluster.mesh import ParallelMesh
 
 from ..pool import Pool

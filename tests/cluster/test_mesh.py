@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
 
 from echelon.cluster import mesh as mesh_module
-from echelon.cluster.agree import broadcast_object
+from echelon.cluster.gathering import broadcast_object
 from echelon.cluster.launch import join_local_group, launch_from_torch, local_store
 from echelon.cluster.layout import AXES
 from echelon.cluster.mesh import ParallelMesh

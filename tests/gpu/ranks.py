@@ -14,8 +14,8 @@ from itertools import chain
 import torch
 
 from echelon import launch_from_torch
-from echelon.cluster.agree import broadcast_object
 from echelon.cluster.device import default_device
+from echelon.cluster.gathering import broadcast_object
 from echelon.verify.layout import Layout
 
 from ..contract.parity_rows import ALL_AXES, TIED_LLAMA, parity_rows

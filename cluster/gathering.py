@@ -1,4 +1,4 @@
-"""Agreement of ranks before they compute: gather integers and objects, require equal settings, share errors."""
+"""Exchange of integers, objects and errors between ranks, equal settings, and hashes of batches and settings."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
