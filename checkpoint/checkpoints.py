@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.errors import raise_errors
-from ..cluster.failures import naming_failures, wait_for_all_ranks
+from ..cluster.failures import all_ranks_in
 from ..cluster.gathering import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
 from .background import Copies, Keep, Save, Saver, wait_for_saves
@@ -55,7 +55,7 @@ def made_by_all(
     others are compared, see `require_same_call`.
 
     Raises:
-        RankFailure: another rank died, left, or is in another call; see `naming_failures`.
+        RankFailure: another rank died, left, or is in another call; see `all_ranks_in`.
     """
 
     def checked(method: Method[Arguments, Returned]) -> Method[Arguments, Returned]:
@@ -67,8 +67,7 @@ def made_by_all(
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()
             compared = {key: each for key, each in given.arguments.items() if key not in ("self", "user")}
-            with naming_failures(name, raised_alike=(OSError, ValueError, AgreedError)):
-                wait_for_all_ranks()
+            with all_ranks_in(name, raised_alike=(OSError, ValueError, AgreedError)):
                 self._saver.settle()
                 require_same_call(name, compared, self.group)
                 wait_for_saves(Path(compared.get("checkpoint") or compared["directory"]))

@@ -299,13 +299,15 @@ class Agreement:
         Args:
             replicas, codes: by rank of the world, its replica and the checksum of its batch.
         """
-        differing = {}
-        for replica in range(self._mesh.size("dp")):
-            ranks = [rank for rank, other in enumerate(replicas) if other == replica]
-            if places := differing_ranks([(codes[rank],) for rank in ranks]):
-                differing[replica] = [ranks[place] for place in places]
+        first: dict[int, int] = {}  # code of a replica's first rank
+        differing: dict[int, list[int]] = {}
+        for rank, (replica, code) in enumerate(zip(replicas, codes, strict=True)):
+            if first.setdefault(replica, code) != code:
+                differing.setdefault(replica, []).append(rank)
         if differing:
-            where = "; ".join(f"replica {replica}: rank(s) {ranks}" for replica, ranks in differing.items())
+            where = "; ".join(
+                f"replica {replica}: rank(s) {ranks}" for replica, ranks in sorted(differing.items())
+            )
             raise ValueError(
                 "the batches differ between ranks of one replica "
                 f"({where}, unlike its first rank): give the dataloader to booster.boost, or build it with "

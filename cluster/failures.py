@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -132,6 +133,24 @@ def naming_failures(
             raise failure from error
         finally:
             watch.leave()
+
+
+@contextmanager
+def all_ranks_in(action: str, **options: Any) -> Iterator[None]:
+    """Wrap a call that all ranks make and that may take long: `naming_failures`, and a wait until all have entered it.
+
+    Nothing is sent before, so that no message of training can be mixed up with one of this call.
+
+    Args:
+        action: name of the call.
+        options: further arguments of `naming_failures`.
+
+    Raises:
+        RankFailure, UnmatchedCall: see `naming_failures` and `wait_for_all_ranks`.
+    """
+    with naming_failures(action, **options):
+        wait_for_all_ranks()
+        yield
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 from .collectives import InFlight, all_gather_single
 from .device import backend_of, default_device
 from .errors import SAME_CALLS, UnmatchedCall
-from .failures import current_call, naming_failures, raise_if_stuck, wait_for_all_ranks
+from .failures import all_ranks_in, current_call, raise_if_stuck
 
 # Multipliers of SplitMix64's mixing function (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
@@ -305,8 +305,7 @@ def require_equal(
         return
     if group is not None:
         return begin_require_equal(value, group, what=what, rule=rule).wait()
-    with naming_failures(what):
-        wait_for_all_ranks()
+    with all_ranks_in(what):
         begin_require_equal(value, what=what, rule=rule).wait()
 
 

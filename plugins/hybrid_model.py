@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..checkpoint.local import Adapter, TensorNames, saved_state
 from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
-from ..cluster.failures import naming_failures, wait_for_all_ranks
+from ..cluster.failures import all_ranks_in, naming_failures
 from ..cluster.gathering import require_equal
 from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
@@ -87,7 +87,7 @@ def boost(
     raise_errors(given_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
     plan = plan_boost(model, optimizer, config, mesh, shard_config)
-    with naming_failures("boost"):
+    with all_ranks_in("boost"):
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's names, of the full model
         if mesh.size("tp", "pp", "sp", "wp") > 1:
@@ -188,7 +188,6 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
     Raises:
         ValueError: ranks differ; raised on every rank.
     """
-    wait_for_all_ranks()
     require_equal_models(model)
     require_equal(optimizer_options(optimizer), what="the optimizer")
 
