@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.errors import raise_errors
-from ..cluster.gathering import batch_hash, on_all_ranks, on_first_rank, run_or_raise_together
+from ..cluster.gathering import on_all_ranks, on_first_rank, run_or_raise_together
+from ..cluster.hashes import batch_hash
 from ..cluster.layout import AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom, set_torch_state, torch_state

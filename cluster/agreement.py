@@ -19,15 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failures import note_batch, rename_call, wait_for_all_ranks
-from .gathering import (
-    batch_code,
-    batch_hash,
-    describe_batch,
-    differing_ranks,
-    gather_integers,
-    require_equal,
-    settings_hash,
-)
+from .gathering import differing_ranks, gather_integers, require_equal
+from .hashes import batch_code, batch_hash, describe_batch, settings_hash
 from .mesh import ParallelMesh
 
 _LOG = logging.getLogger("echelon")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..cluster.agreement import ENDED, AgreedCall, Agreement, CallKind
 from ..cluster.errors import raise_errors
-from ..cluster.gathering import batch_hash, broadcast_object, differing_ranks, gather_integers
+from ..cluster.gathering import broadcast_object, differing_ranks, gather_integers
+from ..cluster.hashes import batch_hash
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom

@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..booster.booster import Booster
 from ..cluster.collectives import begin_gather
 from ..cluster.device import default_device, is_cuda
-from ..cluster.gathering import batch_hash, broadcast_object, gather_objects
+from ..cluster.gathering import broadcast_object, gather_objects
+from ..cluster.hashes import batch_hash
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, placement_of
 from ..lazy import materialize

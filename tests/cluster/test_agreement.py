@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.cluster.gathering import batch_hash, device_hash, gather_integers
+from echelon.cluster.gathering import gather_integers
+from echelon.cluster.hashes import batch_hash, device_hash
 from echelon.cluster.mesh import ParallelMesh
 
 from ..pool import Pool
