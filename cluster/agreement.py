@@ -83,7 +83,7 @@ class Agreement:
         self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
         self._num_calls = self._num_steps = 0
         # The kind of the last compared training call, as this rank and as its replica requested it.
-        self._own_kind = self._replica_kind = CallKind(
+        self._rank_kind = self._replica_kind = CallKind(
             trains=True, loss=True, outputs=False, outputs_everywhere=False, training_mode=True
         )
         self._equal_batches: list[bool] = []  # of all replicas, in the first calls
@@ -113,9 +113,9 @@ class Agreement:
         if batch is ENDED:
             wait_for_all_ranks("execute_pipeline at the end of its data")
             raise StopIteration
-        if kind != self._own_kind:
+        if kind != self._rank_kind:
             mode = "training" if kind.training_mode else "evaluation"
-            is_other = kind.training_mode != self._own_kind.training_mode
+            is_other = kind.training_mode != self._rank_kind.training_mode
             # Ranks whose call is as before never enter this.
             wait_for_all_ranks(
                 f"execute_pipeline in {mode} mode, unlike the previous call" if is_other else None
@@ -137,16 +137,16 @@ class Agreement:
         rows = gather_integers((int(batch is not ENDED), replica, code, samples, *map(int, kind)))
         have, replicas, codes, counts, trains, losses, outputs, everywhere, modes = zip(*rows, strict=True)
         _require_same_calls(have, trains, modes)
-        is_own = [other == replica for other in replicas]
+        in_replica = [other == replica for other in replicas]
         wanted = CallKind(
             trains=any(trains),
             loss=any(losses),  # its reduction needs all ranks, also those that want none
-            outputs=any(compress(outputs, is_own)),
-            outputs_everywhere=any(compress(everywhere, is_own)),
+            outputs=any(compress(outputs, in_replica)),
+            outputs_everywhere=any(compress(everywhere, in_replica)),
             training_mode=kind.training_mode,
         )
         if kind.trains:
-            self._own_kind, self._replica_kind = kind, wanted
+            self._rank_kind, self._replica_kind = kind, wanted
         self._require_equal_batches(replicas, codes)
         if is_first:
             self._note_replicas(are_equal=len(set(codes)) == 1)
