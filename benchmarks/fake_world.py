@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg
 
-from echelon.cluster import agree, failures
+from echelon.cluster import gathering, watch
 from echelon.zero import clipping
 
 RANKS = 2
@@ -32,8 +32,8 @@ def fake_world() -> Iterator[None]:
         for owner, name, stand_in in (
             (clipping, "norm_over_all_ranks", agreed),
             (dist, "recv", lambda x, *_, **__: x.fill_(1)),  # votes of torch's pipeline
-            (failures._Watch, "wait_for_all", lambda _: None),
-            (agree, "_Watched", lambda work: work),  # the fake group's work never reports completion
+            (watch.Watch, "wait_for_all", lambda _: None),
+            (gathering, "_Watched", lambda work: work),  # the fake group's work never reports completion
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cluster.agree import AgreedError
 from ..cluster.device import host_memory, wait_for_stream
+from ..cluster.gathering import AgreedError
 
 _CHUNK = 2**20  # bytes shared by several small tensors; a larger one has a chunk of its own
 _ALIGNMENT = 64

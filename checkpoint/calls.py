@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..cluster.agree import on_all_ranks, raise_different
 from ..cluster.errors import raise_errors
+from ..cluster.gathering import on_all_ranks, raise_different
 from ..data.loader import ShardedLoader
 from .local import LocalModel, saved_state
 from .model import config_errors

@@ -1,8 +1,8 @@
 """The save and load calls of a plugin: models, optimizers, schedulers and full checkpoints."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..cluster.agree import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
-from ..cluster.failures import naming_failures, wait_for_all_ranks
+from ..cluster.failures import all_ranks_in
+from ..cluster.gathering import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
 from .background import Copies, Keep, Save, Saver, wait_for_saves
 from .calls import lr_scheduler_errors, require_same_call
@@ -55,7 +55,7 @@ def made_by_all(
     others are compared, see `require_same_call`.
 
     Raises:
-        RankFailure: another rank died, left, or is in another call; see `naming_failures`.
+        RankFailure: another rank died, left, or is in another call; see `all_ranks_in`.
     """
 
     def checked(method: Method[Arguments, Returned]) -> Method[Arguments, Returned]:
@@ -67,7 +67,7 @@ def made_by_all(
             given = signature.bind(self, *args, **kwargs)
             given.apply_defaults()
             compared = {key: each for key, each in given.arguments.items() if key not in ("self", "user")}
-            with _failing_alike(name):
+            with all_ranks_in(name, raised_alike=(OSError, ValueError, AgreedError)):
                 self._saver.settle()
                 require_same_call(name, compared, self.group)
                 wait_for_saves(Path(compared.get("checkpoint") or compared["directory"]))
@@ -76,19 +76,6 @@ def made_by_all(
         return called
 
     return checked
-
-
-@contextmanager
-def _failing_alike(action: str) -> Iterator[None]:
-    agreed: Exception | None = None
-    with naming_failures(action):
-        wait_for_all_ranks()
-        try:
-            yield
-        except (OSError, ValueError, AgreedError) as error:
-            agreed = error
-    if agreed is not None:
-        raise agreed
 
 
 class Checkpoints:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..cluster.agree import on_all_ranks, on_first_rank
+from ..cluster.gathering import on_all_ranks, on_first_rank
 from .tensor_file import write_small
 
 # Longer than the six hours that ranks wait for each other (side_group in cluster/mesh.py), since clocks may differ.

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..cluster.agree import joined_errors
+from ..cluster.gathering import joined_errors
 from ..lazy.files import open_tensors
 from .box import Box
 from .local import LocalTensor, Part

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cluster.agree import on_all_ranks, on_first_rank, run_or_raise_together
+from ..cluster.gathering import on_all_ranks, on_first_rank, run_or_raise_together
 from ..cluster.transformers_api import CONFIG_NAME, GENERATION_CONFIG_NAME, custom_object_save
 from .background import Keep
 from .commit import (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cluster.agree import on_all_ranks, run_or_raise_together
+from ..cluster.gathering import on_all_ranks, run_or_raise_together
 from ..cluster.transformers_api import (
     WeightConverter,
     WeightRenaming,

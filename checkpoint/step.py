@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cluster.agree import batch_hash, on_all_ranks, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
+from ..cluster.gathering import on_all_ranks, on_first_rank, run_or_raise_together
+from ..cluster.hashes import batch_hash
 from ..cluster.layout import AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom, set_torch_state, torch_state

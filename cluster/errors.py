@@ -1,12 +1,7 @@
-"""Errors: a list of errors raised as one, unknown arguments, failures of other ranks, and deferred SIGTERM."""
+"""Errors: a list of errors raised as one, unknown arguments, and failures of other ranks."""
 
-import os
 import re
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
@@ -122,20 +117,3 @@ def is_broken(error: BaseException) -> bool:
 def is_timeout(error: BaseException) -> bool:
     """Return True if an error reports a timeout."""
     return isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None
-
-
-@contextmanager
-def termination_deferred() -> Iterator[None]:
-    """Defer SIGTERM to the end of the block. A user's own handler is kept."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and sys.exc_info()[0] is None:  # an error in flight ends the process, and is more informative
-            os.kill(os.getpid(), signal.SIGTERM)

@@ -4,393 +4,23 @@ A broken collective reports a closed connection, rarely its cause. So every proc
 connection to the store of the default process group. The thread sends heartbeats, monitors the next rank, and reads
 events of ranks that failed, died or left. `naming_failures` around a call that communicates turns the backend's error
 into a `RankFailure` that names the failed rank and its error.
-
-[Note: the first cause] If C waits for B, B waits for A, and A dies, then both B and C get connection errors. The event
-of a rank that failed only because another one had is marked as a consequence, so that C names A too.
-
-[Note: errors that all ranks have] A rank that raised no more errors than this one may have handled them, as this one
-did, and may only be late for the next call. It is named in messages, but ends no process.
-
-[Note: a call that others do not make] After `WAITING_SECONDS` in a call that another rank has not entered, one line
-reports which rank waits for which. If heartbeats prove that the other rank never enters this call, or that it has
-left, the call raises. It raises at once where it waits in Python (`wait_for_all_ranks`, gathering integers), where
-`raise_if_stuck` is polled. A thread that waits inside gloo or NCCL cannot be interrupted, see below.
-
-[Note: end of a stuck process] gloo reports a closed connection at once, but nothing interrupts a thread that waits
-inside NCCL, or in gloo for a process that failed and is still alive. So the thread prints events while this rank
-waits, and ends the process once a failure has been certain for `STUCK_SECONDS` in the same call. Outside of calls a
-script may wait for its GPU (`loss.item()`) or do other work: there, and for a silent rank, the thread only reports.
-
-[Note: launchers] torchrun sends SIGTERM to all processes as soon as one has ended. They would end before reporting the
-cause, and their own end would look like the cause to others. So a failed process waits until the others have read its
-event, and a process that waits for another one ends only after its call.
 """
 
 import atexit
-import faulthandler
 import os
+import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
-from .errors import RankFailure, UnmatchedCall, is_broken, is_timeout, termination_deferred
-from .heartbeats import (
-    KEPT,
-    Call,
-    Event,
-    Heartbeat,
-    HeartbeatStore,
-    absent_ranks,
-    default_store,
-    default_timeout,
-    members,
-    places,
-    unmatched_call,
-)
+from .errors import is_broken, is_timeout
+from .watch import Watch, default_store
 
-INTERVAL_SECONDS = 0.5
-SILENT_SECONDS = 10.0
-STUCK_SECONDS = 20.0
-WAITING_SECONDS = 30.0
-LOOK_SECONDS = 1.0  # between two checks of the other ranks, per 64 ranks
-_POLL_SECONDS = 0.02
-# Time that a rank with a broken connection waits for the cause: longer than detecting a silent rank takes.
-NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
-BRIEF_SECONDS = 4 * INTERVAL_SECONDS
-
-
-class _Watch:
-    """The watch thread of one process over one default process group.
-
-    Args:
-        store: the group's store. A different store means a different group.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
-        self.process_id = os.getpid()
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self._heartbeats = HeartbeatStore(store, self.rank)
-        self._reading = threading.Lock()
-        self._events: list[Event] = []
-        self._store_is_lost = False
-        self._stop = threading.Event()
-        self.here = Heartbeat(beat=0, action=None, calls=0)
-        self._call: Call | None = None
-        self._has_failed = False
-        self._own_errors = self._num_barriers = 0
-        self._reported: Event | None = None  # reported outside of calls
-        self._looked_after: tuple[int, Heartbeat | None, float] | None = None
-        self._looked = 0.0
-        self._given_up = ""
-        self._heartbeats.show(self._heartbeat())
-        self._thread = threading.Thread(target=self._run, name="echelon watch", daemon=True)
-        self._thread.start()
-
-    def enter(self, action: str, ranks: Sequence[int] | None) -> bool:
-        """Register the start of a watched call. Return False inside another one, which names failures itself."""
-        if self._call is not None:
-            return False
-        if self._given_up:
-            raise RuntimeError(
-                f"{action} cannot run after an earlier call that other ranks did not join: start the processes again. "
-                f"That call: {self._given_up}"
-            )
-        if self._has_failed:  # the error was handled, and this rank participates again
-            self._has_failed = False
-            self._post("recovered")
-        here, ranks = self.here, range(self.world_size) if ranks is None else ranks
-        here.calls += 1
-        here.group = ",".join(map(str, ranks)) if len(ranks) > 1 else ""
-        if here.group:
-            here.joined[here.group] = here.joined.get(here.group, 0) + 1
-            here.recent[here.group] = [*here.recent.get(here.group, []), action][-KEPT:]
-        here.batch, here.action = "", action
-        self._call = Call(thread_id=threading.get_ident(), entered=time.monotonic())
-        return True
-
-    def rename(self, action: str) -> None:
-        """Rename the watched call: ranks in it under the old name do not match this one any more."""
-        self.here.action = action
-        if self.here.group:
-            self.here.recent[self.here.group][-1] = action
-
-    def leave(self) -> None:
-        """Register the end of the watched call."""
-        self._call = self.here.action = None
-
-    def fail(self, error: BaseException) -> None:
-        """Report this rank's error to all ranks."""
-        self._has_failed = True
-        self.here.errors += 1
-        text = f"{type(error).__name__}: {error}".removesuffix(": ")
-        is_consequence = isinstance(error, RankFailure) and not isinstance(error, UnmatchedCall)
-        self._own_errors += not is_consequence
-        self._post("failed", text[:2000], consequence=is_consequence)
-
-    @property
-    def action(self) -> str | None:
-        """The watched call that this thread is in."""
-        return None if self._own_call() is None else self.here.action
-
-    def wait_for_all(self) -> None:
-        """Wait for all ranks through the store only, so that no message of training can be mixed up with another."""
-        start, barrier, call = time.monotonic(), self._num_barriers, self._own_call()
-        self._heartbeats.arrive(barrier, self.world_size)
-        while not self._heartbeats.all_arrived(barrier):
-            waited = time.monotonic() - start
-            time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
-            error = None if call is None else call.unmatched
-            if error is None and waited > default_timeout().total_seconds():
-                error = self._timed_out(self.here.action or "")
-            if error is not None:
-                self._heartbeats.withdraw(barrier)
-                self._forget_call()
-                if call is not None:
-                    # Its traceback would keep process groups alive; closing their connections frees other ranks.
-                    call.unmatched = None
-                raise error
-        self._num_barriers += 1
-        if self.rank == 0 and barrier > 0:
-            self._heartbeats.forget(barrier - 1)
-
-    def _forget_call(self) -> None:
-        """Undo the count of this call: nothing was sent in it."""
-        here = self.here
-        if here.group:
-            here.joined[here.group] -= 1
-            here.recent[here.group] = here.recent[here.group][:-1]
-        here.errors -= 1  # the error that follows is counted again
-
-    def raise_if_stuck(self) -> None:
-        """Raise the error of a call that other ranks never make; its messages would corrupt all later calls."""
-        call = self._own_call()
-        if call is None or (error := call.unmatched) is None:
-            return
-        # A rank that waits in `wait_for_all` first may handle its error there, and enter this call.
-        if time.monotonic() - call.since > BRIEF_SECONDS:
-            self._given_up, call.unmatched = str(error), None  # see `wait_for_all`
-            raise error
-
-    def _own_call(self) -> Call | None:
-        call = self._call
-        return call if call is not None and call.thread_id == threading.get_ident() else None
-
-    def explain(self, error: BaseException, action: str) -> RankFailure | None:
-        """Find the cause of a broken connection or a timeout, None if unknown; waits for its event."""
-        start = time.monotonic()
-        if self._call is not None:
-            self._call.is_reported = True
-        while True:
-            self._read()
-            cause = self._cause()
-            if self._is_certain(cause) or self._store_is_lost:
-                break
-            # A silent rank may return, and a rank may leave as a consequence: a better event may follow.
-            patience = NEWS_SECONDS if cause is None and not is_timeout(error) else BRIEF_SECONDS
-            if time.monotonic() - start > patience:
-                break
-            time.sleep(INTERVAL_SECONDS / 5)
-        failure = self._failure(action, str(error))
-        if failure is None and is_timeout(error) and not self._store_is_lost:
-            with suppress(RuntimeError):
-                failure = self._timed_out(action)
-        return failure
-
-    def end(self) -> None:
-        """Stop the thread, after reporting that this rank leaves, or its error."""
-        self._stop.set()
-        self._thread.join(timeout=2 * SILENT_SECONDS)
-        if self._has_failed:  # see [Note: launchers]; rank 0 may also host the store
-            time.sleep(2 * INTERVAL_SECONDS)
-
-    def _run(self) -> None:
-        with suppress(RuntimeError):  # stores raise only RuntimeError, when their server is gone
-            while not self._stop.wait(INTERVAL_SECONDS) and default_store() is self.store:
-                self._heartbeats.show(self._heartbeat())
-                self._read()
-                self._look_after_next()
-                self._look_for_absent()
-                self._end_if_stuck()
-            self._say_goodbye()
-            return
-        self._store_is_lost = True
-
-    def _heartbeat(self) -> Heartbeat:
-        """Read the state of the main thread, which keeps running."""
-        here = self.here
-        return replace(
-            here,
-            beat=time.monotonic_ns(),
-            group="" if here.action is None else here.group,
-            joined=dict(here.joined),
-            recent=dict(here.recent),
-        )
-
-    def _read(self) -> None:
-        """Read new events. Both threads call it, under a lock."""
-        with self._reading:
-            try:
-                self._events += self._heartbeats.news()
-            except RuntimeError:
-                self._store_is_lost = True
-
-    def _look_after_next(self) -> None:
-        """Post an event if the next live rank is gone, silent or back."""
-        out = {event.rank for event in self._standing() if event.kind != "silent"}
-        ranks = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        rank = next((rank for rank in ranks if rank not in out), None)
-        if rank is None:
-            return
-        beat, now = self._heartbeats.beat(rank), time.monotonic()
-        if beat is None:
-            return  # it has not started its watch yet
-        if self._looked_after is None or self._looked_after[:2] != (rank, beat):
-            if any(event.rank == rank for event in self._standing()):
-                self._heartbeats.post(Event(rank=rank, kind="recovered"))
-            self._looked_after = rank, beat, now
-        if self._heartbeats.is_gone(rank):
-            self._heartbeats.post(Event(rank=rank, kind="gone"))
-        elif now - self._looked_after[2] > SILENT_SECONDS and rank not in {e.rank for e in self._standing()}:
-            self._heartbeats.post(Event(rank=rank, kind="silent"))
-
-    def _look_for_absent(self) -> None:
-        """Report ranks that have not entered this call; see [Note: a call that others do not make]."""
-        call, own, now = self._call, self._heartbeat(), time.monotonic()
-        pause = LOOK_SECONDS * max(1.0, self.world_size / 64)
-        if call is None or not own.group or now - call.entered < LOOK_SECONDS or now - self._looked < pause:
-            return
-        self._looked = now
-        beats = {**self._heartbeats.beats(members(own.group)), self.rank: own}
-        absent = absent_ranks(self.rank, beats)
-        if absent and now - call.entered > WAITING_SECONDS and not call.is_announced:
-            call.is_announced = True
-            if self.rank == min(set(members(own.group)) - set(absent)):
-                here = f"rank {self.rank} has waited {now - call.entered:.0f} s in {own.action} (call {own.calls})"
-                _say(f"{here} for ranks that have not joined: {places(absent, beats)}")
-        sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
-        error = self._absence(call, own, absent, sure) or self._mismatch(call, beats)
-        if error is None or call.unmatched is None:
-            call.unmatched, call.since = error, now
-
-    def _absence(
-        self, call: Call, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]
-    ) -> RankFailure | None:
-        """The error of a call that a rank can never enter any more; `sure` are ranks whose call counts match ours."""
-        for event in self._standing():
-            if event.rank not in (sure if event.kind == "left" else absent) or event.kind == "silent":
-                continue
-            # A failed rank may have handled its error and still come; closed connections report earlier.
-            is_over = event.kind in ("left", "gone") or self._heartbeats.is_gone(event.rank)
-            waited = time.monotonic() - max(call.entered, event.heard)
-            if is_over or (self._is_certain(event) and waited > STUCK_SECONDS / 2):
-                return self._failure(own.action or "", event=event)
-        return None
-
-    def _mismatch(self, call: Call, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
-        """The error of a call that a rank never makes, once two checks found both ranks unchanged."""
-        error = unmatched_call(self.rank, beats)
-        before, call.suspected = call.suspected, str(error)  # with the calls and batches of both
-        return error if call.suspected == before else None
-
-    def _end_if_stuck(self) -> None:
-        """End the process if the rank that it waits for certainly failed; see [Note: end of a stuck process]."""
-        call, cause, now = self._call, self._cause(), time.monotonic()
-        is_certain = self._is_certain(cause)
-        # A failure that was reported outside of calls is handled again in a call, once it is certain.
-        is_reported = cause is self._reported or (is_certain and call is not None)
-        if cause and not is_reported and now - cause.heard > STUCK_SECONDS and cause.kind != "left":
-            self._reported = cause
-            _say(f"{cause}; rank {self.rank} is {self.here} and may wait for it: see docs/cuda.md")
-        if call is None:
-            return
-        # The earliest of two clocks counts, since the end of another rank may free nobody here.
-        starts = [max(call.entered, cause.heard)] if cause is not None and is_certain else []
-        error = self._failure(self.here.action or "") if starts else call.unmatched
-        if call.unmatched is not None and now - call.since > BRIEF_SECONDS:
-            # One process ends first; its connections close, which frees others.
-            starts.append(call.since + self.rank * 4 * INTERVAL_SECONDS)
-        if not starts:
-            return
-        if not call.is_reported:
-            call.is_reported = True
-            _say(str(error))
-        if now - min(starts) > STUCK_SECONDS:
-            if call.unmatched is not None:
-                self.fail(call.unmatched)
-            _say(f"rank {self.rank} could not be interrupted and exits")
-            with suppress(OSError, ValueError):  # standard error is closed, or is no file
-                faulthandler.dump_traceback(file=sys.stderr)
-            os._exit(1)
-
-    def _say_goodbye(self) -> None:
-        self._heartbeats.show(self._heartbeat())
-        # The interpreter sets these after printing an uncaught exception.
-        error = getattr(sys, "last_value", None)
-        if self._has_failed:
-            return
-        if isinstance(error, BaseException):
-            failure = None
-            if is_broken(error) or is_timeout(error):  # raised in a call outside of Echelon
-                failure = self.explain(error, "a call outside of Echelon")
-                if failure is not None:
-                    _say(f"rank {self.rank}: {failure}")
-            self.fail(failure or error)
-        else:
-            self._post("left")
-
-    def _post(self, kind: str, text: str = "", *, consequence: bool = False) -> None:
-        with suppress(RuntimeError):  # without a store nobody could read it
-            self._heartbeats.post(
-                Event(rank=self.rank, kind=kind, text=text, consequence=consequence, errors=self._own_errors)
-            )
-
-    def _standing(self) -> list[Event]:
-        """The last event of every rank that has not recovered, oldest first."""
-        last = {event.rank: event for event in self._events}
-        return [event for event in self._events if last[event.rank] is event and event.kind != "recovered"]
-
-    def _cause(self) -> Event | None:
-        """The event that caused the others; see [Note: the first cause]."""
-        candidates = [
-            event for event in self._standing() if event.rank != self.rank and not event.consequence
-        ]
-        return min(
-            candidates, key=lambda event: (not self._is_certain(event), event.kind == "left"), default=None
-        )
-
-    def _is_certain(self, cause: Event | None) -> bool:
-        """Return True if the rank certainly never comes back; see [Note: errors that all ranks have]."""
-        if cause is None:
-            return False
-        return cause.kind == "gone" or (cause.kind == "failed" and cause.errors > self._own_errors)
-
-    def _failure(self, action: str, detail: str = "", event: Event | None = None) -> RankFailure | None:
-        cause = self._cause() or event
-        here = f"this rank ({self.rank}) was waiting for it in {action}"
-        if detail.startswith("lost rank"):  # the pipeline's description: stage and microbatch
-            here += f" ({detail.partition(': ')[0]})"
-        if cause is not None:
-            return RankFailure(f"{cause}; {here}", cause.rank)
-        if self._store_is_lost:
-            return RankFailure(f"the store is gone, which rank 0 or its launcher hosts; {here}", 0)
-        return None
-
-    def _timed_out(self, action: str) -> RankFailure:
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return RankFailure(
-            f"rank {self.rank} timed out in {action} (call {self.here.calls}) and no rank has failed: "
-            f"{places(others, self._heartbeats.beats(others))}"
-        )
-
-
-_watch: _Watch | None = None  # one for each process, as there is one default process group
+_watch: Watch | None = None  # one for each process, as there is one default process group
 
 
 def start_watch() -> bool:
@@ -406,7 +36,7 @@ def start_watch() -> bool:
     stop_watch()
     if store is None or dist.get_world_size() == 1:
         return False
-    _watch = _Watch(store)
+    _watch = Watch(store)
     atexit.register(stop_watch)
     return True
 
@@ -420,14 +50,19 @@ def stop_watch() -> None:
         ended.end()
 
 
-def wait_for_all_ranks() -> None:
+def wait_for_all_ranks(action: str | None = None) -> None:
     """Wait in a watched call, through the store, until all ranks of the world have entered it.
+
+    Args:
+        action: a new name of the call, see `rename_call`.
 
     Raises:
         UnmatchedCall: another rank waits for this one in a different call. Nothing has been sent, so a script that
             handles the error can continue.
         RankFailure: another rank failed, died or left, or did not enter within the group's timeout.
     """
+    if action is not None:
+        rename_call(action)
     if _watch is not None:
         _watch.wait_for_all()
 
@@ -459,7 +94,12 @@ def current_call() -> str | None:
 
 
 @contextmanager
-def naming_failures(action: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+def naming_failures(
+    action: str,
+    ranks: Sequence[int] | None = None,
+    *,
+    raised_alike: tuple[type[Exception], ...] = (StopIteration,),
+) -> Iterator[None]:
     """Wrap a call that communicates: report this rank's errors to all, and name another rank that failed.
 
     This rank's own exceptions are reported to the others and pass unchanged. If a connection breaks or a wait times
@@ -468,6 +108,8 @@ def naming_failures(action: str, ranks: Sequence[int] | None = None) -> Iterator
     Args:
         action: name of the call in messages: "optimizer.step".
         ranks: ranks that must make this call, all equally often. None means all ranks, () only this one.
+        raised_alike: errors that all of these ranks raise, so they are no failures: callers compare beforehand. By
+            default the end of the data.
 
     Raises:
         RankFailure: another rank failed, died or left; chained to the backend's error.
@@ -481,7 +123,7 @@ def naming_failures(action: str, ranks: Sequence[int] | None = None) -> Iterator
     with termination_deferred():
         try:
             yield
-        except StopIteration:  # the data ended, which is no failure; callers compare beforehand
+        except raised_alike:
             raise
         except BaseException as error:
             failure = watch.explain(error, action) if is_broken(error) or is_timeout(error) else None
@@ -493,6 +135,36 @@ def naming_failures(action: str, ranks: Sequence[int] | None = None) -> Iterator
             watch.leave()
 
 
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # standard error is closed
-        print(text, file=sys.stderr, flush=True)
+@contextmanager
+def all_ranks_in(action: str, **options: Any) -> Iterator[None]:
+    """Wrap a call that all ranks make and that may take long: `naming_failures`, and a wait until all have entered it.
+
+    Nothing is sent before, so that no message of training can be mixed up with one of this call.
+
+    Args:
+        action: name of the call.
+        options: further arguments of `naming_failures`.
+
+    Raises:
+        RankFailure, UnmatchedCall: see `naming_failures` and `wait_for_all_ranks`.
+    """
+    with naming_failures(action, **options):
+        wait_for_all_ranks()
+        yield
+
+
+@contextmanager
+def termination_deferred() -> Iterator[None]:
+    """Defer SIGTERM to the end of the block. A user's own handler is kept."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came and sys.exc_info()[0] is None:  # an error in flight ends the process, and is more informative
+            os.kill(os.getpid(), signal.SIGTERM)

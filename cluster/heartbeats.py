@@ -296,11 +296,3 @@ def default_timeout() -> timedelta:
     options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
     given: list[timedelta] = [each._timeout for each in options if each is not None]
     return max(given, default=distributed_c10d.default_pg_timeout)
-
-
-def default_store() -> dist.Store | None:
-    """The store of the default process group, one object for the lifetime of the group. Uses private torch API."""
-    try:
-        return distributed_c10d._get_default_store() if dist.is_initialized() else None
-    except (ValueError, KeyError):  # another thread is destroying the group
-        return None

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .agree import gather_integers
 from .device import generator_of
+from .gathering import gather_integers
 from .mesh import ParallelMesh
 
 # Odd 64-bit constant of SplitMix64 (Steele, Lea, Flood 2014), which makes seeds of neighbouring ranks far apart.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
+from ..cluster.gathering import require_equal
 from ..cluster.objects import broadcast_object
 from .loader import WORKER_SETTINGS, ShardedLoader, loader_errors, seed_cpu
 from .sampler import BegunPass, Draw, StatefulSampler, derived_seed, key_errors, num_parts

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..cluster.agree import batch_hash
+from ..cluster.hashes import batch_hash
 
 _SAMPLES = 64
 

@@ -21,9 +21,9 @@ from torch.utils.data.distributed import DistributedSampler
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
-from ..cluster.agree import require_equal
 from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
+from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
 from ..cluster.options import described
 from ..cluster.random import ForwardRandom

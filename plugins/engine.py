@@ -1,23 +1,21 @@
 """Run a batch through the pipeline: compare it between ranks, split it, run the schedule, reduce the loss."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..cluster.agree import batch_hash, differing_ranks, gather_integers
+from ..cluster.agreement import ENDED, AgreedCall, Agreement, CallKind
 from ..cluster.errors import raise_errors
-from ..cluster.failures import rename_call, wait_for_all_ranks
+from ..cluster.gathering import differing_ranks, gather_integers
+from ..cluster.hashes import batch_hash
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
 from ..cluster.random import ForwardRandom
-from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.counted_loss import ObservedStage
@@ -46,9 +44,16 @@ from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
 from .loss import BatchLoss, LossReducer, WeighedCriterion, model_loss, note_factor, require_num_items
 
-_LOG = logging.getLogger("echelon")
-_ENDED = object()
 _HASHED_HERE = 2**20  # bytes of a batch; a CPU takes about a millisecond for as many
+_TWO_KINDS = (
+    "the criterion returned (loss_sum, weight) on {} data-parallel ranks and a plain loss on the others: "
+    "return the same kind for every batch"
+)
+_OTHER_COUNTS = (
+    "the terms of the model's loss counted other labels than those of the batch, differ between replicas, or "
+    "have factors that depend on the microbatch: give a criterion that returns the "
+    'loss as (loss_sum, weight), or loss_reduction="microbatch_mean"'
+)
 
 
 class PipelineEngine:
@@ -76,7 +81,7 @@ class PipelineEngine:
         )
         self._loss_reducer = LossReducer(mesh, self._last_rank, last, config.loss_reduction)
         self.random = ForwardRandom(mesh)
-        self.agreement = StepAgreement(mesh, config.check_every)
+        self.agreement = Agreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
         uses = Counter(each for stage in self._stages.values() for each in stage.parameters())
         self.parameters = {
@@ -87,13 +92,8 @@ class PipelineEngine:
             Transport(mesh, config.stage_ranks, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        # The kind of the last compared training call, as this rank and as its replica requested it.
-        self._own_kind = self._replica_kind = _CallKind(
-            trains=True, loss=True, outputs=False, outputs_everywhere=False, training_mode=True
-        )
         self._mean_samples = 1.0  # samples per rank in the last compared call
         self._is_even = False  # True if all ranks ran the same number of microbatches in that call
-        self._is_compared = False  # the current call
         # Settings with a collective over replicas in every microbatch: all must run the same number.
         self._microbatch_collectives = [
             *(f"{axis}_size={size}" for axis in SUB_AXES if (size := mesh.size(axis)) > 1),
@@ -103,7 +103,6 @@ class PipelineEngine:
         self._compares_numbers = config.microbatch_size is not None and (
             config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
-        self._equal_batches: list[bool] = []
         self.trace: list[Span] | None = None
 
     def run(
@@ -122,30 +121,30 @@ class PipelineEngine:
         and the end of that context starts the remaining ones.
         """
         trains = torch.is_grad_enabled()
-        own = _CallKind(
+        own = CallKind(
             trains=trains,
             loss=return_loss or trains,
             outputs=bool(return_outputs),
             outputs_everywhere=return_outputs == "all_ranks",
             training_mode=self.module.training,
         )
-        batch, moved, wanted = self._next_batch(data_iter, own)
+        batch, moved, call = self._next_batch(data_iter, own)
         microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
         weighed = self._loss_reducer.of_batch(
             model_loss if criterion is None else criterion,
             microbatches,
             optimizer if trains else None,
-            compares=self._is_compared,
+            compares=call.is_compared,
             mean_samples=self._mean_samples,
         )
-        result = self._run_schedule(microbatches, weighed, optimizer, wanted)
-        mean, own_loss = self._losses(result, weighed, optimizer, wanted) if wanted.loss else (None, None)
+        result = self._run_schedule(microbatches, weighed, optimizer, call.kind)
+        mean, own_loss = self._losses(result, weighed, optimizer, call) if call.kind.loss else (None, None)
         loss = mean if average_loss else own_loss
         if trains and loss is not None:
             loss = loss.as_subclass(PipelineLoss)
         return {
             "loss": loss if return_loss else None,
-            "outputs": self._returned_outputs(result, own, wanted),
+            "outputs": self._returned_outputs(result, own, call.kind),
         }
 
     def _run_schedule(
@@ -153,7 +152,7 @@ class PipelineEngine:
         microbatches: Sequence[Any],
         weighed: WeighedCriterion,
         optimizer: ShardedOptimizer | None,
-        wanted: "_CallKind",
+        wanted: CallKind,
     ) -> RunResult:
         """Run this rank's actions of the schedule."""
         schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
@@ -215,89 +214,52 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _next_batch(self, data_iter: Iterator, own: "_CallKind") -> tuple[Any, Any, "_CallKind"]:
-        """Take the next batch, and compare the call between ranks; see [Note: compared calls].
+    def _next_batch(self, data_iter: Iterator, own: CallKind) -> tuple[Any, Any, AgreedCall]:
+        """Take the next batch, and agree on the call with all ranks; see [Note: compared calls].
 
         Returns:
-            The batch, the same on the device, and the call's kind for the replica.
+            The batch, the same on the device, and the call.
 
         Raises:
             StopIteration: the iterators of all ranks have ended.
-            ValueError: those of some ranks have ended, batches differ within a replica, are too small, require
-                gradients or have a wrong `num_items_in_batch`, or only some ranks train.
+            ValueError: ranks do not agree, see `Agreement.compare_batch`; a batch is too small, requires gradients or
+                has a wrong `num_items_in_batch`.
         """
         if not isinstance(data_iter, Iterator):
             raise TypeError(
                 f"execute_pipeline takes an iterator, not a {type(data_iter).__name__}: give iter(dataloader)"
             )
-        batch = next(data_iter, _ENDED)
-        has_batch = batch is not _ENDED
-        if has_batch and own.trains:
+        batch = next(data_iter, ENDED)
+        if batch is not ENDED and own.trains:
             _refuse_gradients_of(batch)
         require_num_items(batch)
-        is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
-        if not is_compared and has_batch and own != self._own_kind:
-            if own.training_mode != self._own_kind.training_mode:
-                mode = "training" if own.training_mode else "evaluation"
-                rename_call(f"execute_pipeline in {mode} mode, unlike the previous call")
-            wait_for_all_ranks()  # ranks whose call is as before never enter this
-            is_compared = True
-        self._is_compared = is_compared
-        if is_compared:
-            wanted = self._compare(batch if has_batch else None, has_batch, own)
-            return batch, self.to_compute(batch), wanted
-        if not has_batch:
-            rename_call("execute_pipeline at the end of its data")
-            wait_for_all_ranks()
-            raise StopIteration
-        rename_call("execute_pipeline in training")  # a rank that evaluates has another name
-        self._check_batch(batch, {self.mesh.global_rank: batch_size(batch)})
+        num_samples = 0 if batch is ENDED else batch_size(batch)
+        call = self.agreement.compare_batch(batch, own, num_samples, always=self._compares_numbers)
+        if call.samples is None:
+            self._check_batch(batch, {self.mesh.global_rank: num_samples})
+        else:
+            self._check_batch(batch, dict(enumerate(call.samples)))
+            self._note_samples(call.samples)
         moved = self.to_compute(batch)
-        hashed = moved if num_bytes(batch) > _HASHED_HERE else batch  # on the device, without waiting for it
-        self.agreement.note(hashed)
-        return batch, moved, self._replica_kind
+        if not call.is_compared:  # a large batch is hashed on the device, without waiting for it
+            self.agreement.note(moved if num_bytes(batch) > _HASHED_HERE else batch)
+        return batch, moved, call
 
-    def _compare(self, batch: Any, has_batch: bool, own: "_CallKind") -> "_CallKind":
-        """Compare batches and kinds of calls, and store the result for later calls. All-gather between CPUs.
+    def _note_samples(self, samples: Sequence[int]) -> None:
+        """Note the numbers of samples of all ranks' batches.
 
-        Returns: the kind of the call for this replica.
+        Raises:
+            ValueError: ranks with a collective in every microbatch run different numbers of microbatches.
         """
-        is_first = own.trains and len(self._equal_batches) < COMPARED_CALLS and self.mesh.size("dp") > 1
-        is_hashed = has_batch and (is_first or self.mesh.size("pp", "sp", "tp") > 1)
-        noted = (batch_hash(batch) if is_hashed else 0, batch_size(batch) if has_batch else 0)
-        rows = gather_integers((int(has_batch), self.mesh.rank("dp"), *noted, *map(int, own)))
-        have, replicas, codes, samples, trains, losses, outputs, everywhere, modes = zip(*rows, strict=True)
-        _require_same_calls(have, trains, modes)
-        is_own = [each == self.mesh.rank("dp") for each in replicas]
-        wanted = _CallKind(
-            trains=any(trains),
-            loss=any(losses),  # its reduction needs all ranks, also those that want none
-            outputs=any(compress(outputs, is_own)),
-            outputs_everywhere=any(compress(everywhere, is_own)),
-            training_mode=own.training_mode,
-        )
-        if own.trains:
-            self._own_kind, self._replica_kind = own, wanted
-        self.agreement.require_equal_batches(list(zip(replicas, codes, strict=True)))
-        if is_first:
-            self._note_replicas(are_equal=len(set(codes)) == 1)
-        self._check_batch(batch, dict(enumerate(samples)))
         self._mean_samples = sum(samples) / len(samples)
-        self._is_even = len({self._num_microbatches(count) for count in samples}) == 1
-        if not self._is_even:
-            self._check_sharing_ranks(samples)
-        return wanted
-
-    def _num_microbatches(self, samples: int) -> int:
-        return len(microbatch_lengths(samples, **self._cutting))
-
-    def _note_replicas(self, *, are_equal: bool) -> None:
-        """Log once if all replicas got equal batches in each of the first steps. No error: the data may be equal."""
-        self._equal_batches.append(are_equal)
-        if self._equal_batches == [True] * COMPARED_CALLS and self.mesh.global_rank == 0:
-            _LOG.warning(
-                f"all {self.mesh.size('dp')} replicas were given equal batches in each of the first {COMPARED_CALLS} "
-                "steps: give the dataloader to booster.boost, or build it with booster.plugin.prepare_dataloader"
+        numbers = {count: len(microbatch_lengths(count, **self._cutting)) for count in sorted(set(samples))}
+        self._is_even = len(set(numbers.values())) == 1
+        if not self._is_even and self._microbatch_collectives:
+            text = ", ".join(f"{number} for {count} samples" for count, number in numbers.items())
+            raise ValueError(
+                f"{self._microbatch_collectives[0]} needs equally many microbatches on every rank, but the "
+                f"ranks' batches give {text}: give num_microbatches instead of microbatch_size, or "
+                "drop_last=True in the dataloader"
             )
 
     def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
@@ -309,21 +271,9 @@ class PipelineEngine:
                 f"rank(s) {short}: use at most that many microbatches, larger batches, or drop_last=True in the "
                 "dataloader to leave out a short last batch"
             )
-        if not isinstance(batch, Mapping):
-            return
-        if self.mesh.size("pp") > 1:
-            raise_errors(setting_errors(batch, "the batch"))
-
-    def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
-        """Raise ValueError if ranks with a collective in every microbatch run different numbers of microbatches."""
-        if self._microbatch_collectives:
-            counts = sorted(set(samples))
-            numbers = ", ".join(f"{self._num_microbatches(count)} for {count} samples" for count in counts)
-            raise ValueError(
-                f"{self._microbatch_collectives[0]} needs equally many microbatches on every rank, but the "
-                f"ranks' batches give {numbers}: give num_microbatches instead of microbatch_size, or "
-                "drop_last=True in the dataloader"
-            )
+        is_cut = isinstance(batch, Mapping) and self.mesh.size("pp") > 1
+        if is_cut and (errors := setting_errors(batch, "the batch")):
+            raise_errors(errors)
 
     def to_compute(self, batch: Any) -> Any:
         """Move a batch to this rank's device, and floating-point tensors to the model's precision."""
@@ -341,62 +291,36 @@ class PipelineEngine:
         result: RunResult,
         weighed: WeighedCriterion,
         optimizer: ShardedOptimizer | None,
-        wanted: "_CallKind",
+        call: AgreedCall,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss over all replicas, which is differentiated, and this replica's. All-reduce over the world."""
         steps = 1 if optimizer is None else optimizer.accumulation_steps
         loss: BatchLoss = self._loss_reducer.reduced(result, weighed, steps)
-        self._require_one_kind(loss.weighted, trains=wanted.trains)
-        self._require_expected_counts(loss.deviation, weighed, trains=wanted.trains)
-        if optimizer is not None and wanted.trains:
+        self._require_one_kind(loss.weighted, waits=call.is_compared)
+        if call.kind.trains or self.mesh.world_size > 1 or weighed.has_terms:
+            self.agreement.require_none(loss.deviation, _OTHER_COUNTS, waits=not call.kind.trains)
+        if optimizer is not None and call.kind.trains:
             note_factor(optimizer, loss.factor)
-        if self._is_compared:
+        if call.is_compared:
             weighed.note_uneven()
         return loss.mean, loss.of_replica
 
-    def _require_one_kind(self, weighted: Tensor, *, trains: bool) -> None:
-        """Require weights from the criteria of all replicas or of none. Waits for the device in compared calls.
+    def _require_one_kind(self, weighted: Tensor, *, waits: bool) -> None:
+        """Require weights from the criteria of all replicas or of none; see `Agreement.require_none`.
 
         Args:
             weighted: number of replicas whose criterion returned weights, 0-d, equal on all ranks.
-
-        Raises:
-            ValueError: some did, on every rank; in calls that are not compared by `agreement`, at the step.
+            waits: read it now.
         """
         num_replicas = self.mesh.size("dp")
-        message = (
-            "the criterion returned (loss_sum, weight) on {} data-parallel ranks and a plain loss on the others: "
-            "return the same kind for every batch"
-        )
-        if num_replicas == 1:
-            return
-        if trains and not self._is_compared:
-            self.agreement.note_deviation(weighted * (num_replicas - weighted), message.format("some"))
-        elif (number := int(weighted)) not in (0, num_replicas):
-            raise ValueError(message.format(f"{number} of {num_replicas}"))
+        if num_replicas > 1:
+            number = int(weighted) if waits else weighted
+            some = f"{number} of {num_replicas}" if waits else "some"
+            self.agreement.require_none(
+                number * (num_replicas - number), _TWO_KINDS.format(some), waits=waits
+            )
 
-    def _require_expected_counts(self, deviation: Tensor, weighed: WeighedCriterion, *, trains: bool) -> None:
-        """Require that the terms of a loss counted as expected. Waits for the device in evaluation.
-
-        Args:
-            deviation: above 0 if they did not, 0-d, equal on all ranks.
-            weighed: the criterion of the call.
-            trains: the call is one of training.
-
-        Raises:
-            ValueError: on every rank; in training at the step.
-        """
-        message = (
-            "the terms of the model's loss counted other labels than those of the batch, differ between replicas, or "
-            "have factors that depend on the microbatch: give a criterion that returns the "
-            'loss as (loss_sum, weight), or loss_reduction="microbatch_mean"'
-        )
-        if trains:
-            self.agreement.note_deviation(deviation, message)
-        elif (self.mesh.world_size > 1 or weighed.has_terms) and bool(deviation > 0):
-            raise ValueError(message)
-
-    def _returned_outputs(self, result: RunResult, asked: "_CallKind", wanted: "_CallKind") -> Any:
+    def _returned_outputs(self, result: RunResult, asked: CallKind, wanted: CallKind) -> Any:
         """Return the outputs that this rank requested. Broadcast over pp if a rank wants them on all ranks."""
         outputs = None if result.outputs is None else merge([_unsharded(output) for output in result.outputs])
         is_last = self.mesh.rank("pp") == self._last_rank
@@ -413,40 +337,6 @@ def _refuse_gradients_of(batch: Any) -> None:
             f"the batch requires gradients ({names}), but execute_pipeline computes those of the model's parameters: "
             "detach() it, make it a parameter of the model, or at pp_size=1 call model(**batch) and booster.backward"
         )
-
-
-def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Sequence[int]) -> None:
-    """Raise StopIteration if all ranks' data has ended, ValueError if only some has, or if only some ranks train."""
-    ended = [rank for rank, has_one in enumerate(have) if not has_one]
-    if len(ended) == len(have):
-        raise StopIteration
-    if ended:
-        raise ValueError(
-            f"the dataloader has ended on rank(s) {ended} while the other ranks still have batches: every "
-            "rank must get equally many; build it with booster.plugin.prepare_dataloader"
-        )
-    training = [rank for rank, is_on in enumerate(trains) if is_on]
-    if 0 < len(training) < len(trains):
-        raise ValueError(
-            f"execute_pipeline was called to train on rank(s) {training} and under torch.no_grad() on the others: call "
-            "it under torch.no_grad() on every rank, to evaluate, or on none, to train"
-        )
-    training = [rank for rank, is_on in enumerate(modes) if is_on]
-    if 0 < len(training) < len(modes):
-        raise ValueError(
-            f"the model is in training mode on rank(s) {training} and in evaluation mode on the others: call "
-            "model.train() on every rank, or model.eval() on every rank"
-        )
-
-
-class _CallKind(NamedTuple):
-    """The kind of a call: gradients, a loss, outputs, outputs on all stages, and the model's training mode."""
-
-    trains: bool
-    loss: bool
-    outputs: bool
-    outputs_everywhere: bool
-    training_mode: bool
 
 
 def _observed_last(stages: Mapping[int, Any], module: nn.Module) -> ObservedStage | None:

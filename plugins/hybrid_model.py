@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, TensorNames, saved_state
-from ..cluster.agree import require_equal
 from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
-from ..cluster.failures import naming_failures, wait_for_all_ranks
+from ..cluster.failures import all_ranks_in, naming_failures
+from ..cluster.gathering import require_equal
 from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
@@ -32,7 +32,7 @@ from ..pipeline.stage import (
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.compiled_layers import compile_layers, layers_to_compile
 from ..shardformer.configs import copy_configs
-from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
+from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
@@ -87,7 +87,7 @@ def boost(
     raise_errors(given_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
     plan = plan_boost(model, optimizer, config, mesh, shard_config)
-    with naming_failures("boost"):
+    with all_ranks_in("boost"):
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's names, of the full model
         if mesh.size("tp", "pp", "sp", "wp") > 1:
@@ -189,7 +189,6 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
     Raises:
         ValueError: ranks differ; raised on every rank.
     """
-    wait_for_all_ranks()
     require_equal_models(model)
     require_equal(optimizer_options(optimizer), what="the optimizer")
 
@@ -289,8 +288,7 @@ def wrap_optimizer(
             max_norm=config.max_norm,
             bucket_size=config.bucket_size,
             agreement=boosted.engine.agreement,
-            check_every=config.check_every,
-            after_step=statistics.average,
+            after_step=statistics.average if statistics.names else None,
         )
     for parameter in boosted.module.parameters():  # parameters that no optimizer manages
         if parameter.is_floating_point() and parameter.dtype != config.dtype:
@@ -423,14 +421,11 @@ class HybridParallelModule(BoostedModule):
 
     def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare inputs over the axes whose ranks compute together; see [Note: compared calls]."""
-        is_due = self.engine.agreement.is_due()
-        if not (is_due or self.optimizer is None or not torch.is_grad_enabled()):
-            self.engine.agreement.note([tensors_of_call(args, kwargs), self.module.training])
-            return
-        for axis in ("tp", "sp"):
-            if self.mesh.size(axis) > 1:
-                group = self.mesh.group(axis)
-                require_equal_inputs(args, kwargs, group, axis, training=self.module.training)
+        self.engine.agreement.compare_inputs(
+            tensors_of_call(args, kwargs),
+            training=self.module.training,
+            always=self.optimizer is None or not torch.is_grad_enabled(),
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, including those that the optimizer has moved out of the parameters (zero_stage 2)."""

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from ..checkpoint.local import LocalModel
 from ..checkpoint.optimizer import Trained
-from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
+from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
 from ..cluster.traffic import Count, Traffic
 from ..pipeline.runner import Criterion

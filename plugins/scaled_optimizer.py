@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..cluster.agree import begin_require_equal
 from ..cluster.collectives import InFlight
 from ..cluster.failures import naming_failures
+from ..cluster.gathering import begin_require_equal
 from ..zero.clipping import require_clip_norm, require_clip_value, require_finite_norm
 from ..zero.inner_optimizer import EQUAL_OPTIONS, NOT_PICKLED, StepGuard, optimizer_options
 from ..zero.precision import beyond_fp16

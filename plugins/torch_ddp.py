@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
-from ..cluster.agree import require_equal
 from ..cluster.device import is_cuda
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
+from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
 from ..cluster.options import Check, option, option_errors
 from ..cluster.random import ForwardRandom

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cluster.agree import batch_hash, differing_ranks, gather_integers
+from ..cluster.agreement import MODES, MODES_ADVICE, require_equal_call
+from ..cluster.gathering import gather_integers
+from ..cluster.hashes import batch_hash
 from ..cluster.random import torch_state
 from ..lazy.replay import fingerprint
 from ..lazy.tensor import LazyTensor, content_of
@@ -45,15 +47,10 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
 
 
 _SEED = "launch_from_torch(seed=...) seeds all ranks equally"
-# The values that a call compares, each with the advice if they differ.
-_OF_A_CALL = (
-    (
-        "the inputs",
-        f"give equal batches (ShardFormer.shard_dataset does), draw tokens from equal random states ({_SEED})",
-    ),
-    ("the modes (training or evaluation)", "call model.train() and model.eval() on all ranks alike"),
-    ("the random states", f"seed them equally ({_SEED}), or set the model's dropout to 0"),
+_EQUAL_INPUTS = (
+    f"give equal batches (ShardFormer.shard_dataset does), draw tokens from equal random states ({_SEED})"
 )
+_EQUAL_RANDOM_STATES = f"seed them equally ({_SEED}), or set the model's dropout to 0"
 
 
 def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
@@ -68,37 +65,14 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         _refuse_average(group)
         random = _random_hash(module) if module.training and drops else 0
-        found = gather_integers(
-            (batch_hash(tensors_of_call(args, kwargs)), int(module.training), random), group
-        )
-        for place, (what, advice) in enumerate(_OF_A_CALL):
-            if differing := differing_ranks(found, place):
-                raise ValueError(
-                    f"{what} of rank(s) {differing} of the tensor axis differ from those of its first rank: "
-                    f"{advice}"
-                )
+        codes = {
+            "the inputs": (batch_hash(tensors_of_call(args, kwargs)), _EQUAL_INPUTS),
+            MODES: (int(module.training), MODES_ADVICE),
+            "the random states": (random, _EQUAL_RANDOM_STATES),
+        }
+        require_equal_call(codes, group, "the tensor axis")
 
     model.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def require_equal_inputs(
-    args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str, *, training: bool
-) -> None:
-    """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of integers.
-
-    Args:
-        args, kwargs: arguments of the call.
-        group: ranks that compute one model together.
-        axis: name of their axis in the mesh.
-        training: the mode of the model on this rank, which must be equal too.
-    """
-    found = gather_integers((batch_hash(tensors_of_call(args, kwargs)), int(training)), group)
-    advice = "give all ranks of this axis equal batches (booster.plugin.prepare_dataloader does)"
-    for place, (what, instead) in enumerate([("the inputs", advice), _OF_A_CALL[1]]):
-        if differing := differing_ranks(found, place):
-            raise ValueError(
-                f"{what} of rank(s) {differing} of axis {axis} differ from those of its first rank: {instead}"
-            )
 
 
 def _refuse_average(group: ProcessGroup) -> None:

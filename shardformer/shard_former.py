@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 
-from ..cluster.agree import run_or_raise_together
 from ..cluster.device import default_device, free_cached_memory
 from ..cluster.errors import errors_of, raise_errors
+from ..cluster.gathering import run_or_raise_together
 from ..cluster.launch import launch_from_torch
 from ..cluster.mesh import ParallelMesh
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader

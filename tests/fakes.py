@@ -42,7 +42,7 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
             ("echelon.cluster.mesh.start_watch", lambda: None),
             ("echelon.cluster.failures.start_watch", lambda: None),
             ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
-            ("echelon.cluster.agree.begin_gather_integers", _own_row),
+            ("echelon.cluster.gathering.begin_gather_integers", _own_row),
             ("echelon.zero.clipping.norm_over_all_ranks", _agreed_norm),
             # In this group no transfer ever completes, so sent tensors would be kept.
             ("echelon.pipeline.transport.PendingTransfer.is_over", True),

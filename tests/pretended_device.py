@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from echelon import Booster, HybridParallelPlugin
+from echelon.cluster.agreement import COMPARED_CALLS
 from echelon.cluster.device import default_device
-from echelon.cluster.step_agreement import COMPARED_CALLS
 from echelon.pipeline.microbatch import map_tensors
 from echelon.plugins.engine import PipelineEngine
 from echelon.verify.batch import loss_of, make_batch

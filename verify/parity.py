@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..booster.booster import Booster
-from ..cluster.agree import batch_hash, gather_objects
 from ..cluster.collectives import begin_gather
 from ..cluster.device import default_device, is_cuda
+from ..cluster.gathering import gather_objects
+from ..cluster.hashes import batch_hash
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
 from ..cluster.placement import Placement, Shard, placement_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.optimizer import saved_options
-from ..cluster.agree import gather_objects
+from ..cluster.gathering import gather_objects
 from ..pipeline.microbatch import merge, split
 from ..plugins.hybrid_model import HybridParallelModule
 from ..zero.bucket import Bucket, Slot

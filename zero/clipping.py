@@ -185,7 +185,7 @@ def norm_over_all_ranks(
         device: the device on which the sum is computed.
         code: below 2**32; compared between all ranks in the same all-reduce.
         share: summed over all ranks in the same all-reduce; the sum is 0 where they agree. See [Note: sums of codes]
-            in cluster/step_agreement.py.
+            in cluster/agreement.py.
 
     Returns:
         The norm, 0-d float64, equal on all ranks; infinite or NaN if any gradient of any rank is. Then a 0-d tensor,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cluster.agree import require_equal
+from ..cluster.gathering import require_equal
 from .bucket import Bucket, Slot
 from .partition import ManagedParameter
 from .precision import DynamicScaler

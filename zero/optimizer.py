@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..cluster.agree import require_equal, settings_hash
+from ..cluster.agreement import Agreement
 from ..cluster.device import numbers_on, wait_for_stream
 from ..cluster.failures import naming_failures
+from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
-from ..cluster.step_agreement import CHECK_EVERY, StepAgreement
 from .bucket import Bucket, make_buckets
 from .buffers import BufferPool
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
@@ -71,9 +71,8 @@ class ShardedOptimizer(OptimizerWrapper):
         cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there.
         accumulation_steps: number of calls of `backward`, or blocks of `accumulate_and_reduce`, averaged in each step;
             with 1 a step takes the sum of any number of calls.
-        agreement: checksums of a step's calls on each rank, compared in the all-reduce of the norm; None compares
-            options alone.
-        check_every: ranks compare their calls in every `check_every`-th step.
+        agreement: compares this optimizer's calls between ranks, and those of the model in the all-reduce of the norm;
+            None makes one of its own.
         after_step: called on all ranks at the end of every step, including skipped ones.
 
     Attributes:
@@ -100,15 +99,14 @@ class ShardedOptimizer(OptimizerWrapper):
         communication_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
         accumulation_steps: int = 1,
-        agreement: StepAgreement | None = None,
-        check_every: int = CHECK_EVERY,
+        agreement: Agreement | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
         require_elementwise(optimizer)
         self.accumulation_steps = accumulation_steps
         self.last_norm: float | None = None
         self.skipped_steps = 0
-        self._agreement = agreement
+        self._agreement = agreement or Agreement(mesh)
         self._after_step = after_step
         self._num_calls = 0  # since the last step, under accumulation
         self._mesh = mesh
@@ -137,7 +135,6 @@ class ShardedOptimizer(OptimizerWrapper):
             device=mesh.device,
             overlap=overlap_communication,
             scaler=self._scaler,
-            check_every=check_every,
         )
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
         self.parameter_gather = ParameterGather(self.buckets)
@@ -192,7 +189,7 @@ class ShardedOptimizer(OptimizerWrapper):
         with nullcontext() if is_last or reducer.shards_gradients else self.no_sync():
             is_collective = reducer.may_launch
             if is_collective and name is not None:
-                reducer.require_same_call(name)
+                self._compare_call(name)
             if is_collective:
                 reducer.open()
             else:
@@ -224,8 +221,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._gradients.renew()
         self._gradients.finish()
         self._num_calls = 0
-        if self._agreement is not None:
-            self._agreement.clear()
+        self._agreement.clear()
         self.reducer.drop(to_zeros=not set_to_none)
 
     @torch.no_grad()
@@ -238,7 +234,7 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: gradients were written to by something other than a backward.
         """
-        self.reducer.require_same_call("reduce_gradients()")
+        self._compare_call("reduce_gradients()")
         self._reduce()
 
     @torch.no_grad()
@@ -350,27 +346,27 @@ class ShardedOptimizer(OptimizerWrapper):
                     f"{managed.name} was frozen at boost and requires a gradient now, but nothing would "
                     "update it: set requires_grad before boost"
                 )
-        self.reducer.require_same_call("step()")
+        self._compare_call("step()")
+
+    def _compare_call(self, call: str) -> None:
+        self._agreement.compare_reductions(call, is_reduced=self.reducer.is_reduced)
 
     def _measure(self) -> float:
-        """Return the norm for a step; compare batches between ranks, too. One all-reduce over the world."""
-        norm = self._agreed_norm(self._agreement)
-        if self._agreement is not None:
-            self._agreement.clear()
+        """Return the norm for a step. One all-reduce over the world."""
+        norm = self._agreed_norm()
+        self._agreement.clear()
         self.last_norm = self._gradients.norm
         self._gradients.finish()
         self._num_calls = 0
         return norm
 
-    def _agreed_norm(self, agreement: StepAgreement | None = None, **arguments: float) -> float:
-        """Return the norm of the gradients; compare arguments and options. One all-reduce over the world."""
+    def _agreed_norm(self, **arguments: float) -> float:
+        """Return the norm of the gradients; compare batches, arguments and options. One all-reduce over the world."""
         settings = {**arguments, **optimizer_options(self.inner)}
-        code = settings_hash(settings) if agreement is None else agreement.code(settings)
-        norm = self._gradients.measure(code=code, share=0.0 if agreement is None else agreement.share)
+        norm = self._gradients.measure(code=self._agreement.code(settings), share=self._agreement.share)
         if not self._gradients.is_agreed:
             require_equal(settings, what="the optimizer", rule=EQUAL_OPTIONS)
-            if agreement is not None:
-                agreement.explain()
+            self._agreement.explain()
         return norm
 
     def _skip(self) -> None:

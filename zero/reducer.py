@@ -24,16 +24,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from ..cluster.agree import gather_integers
 from ..cluster.device import numbers_on
 from ..cluster.hooks import has_foreign_last_hooks, mark_internal
-from ..cluster.step_agreement import CHECK_EVERY, is_compared
 from .bucket import Bucket, GradientState, Slot
 from .partition import ManagedParameter
 from .precision import DynamicScaler
 from .writes import WriteWatch
-
-_CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 
 
 class _Backward(Enum):
@@ -58,7 +54,6 @@ class Reducer:
         device: the device on which flags are exchanged.
         overlap: begin averages while backward runs.
         scaler: scales the losses of the optimizer's own backwards.
-        check_every: ranks compare their calls in every `check_every`-th step.
 
     Attributes:
         slots: the slots of all parameters, in the order of the model. Ranks that share some of them in different
@@ -79,7 +74,6 @@ class Reducer:
         device: torch.device,
         overlap: bool = True,
         scaler: DynamicScaler | None = None,
-        check_every: int = CHECK_EVERY,
     ) -> None:
         position = {managed.parameter: index for index, managed in enumerate(parameters)}
         self.slots = sorted(
@@ -104,7 +98,6 @@ class Reducer:
         self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket accumulates
         self._backward = _Backward.OUTSIDE
         self._is_held_back = False
-        self._check_every, self._num_steps = check_every, 0
         # In the running backward: buckets not launched yet, and their slots still without their last gradient.
         self._awaited: dict[Bucket, set[Slot]] = {}
         self._in_flight: deque[Bucket] = deque()
@@ -283,35 +276,6 @@ class Reducer:
         self.writes.require_scaled()
         self.writes.require_no_writes()
         self.writes.require_kept(reduced=True)
-
-    def require_same_call(self, call: str) -> None:
-        """Compare the calls of all ranks of the data axis, in the first steps and every `check_every`-th.
-
-        All-gather between CPUs.
-
-        Raises:
-            RuntimeError: ranks are in different calls, or only some dropped their gradients; on every rank.
-        """
-        is_step = call == "step()"
-        is_due = is_compared(self._num_steps, self._check_every)
-        self._num_steps += is_step
-        if self._group.size() == 1 or not is_due:
-            return
-        own_state = _CALLS.index(call), int(self.is_reduced)
-        states = gather_integers(own_state, self._group, "optimizer.step or backward")
-        found = dict(zip(dist.get_process_group_ranks(self._group), states, strict=True))
-        if len({code for code, _ in states}) > 1:
-            where = ", ".join(f"rank {rank} in {_CALLS[code]}" for rank, (code, _) in found.items())
-            raise RuntimeError(
-                f"ranks average gradients in different calls: {where}. Call backward equally often on every rank "
-                "between two steps; inside no_sync it averages nothing"
-            )
-        if len(set(states)) > 1:
-            without = [rank for rank, (_, is_reduced) in found.items() if not is_reduced]
-            raise RuntimeError(
-                f"rank(s) {without} have no reduced gradients, but other ranks have: call zero_grad and backward on "
-                "every rank alike"
-            )
 
     def _complete(self, slot: Slot, bucket: Bucket) -> None:
         """Launch the buckets that were waiting for the last gradient of this slot in a backward."""

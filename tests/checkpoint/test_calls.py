@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint.step import choose_step
 from echelon.checkpoint.steps import begin_step, commit_step
-from echelon.cluster.agree import AgreedError, on_all_ranks, run_or_raise_together
+from echelon.cluster.gathering import AgreedError, on_all_ranks, run_or_raise_together
 
 from ..examples.scripts import EXAMPLES, load
 from ..pool import Pool

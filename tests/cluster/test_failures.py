@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.cluster import failures
+from echelon.cluster import watch
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.failures import naming_failures, start_watch, stop_watch
 from echelon.cluster.heartbeats import Call, Event, Heartbeat, HeartbeatStore
@@ -88,7 +88,7 @@ def recover_from_an_error() -> None:
 
 
 def wait_for_one_that_failed_and_lives() -> None:
-    failures.STUCK_SECONDS = 1.0
+    watch.STUCK_SECONDS = 1.0
     if dist.get_rank() == 1:
         with pytest.raises(ValueError), naming_failures("execute_pipeline"):
             raise ValueError("kept")
@@ -99,11 +99,11 @@ def wait_for_one_that_failed_and_lives() -> None:
 
 
 def outlive_one_that_died() -> None:
-    failures.STUCK_SECONDS, said = 1.0, list[str]()
+    watch.STUCK_SECONDS, said = 1.0, list[str]()
     start_watch()
     if dist.get_rank() == 1:
         fail("exit")
-    with patch.object(failures, "_say", said.append):
+    with patch.object(watch, "_say", said.append):
         time.sleep(4)  # as in loss.item() of a GPU that waits
     (told,) = said
     assert told.startswith("rank 1 died: its process is gone; rank 0 is outside of Echelon, after call "), (
@@ -207,18 +207,18 @@ def test_a_process_that_cannot_be_freed_ends_itself(pool: Pool, capfd: pytest.Ca
 
 
 def test_another_rank_that_ends_does_not_prolong_the_wait_in_a_call_without_end() -> None:
-    watch, now = object.__new__(failures._Watch), time.monotonic()
-    watch.rank, watch.here = 1, Heartbeat(beat=0, action="execute_pipeline", calls=7)
-    watch._heartbeats, watch._events = MagicMock(), [Event(rank=0, kind="gone")]
-    watch._store_is_lost, watch._own_errors, watch._reported = False, 0, None
-    since = now - failures.STUCK_SECONDS - 2 * failures.BRIEF_SECONDS
+    here, now = object.__new__(watch.Watch), time.monotonic()
+    here.rank, here.here = 1, Heartbeat(beat=0, action="execute_pipeline", calls=7)
+    here._heartbeats, here._events = MagicMock(), [Event(rank=0, kind="gone")]
+    here._store_is_lost, here._own_errors, here._reported = False, 0, None
+    since = now - watch.STUCK_SECONDS - 2 * watch.BRIEF_SECONDS
     unmatched = RankFailure("rank 2 has another batch", 2)
-    watch._call = Call(thread_id=0, entered=since, is_reported=True, unmatched=unmatched, since=since)
+    here._call = Call(thread_id=0, entered=since, is_reported=True, unmatched=unmatched, since=since)
     with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
-        watch._end_if_stuck()  # rank 0 ended just now, and freed nobody here
-    watch._call.since = now  # found just now: others may be freed by the end of rank 0
+        here._end_if_stuck()  # rank 0 ended just now, and freed nobody here
+    here._call.since = now  # found just now: others may be freed by the end of rank 0
     with patch.object(os, "_exit", side_effect=AssertionError):
-        watch._end_if_stuck()
+        here._end_if_stuck()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.cluster import failures
+from echelon.cluster import watch
 from echelon.cluster.errors import RankFailure
 from echelon.verify.batch import loss_of, make_batch
 
@@ -22,8 +22,8 @@ class Run:
     """A boosted model and its optimizer on this rank, after one step, with short timeouts of failure detection."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        failures.INTERVAL_SECONDS, failures.LOOK_SECONDS, failures.BRIEF_SECONDS = 0.1, 0.2, 0.4
-        failures.WAITING_SECONDS, failures.STUCK_SECONDS = 1.0, 4.0
+        watch.INTERVAL_SECONDS, watch.LOOK_SECONDS, watch.BRIEF_SECONDS = 0.1, 0.2, 0.4
+        watch.WAITING_SECONDS, watch.STUCK_SECONDS = 1.0, 4.0
         self.kind, self.folder = kind, folder
         self.booster = hybrid(**SIZES[kind]) if kind in SIZES else booster_of(kind)
         self.model, self.optimizer = boosted(self.booster, LLAMA)
@@ -114,9 +114,9 @@ def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path,
 def come_late(kind: str, folder: Path) -> list[str]:
     """Call a step and a save late on the second rank; return the lines logged meanwhile."""
     run, said = Run(kind, folder), list[str]()
-    failures._say = said.append
+    watch._say = said.append
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failures, "_say", said.append)
+        patch.setattr(watch, "_say", said.append)
         for call in (run.train, run.save):
             if dist.get_rank() == 1:
                 time.sleep(2.5)
@@ -135,7 +135,7 @@ def handle_an_error_and_come_late(kind: str, folder: Path) -> None:
     run = Run(kind, folder)
     with pytest.raises(ValueError, match="batch_size"):
         run.model(**{**make_batch(LLAMA, num_samples=2, seed=0), "labels": torch.zeros(3)})
-    failures.STUCK_SECONDS = 1.0
+    watch.STUCK_SECONDS = 1.0
     if dist.get_rank() == 1:
         time.sleep(4)
     run.train()
@@ -165,8 +165,8 @@ def test_a_rank_that_sleeps_for_a_minute_is_not_ended(pool: Pool, tmp_path: Path
 
 def sleep_for_a_minute(folder: Path) -> None:
     run = Run("tp", folder)
-    failures.INTERVAL_SECONDS, failures.LOOK_SECONDS, failures.BRIEF_SECONDS = 0.5, 1.0, 2.0
-    failures.WAITING_SECONDS, failures.STUCK_SECONDS = 30.0, 20.0
+    watch.INTERVAL_SECONDS, watch.LOOK_SECONDS, watch.BRIEF_SECONDS = 0.5, 1.0, 2.0
+    watch.WAITING_SECONDS, watch.STUCK_SECONDS = 30.0, 20.0
     for call in (run.train, run.save):
         if dist.get_rank() == 1:
             time.sleep(60)

@@ -53,7 +53,7 @@ def depart(what: str, sizes: dict[str, Any]) -> tuple[str, bool]:
     """The last rank departs in the sixth step. Return the error, and whether no parameter has changed in it."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
-    run = call_step if what == "call" else run_step
+    run: Any = {"call": call_step, "clipping": clip}.get(what, run_step)
     engine._HASHED_HERE = -1 if what == "large batch" else 2**20
     for step in range(COMPARED + 2):
         run(booster, model, optimizer, batch_of(booster, step))
@@ -75,6 +75,12 @@ def call_step(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.T
     optimizer.zero_grad()
 
 
+def clip(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+    booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"], {**CLEAN["tp2"], "max_norm": 1.0}], ids=str)
 def test_a_batch_that_departs_in_a_warm_step_is_named_before_parameters_change(
     pool: Pool, sizes: dict[str, Any]
@@ -86,8 +92,11 @@ def test_a_batch_that_departs_in_a_warm_step_is_named_before_parameters_change(
         assert is_unchanged
 
 
-def test_a_batch_of_a_call_of_the_model_that_departs_is_named_too(pool: Pool) -> None:
-    for text, is_unchanged in pool.run(2, depart, "call", {"tp_size": 2}):
+@pytest.mark.parametrize("what", ["call", "clipping"])
+def test_a_batch_that_departs_is_named_by_the_step_of_a_plain_call_and_by_clipping(
+    pool: Pool, what: str
+) -> None:
+    for text, is_unchanged in pool.run(2, depart, what, {"tp_size": 2}):
         assert "replica 0: rank(s) [1]" in text
         assert is_unchanged
 
