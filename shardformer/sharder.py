@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 
 from ..cluster.errors import errors_of, raise_errors
-from ..cluster.placement import Shard, placement_of
+from ..cluster.placement import shard_on
 from ..cluster.transformers_api import Conv1D
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
@@ -373,7 +373,7 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
             if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked)
             or (isinstance(module, Linear1D_Row) and module.bias is parameter)  # every rank adds all of it
         ]
-        if isinstance(placement_of(parameter), Shard):
+        if shard_on(parameter, "tp") is not None:
             split = next((path for path, _ in sharers if path not in whole), "another")
             for path in whole:
                 errors.add(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ...cluster.placement import PartialGrad, Shard, place, placement_of
+from ...cluster.placement import PartialGrad, Shard, place, shard_on
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, Linear1D_Row, SharedKeyValueLinear1D_Col
 from .parallel_module import is_of_peft
@@ -135,9 +135,9 @@ def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
 
 
 def _shard(weight: Parameter) -> Shard:
-    placement = placement_of(weight)
-    assert isinstance(placement, Shard)
-    return placement
+    shard = shard_on(weight, "tp")
+    assert shard is not None
+    return shard
 
 
 def _sizes(shard: Shard) -> dict[str, Any]:
