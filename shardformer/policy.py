@@ -24,12 +24,14 @@ class SubModuleReplacementDescription:
         target_module: has `from_native_module(module, process_group, **kwargs)`, which returns the replacement, or
             the native module after changing it.
         kwargs: further arguments of `from_native_module`.
+        axis: the axis whose group the replacement gets.
         ignore_if_not_exist: skip a path that does not exist. Otherwise it is an error.
     """
 
     suffix: str
     target_module: Any
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    axis: str = "tp"
     ignore_if_not_exist: bool = False
 
 

@@ -1,6 +1,7 @@
 """Configuration of ShardFormer. policy.py and sharder.py apply it."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import torch.distributed as dist
 
@@ -82,6 +83,7 @@ class ShardConfig(ShardOptions):
         enable_sequence_overlap: for "split_gather" and "ring": overlap the gather in backward with computation.
         enable_sequence_regather: for "split_gather": save only the local shard and gather it again in backward.
         sequence_parallel_rings: for "ring_attn": the rings of a double ring (`double_ring`); None is one ring.
+        axis_groups: the groups of further axes by their names, by which policies may shard modules.
         enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels, or by
             name: "flash_attention_3" or "sdpa_cudnn" for example; see docs/fused.md.
         enable_xformers: attention by xFormers.
@@ -106,6 +108,7 @@ class ShardConfig(ShardOptions):
     enable_tensor_parallelism: bool = True
     sequence_parallel_process_group: dist.ProcessGroup | None = None
     sequence_parallel_rings: Rings | None = None
+    axis_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         raise_errors(self._type_errors())
@@ -154,6 +157,12 @@ class ShardConfig(ShardOptions):
     def active_group(self) -> dist.ProcessGroup | None:
         """The tensor axis; None if it is ignored."""
         return self._group("tensor_parallel")
+
+    @property
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of all axes that a policy may name."""
+        groups = {"tp": self.active_group, "sp": self.sequence_parallel_process_group, **self.axis_groups}
+        return {axis: group for axis, group in groups.items() if group is not None}
 
     @property
     def split_group(self) -> dist.ProcessGroup | None:

@@ -9,7 +9,7 @@ and nothing communicates.
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -173,7 +173,7 @@ class ModelSharder:
         _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers depend on it
         errors = Errors()
         self.policy.errors = errors
-        _apply_policy(self.model, self.policy, self.shard_config.active_group, self._classes, errors)
+        _apply_policy(self.model, self.policy, self.shard_config.groups, self._classes, errors)
         raise_errors(errors.messages())
         stages = local_stages(self.model)
         self.model = self.policy.postprocess()
@@ -206,7 +206,7 @@ def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Er
         if not errors.messages():
             with errors.at():
                 _shard_sequences(split, dry_policy, config)
-        marked = _apply_policy(split, dry_policy, config.active_group, classes, errors)
+        marked = _apply_policy(split, dry_policy, config.groups, classes, errors)
         _report_ties(split, marked, errors)
         split = dry_policy.postprocess()
     return split
@@ -276,7 +276,11 @@ def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> N
 
 
 def _apply_policy(
-    model: nn.Module, policy: Policy, group: Any, classes: set[type[nn.Module]], errors: Errors
+    model: nn.Module,
+    policy: Policy,
+    groups: Mapping[str, Any],
+    classes: set[type[nn.Module]],
+    errors: Errors,
 ) -> set[nn.Module]:
     """Apply the policy's changes to the local modules; return the modules that were changed and not replaced."""
     descriptions = policy.module_policy()
@@ -293,12 +297,16 @@ def _apply_policy(
         kind = type(module.native if isinstance(module, StandIn) else module)
         for key in (kind, kind.__name__):
             if key in descriptions:
-                marked |= _apply(module, path, descriptions[key], group, errors)
+                marked |= _apply(module, path, descriptions[key], groups, errors)
     return marked
 
 
 def _apply(
-    module: nn.Module, path: str, description: ModulePolicyDescription, group: Any, errors: Errors
+    module: nn.Module,
+    path: str,
+    description: ModulePolicyDescription,
+    groups: Mapping[str, Any],
+    errors: Errors,
 ) -> set[nn.Module]:
     replacements = list(description.sub_module_replacement)
     if isinstance(module, StandIn):  # some sub-modules of its native module may be local
@@ -309,7 +317,7 @@ def _apply(
     marked: set[nn.Module] = set()
     for each in replacements:
         with errors.at(join(path, each.suffix)):
-            if (found := _replaced(module, each, group)) is not None:
+            if (found := _replaced(module, each, groups)) is not None:
                 marked.add(found)
     return marked
 
@@ -332,7 +340,7 @@ def _change(module: nn.Module, path: str, description: ModulePolicyDescription, 
 
 
 def _replaced(
-    module: nn.Module, replacement: SubModuleReplacementDescription, group: Any
+    module: nn.Module, replacement: SubModuleReplacementDescription, groups: Mapping[str, Any]
 ) -> nn.Module | None:
     """Replace a sub-module; return it if it was changed in place and not replaced."""
     try:
@@ -346,12 +354,11 @@ def _replaced(
         ) from None
     if isinstance(native, StandIn):  # on another stage
         return None
-    kind = replacement.target_module
+    kind, group = replacement.target_module, groups.get(replacement.axis)
     if group is None and isinstance(kind, type) and issubclass(kind, ParallelModule):
         raise ValueError(
-            f"the policy replaces {replacement.suffix!r} by a {kind.__name__}, but there is no tensor axis "
-            "(no group, or enable_tensor_parallelism=False): make module_policy depend on "
-            "tensor_parallel_size"
+            f"the policy replaces {replacement.suffix!r} by a {kind.__name__} over {replacement.axis!r}, an axis "
+            f"without a group: make module_policy depend on shard_config.groups, which has {list(groups)}"
         )
     target = kind.from_native_module(native, group, **replacement.kwargs)
     if target is native:

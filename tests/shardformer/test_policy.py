@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.cluster.placement import Shard, place, placements_of
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import local_stages
 from echelon.shardformer import (
@@ -17,6 +18,7 @@ from echelon.shardformer import (
     SubModuleReplacementDescription,
 )
 from echelon.shardformer.layers import Linear1D_Col, Linear1D_Row
+from echelon.shardformer.sharder import StandInGroup, plan_parallelism, split_errors
 
 from .compare import numbers
 from .test_stages import manager_alone
@@ -182,6 +184,41 @@ MISSING = SubModuleReplacementDescription(suffix="gate", target_module=Linear1D_
 def test_a_name_that_matches_nothing_is_an_error(policy: type[TowerPolicy], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardFormer(ShardConfig()).optimize(Tower(), policy())
+
+
+class OverWp(nn.Module):
+    """Stands for a layer of an axis of its own."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: Any) -> nn.Module:
+        for parameter in module.parameters():
+            shard = Shard(size=process_group.size(), dim=0, blocks=(len(parameter),), axis="wp")
+            place(parameter, shard, process_group.rank())
+        return module
+
+
+class TwoAxes(Policy):
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        over_wp = SubModuleReplacementDescription(suffix="up", target_module=OverWp, axis="wp")
+        over_tp = SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col)
+        return {Block: ModulePolicyDescription(sub_module_replacement=(over_wp, over_tp))}
+
+
+def test_a_policy_names_the_axis_of_a_replacement() -> None:
+    groups: Any = {name: StandInGroup(1, 2) for name in ("tp", "wp")}
+    config = ShardConfig(tensor_parallel_process_group=groups["tp"], axis_groups={"wp": groups["wp"]})
+    rows = len(Tower().blocks[0].up.weight)
+    split: Any = plan_parallelism(Tower(), TwoAxes(), config)
+    for parameter in split.blocks[0].up.parameters():
+        assert len(parameter) == rows // 4
+        assert list(placements_of(parameter)) == ["wp", "tp"]
+
+
+def test_an_axis_without_a_group_is_an_error() -> None:
+    layer = SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col, axis="ep")
+    policy = described(sub_module_replacement=(layer,))()
+    (error,) = split_errors(Tower(), policy, tp_size=2)
+    assert "replaces 'up' by a Linear1D_Col over 'ep', an axis without a group" in error
 
 
 def test_a_class_that_another_stage_holds_is_not_missing() -> None:
