@@ -88,7 +88,7 @@ class LayerSplit:
         Raises:
             ValueError: the table names a module that the layer lacks, or lacks a name that the layer needs.
         """
-        raise_errors(self._adapter_errors() or [*self._missing(), *self._unnamed(), *self._part_errors()])
+        raise_errors(self._adapter_errors() or [*self._missing(), *self._part_errors()])
         randoms = self._split_randoms()
         return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
 
@@ -103,6 +103,17 @@ class LayerSplit:
                     kwargs = {"name": name, "dim": dim, **self._cut(path, length)}
                     found.append(self._replacement(owner, SplitParameter, kwargs))
         return found
+
+    def on_shards(self) -> list[str]:
+        """Return the parameters, with paths from the model, that are used with shards of activations or sequences."""
+        table, regions = self._table, active_regions(self.layer, self._table)
+        wholes = whole_paths(table, self.layer)
+        return [
+            join(self._path, name)
+            for name, _ in self.layer.named_parameters()
+            if (table.region_of(name) in regions and not is_any_within(name, table.whole))
+            or (self._sequence is not None and not is_any_within(name, wholes))
+        ]
 
     def attributes(self) -> dict[str, Any]:
         """Return new values of attributes by path. A module's config is an attribute too, changed for it alone."""
@@ -158,17 +169,6 @@ class LayerSplit:
             "or list it as optional"
             for name in missing
             if not any(is_within(name, other) and other != name for other in missing)
-        ]
-
-    def _unnamed(self) -> list[str]:
-        """List errors of unnamed replicated parameters in regions, whose gradients would not be summed over ranks."""
-        table, regions = self._table, active_regions(self.layer, self._table)
-        known = (*table.column, *table.row, *table.split, *table.partial, *table.whole, *table.norms)
-        return [
-            f"{name} computes on sharded activations in the region {table.region_of(name)!r}, but the table "
-            "does not name it: name its module in column, row, norms or partial"
-            for name, _ in self.layer.named_parameters()
-            if table.region_of(name) in regions and not is_any_within(name, known)
         ]
 
     def _adapter_errors(self) -> list[str]:

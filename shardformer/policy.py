@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..cluster.errors import errors_of
-from ..pipeline.plan import StagePlan, setting_errors, settings_of
+from ..pipeline.plan import StagePlan, is_within, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
 from .shard_config import ShardConfig
@@ -76,6 +76,10 @@ class Errors:
         if path not in found:
             found.append(path)
 
+    def concern(self, path: str) -> bool:
+        """Return True if a module on the path to this one, or it itself, has an error."""
+        return any(is_within(path, known) for paths in self._paths.values() for known in paths)
+
     def messages(self) -> list[str]:
         """Return all messages, each with its first path and the number of further paths."""
         return [
@@ -99,6 +103,7 @@ class Policy(ABC):
 
     Attributes:
         errors: collects reasons why the model cannot be sharded; a `ValueError` from a method is collected too.
+        regions: paths of the modules that `module_policy` makes a `Region`.
         gathers_sequences: True if `module_policy` gathers sequences within layers, for the modes of the tensor axis.
     """
 
@@ -106,11 +111,13 @@ class Policy(ABC):
     model: nn.Module
     shard_config: ShardConfig
     errors: Errors
+    regions: list[str]
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model of the policy, and clear its errors."""
         self.model = model
         self.errors = Errors()
+        self.regions = []
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Set the requested axes and options."""
@@ -143,6 +150,13 @@ class Policy(ABC):
     @abstractmethod
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
         """Return the changes of modules, by class or class name."""
+
+    def is_replicated(self, name: str, axis: str) -> bool:
+        """Return True if a parameter that no layer places has the same gradient on all ranks of an axis.
+
+        Parameters inside a `Region` have partial gradients, unless a policy of its own knows better.
+        """
+        return not any(is_within(name, region) for region in self.regions)
 
     def postprocess(self) -> nn.Module:
         """Change the model after it is cut and sharded."""

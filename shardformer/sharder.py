@@ -20,7 +20,8 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 
 from ..cluster.errors import errors_of, raise_errors
-from ..cluster.placement import shard_on
+from ..cluster.layout import LAYER_AXES
+from ..cluster.placement import Replicated, place, placements_of, shard_on
 from ..cluster.transformers_api import Conv1D
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
@@ -28,6 +29,7 @@ from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
 from .layers.linear import Linear1D_Row
 from .layers.parallel_module import ParallelModule
+from .layers.region import Region
 from .layers.sequence_axis import INSTEAD, axis_of
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
@@ -297,8 +299,33 @@ def _apply_policy(
         kind = type(module.native if isinstance(module, StandIn) else module)
         for key in (kind, kind.__name__):
             if key in descriptions:
+                policy.regions += [
+                    join(path, each.suffix)
+                    for each in descriptions[key].sub_module_replacement
+                    if each.target_module is Region
+                ]
                 marked |= _apply(module, path, descriptions[key], groups, errors)
+    _place_others(model, policy, groups, errors)
     return marked
+
+
+def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], errors: Errors) -> None:
+    """Place the parameters that no layer has placed as replicated; add errors of those whose gradients are partial.
+
+    Afterwards every parameter has a placement on every layer axis: see [Note: placements per axis].
+    """
+    axes = [axis for axis in LAYER_AXES if axis in groups and groups[axis].size() > 1]
+    for (name, parameter), axis in itertools.product(list(model.named_parameters()), axes):
+        if axis in placements_of(parameter) or errors.concern(name):
+            continue
+        if policy.is_replicated(name, axis):
+            place(parameter, Replicated(size=groups[axis].size(), axis=axis), groups[axis].rank())
+        else:
+            errors.add(
+                name,
+                f"computes on sharded activations, and the policy does not place it over the axis {axis!r}: name its "
+                "module in column, row, norms, partial or whole of the table, or mark it as PartialGradient",
+            )
 
 
 def _apply(

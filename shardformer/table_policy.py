@@ -50,6 +50,7 @@ class TablePolicy(Policy):
         self.table = self._newest = table
         self._parts: dict[str, TablePolicy] = {}
         self._common_input = CommonInput()
+        self._on_shards: set[str] = set()
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model of the policy, and of the policies of its parts.
@@ -130,6 +131,7 @@ class TablePolicy(Policy):
             prefix: path of this model in the full one.
         """
         self._require_settings(prefix)
+        self._on_shards = set()
         attributes, replacements = dict[str, Any](), self._ends(prefix)
         layers = self._layers(prefix)
         if layers:
@@ -139,6 +141,7 @@ class TablePolicy(Policy):
                 if not isinstance(split.layer, StandIn):
                     replacements += split.replacements()
                     attributes |= split.attributes()
+                    self._on_shards.update(split.on_shards())
             with self.errors.at(path):  # also where another stage's layer is local for a parameter alone
                 replacements += split.split_parameters()
         for path, part in self._parts.items():
@@ -148,6 +151,12 @@ class TablePolicy(Policy):
                 attributes |= own
                 replacements += inner
         return attributes, replacements
+
+    def is_replicated(self, name: str, axis: str) -> bool:
+        """Return True for a parameter that the layers use with replicated activations, or that is outside of them."""
+        return name not in self._on_shards and all(
+            part.is_replicated(name, axis) for part in self._parts.values()
+        )
 
     def _ends(self, prefix: str) -> list[SubModuleReplacementDescription]:
         """Return the replacements of embeddings and head."""

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
 from ..cluster.device import is_cuda, side_stream
-from ..cluster.layout import SUB_AXES
+from ..cluster.layout import LAYER_AXES, SUB_AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import is_primary, num_parts, placements_of
 
@@ -69,7 +69,16 @@ class ManagedParameter:
             name, parameter, stage: see the class.
             mesh: the mesh with the axes of the placements.
             tie_group: the pipeline ranks that share the parameter; None if only this rank has it.
+
+        Raises:
+            ValueError: the parameter has no placement on a layer axis.
         """
+        for axis in LAYER_AXES:
+            if mesh.size(axis) > 1 and axis not in placements_of(parameter):
+                raise ValueError(
+                    f"{name} is neither sharded, partial nor replicated over the axis {axis!r}: let the policy add it "
+                    "to the model in preprocess, or place it (echelon.cluster.placement.place)"
+                )
         groups = (*_partial_groups(parameter, mesh), tie_group)
         is_first_of_tie = tie_group is None or tie_group.rank() == 0
         return ManagedParameter(

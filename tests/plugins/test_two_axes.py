@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from echelon.checkpoint.checkpoints import Checkpoints
 from echelon.cluster.mesh import ParallelMesh
-from echelon.cluster.placement import PartialGrad, Placement, Shard, place
+from echelon.cluster.placement import PartialGrad, Placement, Replicated, Shard, place
 from echelon.plugins.state import local_module, trained_shards
 from echelon.verify.parity import gather_whole
 from echelon.zero.optimizer import ShardedOptimizer
@@ -39,7 +39,7 @@ def placements(name: str, mesh: ParallelMesh) -> tuple[Placement, ...]:
         ),
         "keys": (Shard(size=tp, dim=1, blocks=(4,), replicas=tp),),
         "norm": (PartialGrad(size=tp),),
-        "plain": (),
+        "plain": (Replicated(size=tp),),
     }[name]
 
 

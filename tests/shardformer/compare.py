@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from echelon.cluster.collectives import all_gather
-from echelon.cluster.placement import PartialGrad, Shard, placement_on
+from echelon.cluster.placement import PartialGrad, Replicated, Shard, placement_on
 from echelon.shardformer import ModelSharder, ShardConfig, policy_for
 
 # No number of ranks divides it, and with padding to a multiple of 8 per rank no rank is empty.
@@ -157,7 +157,7 @@ def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
     tensor = parameter.grad if gradient else parameter.data
     assert tensor is not None
     placement = placement_on(parameter, "tp")
-    if placement is None:
+    if placement is None or isinstance(placement, Replicated):
         require_equal_on_ranks(tensor, name)
         return tensor
     all_pieces = pieces(tensor)

@@ -17,7 +17,7 @@ from echelon.shardformer import (
     ShardFormer,
     SubModuleReplacementDescription,
 )
-from echelon.shardformer.layers import Linear1D_Col, Linear1D_Row
+from echelon.shardformer.layers import Linear1D_Col, Linear1D_Row, Region
 from echelon.shardformer.sharder import StandInGroup, plan_parallelism, split_errors
 
 from .compare import numbers
@@ -186,6 +186,33 @@ def test_a_name_that_matches_nothing_is_an_error(policy: type[TowerPolicy], mess
         ShardFormer(ShardConfig()).optimize(Tower(), policy())
 
 
+class RegionPolicy(Policy):
+    """Makes every block a region, and says nothing about its scale."""
+
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        linear = (
+            SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col),
+            SubModuleReplacementDescription(suffix="down", target_module=Linear1D_Row),
+        )
+        region = SubModuleReplacementDescription(suffix="blocks.1", target_module=Region)
+        return {
+            Block: ModulePolicyDescription(sub_module_replacement=linear),
+            Tower: ModulePolicyDescription(sub_module_replacement=(region,)),
+        }
+
+
+def test_every_parameter_of_a_region_needs_a_placement() -> None:
+    errors = split_errors(Tower(), RegionPolicy(), tp_size=2)
+    assert [error.partition(": ")[0] for error in errors] == ["blocks.1.scale"]
+    assert "does not place it over the axis 'tp'" in errors[0]
+
+    class Knowing(RegionPolicy):
+        def is_replicated(self, name: str, axis: str) -> bool:
+            return axis == "tp"
+
+    assert split_errors(Tower(), Knowing(), tp_size=2) == []
+
+
 class OverWp(nn.Module):
     """Stands for a layer of an axis of its own."""
 
@@ -212,6 +239,13 @@ def test_a_policy_names_the_axis_of_a_replacement() -> None:
     for parameter in split.blocks[0].up.parameters():
         assert len(parameter) == rows // 4
         assert list(placements_of(parameter)) == ["wp", "tp"]
+    assert [list(placements_of(each)) for each in split.first.parameters()] == [["tp"], ["tp"]]
+
+
+def test_axes_whose_gradients_only_a_booster_reduces_are_refused() -> None:
+    groups: Any = {"wp": StandInGroup(1, 2)}
+    with pytest.raises(ValueError, match="axis_groups of wp need a booster"):
+        ShardFormer(ShardConfig(axis_groups=groups)).optimize(Tower(), TwoAxes())
 
 
 def test_an_axis_without_a_group_is_an_error() -> None:
