@@ -209,6 +209,11 @@ def shard_on(tensor: Tensor, axis: str) -> Shard | None:
     return placement if isinstance(placement, Shard) else None
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return True if a rank has only a shard of a tensor."""
+    return any(isinstance(each, Shard) and each.size > 1 for each in placements_of(tensor).values())
+
+
 def shards_of(tensor: Tensor, layout: MeshLayout) -> tuple[PlacedShard, ...]:
     """The shardings of a tensor, outermost first, as the rank of a layout has them; none for a replicated one."""
     return tuple(

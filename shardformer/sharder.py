@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from ..cluster.errors import errors_of, raise_errors
 from ..cluster.layout import LAYER_AXES
-from ..cluster.placement import Replicated, place, placements_of, shard_on
+from ..cluster.placement import Replicated, is_sharded, place, placements_of
 from ..cluster.transformers_api import Conv1D
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
@@ -387,7 +387,14 @@ def _replaced(
             f"the policy replaces {replacement.suffix!r} by a {kind.__name__} over {replacement.axis!r}, an axis "
             f"without a group: make module_policy depend on shard_config.groups, which has {list(groups)}"
         )
+    present = {parameter: set(placements_of(parameter)) for parameter in native.parameters()}
     target = kind.from_native_module(native, group, **replacement.kwargs)
+    placed = {axis for parameter, axes in present.items() for axis in set(placements_of(parameter)) - axes}
+    if placed - {replacement.axis}:
+        raise ValueError(
+            f"{kind.__name__} places parameters over {sorted(placed)}, and the policy names {replacement.axis!r}: "
+            "name the axis of the layer"
+        )
     if target is native:
         return native
     module.set_submodule(replacement.suffix, target)
@@ -407,7 +414,7 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
             if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked)
             or (isinstance(module, Linear1D_Row) and module.bias is parameter)  # every rank adds all of it
         ]
-        if shard_on(parameter, "tp") is not None:
+        if is_sharded(parameter):
             split = next((path for path, _ in sharers if path not in whole), "another")
             for path in whole:
                 errors.add(

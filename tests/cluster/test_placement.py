@@ -138,6 +138,7 @@ def test_a_parameter_has_a_placement_per_axis() -> None:
         ((Shard(size=4, dim=0, blocks=(8,)),), "11111111"),
         ((Shard(size=4, dim=0, blocks=(8,), replicas=2),), "10101010"),
         ((Shard(size=2, dim=0, blocks=(8,), axis="wp"),), "10001000"),
+        ((Shard(size=2, dim=0, blocks=(8,), axis="wp"), PartialGrad(size=4)), "10001000"),
         ((Shard(size=2, dim=0, blocks=(8,), axis="wp"), Shard(size=4, dim=0, blocks=(4,))), "11111111"),
     ],
 )

@@ -242,6 +242,17 @@ def test_a_policy_names_the_axis_of_a_replacement() -> None:
     assert [list(placements_of(each)) for each in split.first.parameters()] == [["tp"], ["tp"]]
 
 
+def test_a_layer_of_another_axis_is_an_error() -> None:
+    groups: Any = {name: StandInGroup(0, 2) for name in ("tp", "wp")}
+    layer = SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col, axis="wp")
+    policy = described(sub_module_replacement=(layer,))()
+    config = ShardConfig(tensor_parallel_process_group=groups["tp"], axis_groups={"wp": groups["wp"]})
+    with pytest.raises(
+        ValueError, match=r"Linear1D_Col places parameters over \['tp'\], and the policy names 'wp'"
+    ):
+        plan_parallelism(Tower(), policy, config)
+
+
 def test_axes_whose_gradients_only_a_booster_reduces_are_refused() -> None:
     groups: Any = {"wp": StandInGroup(1, 2)}
     with pytest.raises(ValueError, match="axis_groups of wp need a booster"):
