@@ -2,7 +2,8 @@
 
 [Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that none of its placements names.
 Its gradient is averaged over these replicas, and its optimizer state is sharded over them. The replicas of a parameter
-that no data axis shards are all ranks of "data"; those of one sharded over "wp" are the ranks with the same shard.
+that no data axis shards are all ranks of "data"; those of one sharded over "wp" are the ranks with the same shard. Over
+the sub-axis that a placement names, backward leaves the mean, or summands of it (`PartialGrad`).
 
 [Note: who reduces a parameter] Its gradient is summed over `ManagedParameter.sum_groups`, then averaged over the
 `group` of the `Partition` that `sharded_over` selects. `ManagedParameter.of` derives both from the placements and from

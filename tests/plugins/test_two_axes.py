@@ -21,7 +21,15 @@ from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool
 
-SHAPES = {"experts": (5, 6, 3), "one dim": (24,), "keys": (7, 4), "norm": (3,), "plain": (4, 3)}
+SHAPES = {
+    "experts": (5, 6, 3),
+    "one dim": (24,),
+    "keys": (7, 4),
+    "norm": (3,),
+    "plain": (4, 3),
+    "summed": (9,),
+    "equal": (10,),
+}
 TWO = {"dp": 4, "wp": 2, "tp": 2}
 
 
@@ -40,6 +48,8 @@ def placements(name: str, mesh: ParallelMesh) -> tuple[Placement, ...]:
         "keys": (Shard(size=tp, dim=1, blocks=(4,), replicas=tp),),
         "norm": (PartialGrad(size=tp),),
         "plain": (Replicated(size=tp),),
+        "summed": (PartialGrad(size=wp, axis="wp"), Replicated(size=tp)),
+        "equal": (Replicated(size=wp, axis="wp"), PartialGrad(size=tp)),
     }[name]
 
 
@@ -101,14 +111,15 @@ class Run:
         self.checkpoints = Checkpoints(self.mesh)
 
     def step(self, step: int) -> float | None:
-        """Take a step on the gradients that backward leaves on this rank: means over wp, summands over tp."""
+        """Take a step on the gradients that backward leaves on this rank: means over wp, summands of partial ones."""
         data, tp, wp = (self.mesh.rank("data"), self.mesh.size("tp"), self.mesh.size("wp"))
         own = gradients(step, range(data, data + 1))
         over_wp = gradients(step, range(data // wp * wp, data // wp * wp + wp))
         loss = torch.zeros(())
         for name, parameter in self.named.items():
-            whole = over_wp[name] if name in ("experts", "one dim") else own[name]
-            gradient = placed(name, whole, self.mesh).detach() / (tp if name in ("keys", "norm") else 1)
+            whole = over_wp[name] if name in ("experts", "one dim", "equal") else own[name]
+            parts = {"keys": tp, "norm": tp, "equal": tp, "summed": wp}.get(name, 1)
+            gradient = placed(name, whole, self.mesh).detach() / parts
             loss = loss + (parameter * gradient).sum()
         self.optimizer.backward(loss)
         self.optimizer.step()
