@@ -162,6 +162,7 @@ class Replicated:
 
 
 Placement = Shard | PartialGrad | Replicated
+ReplicaKind = type[PartialGrad] | type[Replicated]
 
 
 class PlacedShard(NamedTuple):

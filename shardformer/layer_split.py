@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..cluster.errors import raise_errors
 from ..cluster.layout import divisors
+from ..cluster.placement import PartialGrad, ReplicaKind, Replicated
 from ..cluster.random import SplitRandom
 from ..cluster.transformers_api import MASK_NAMES, Conv1D
 from ..pipeline.plan import is_within
@@ -29,7 +30,6 @@ from .layers.region import (
     CommonInput,
     FurtherInputs,
     LocalCount,
-    PartialGradient,
     Region,
     RegionExit,
     SplitParameter,
@@ -46,7 +46,6 @@ from .tables.table import (
     has_parameter,
     has_submodule,
     is_any_within,
-    parameters_of_parts,
     present,
     whole_paths,
 )
@@ -104,16 +103,21 @@ class LayerSplit:
                     found.append(self._replacement(owner, SplitParameter, kwargs))
         return found
 
-    def on_shards(self) -> list[str]:
-        """Return the parameters, with paths from the model, that are used with shards of activations or sequences."""
+    def replicas(self) -> dict[str, ReplicaKind | None]:
+        """Return how parameters that are not sharded are replicated, by path from the model; None if not declared."""
         table, regions = self._table, active_regions(self.layer, self._table)
         wholes = whole_paths(table, self.layer)
-        return [
-            join(self._path, name)
-            for name, _ in self.layer.named_parameters()
-            if (table.region_of(name) in regions and not is_any_within(name, table.whole))
-            or (self._sequence is not None and not is_any_within(name, wholes))
-        ]
+
+        def kind(name: str) -> ReplicaKind | None:
+            if is_any_within(name, table.partial):
+                return PartialGrad
+            if table.region_of(name) in regions and not is_any_within(name, table.whole):
+                return None
+            # Between regions a rank computes with its part of the sequences.
+            is_whole = self._sequence is None or is_any_within(name, wholes)
+            return Replicated if is_whole else PartialGrad
+
+        return {join(self._path, name): kind(name) for name, _ in self.layer.named_parameters()}
 
     def attributes(self) -> dict[str, Any]:
         """Return new values of attributes by path. A module's config is an attribute too, changed for it alone."""
@@ -272,7 +276,7 @@ class LayerSplit:
         return isinstance(self._table.fused.get(name), HeadOrder) and self.heads.replicas > 1
 
     def _marks(self) -> list[SubModuleReplacementDescription]:
-        """Return the marks of exits and of partial gradients, and the norms over sharded heads."""
+        """Return the marks of exits, and the norms over sharded heads."""
         table = self._table
 
         def norm(name: str) -> dict[str, Any]:
@@ -280,15 +284,7 @@ class LayerSplit:
 
         return [
             *self._put(table.exits, RegionExit),
-            *self._put(table.partial, PartialGradient),
-            *self._partial_parameters(path for path in table.partial if has_parameter(self.layer, path)),
             *self._put(table.norms, SplitRMSNorm, norm),
-        ]
-
-    def _partial_parameters(self, paths: Iterable[str]) -> list[SubModuleReplacementDescription]:
-        return [
-            self._replacement(owner, PartialGradient, {"name": name})
-            for owner, _, name in (path.rpartition(".") for path in paths)
         ]
 
     def _regions(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
@@ -339,13 +335,12 @@ class LayerSplit:
         if self._sequence is None:
             return []
         wholes = whole_paths(self._table, self.layer)
-        partial = self._partial_parameters(parameters_of_parts(self._table, self.layer))
         around = self._put(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
         if not draws(self.layer):
-            return [*partial, *around]
+            return around
         by_sample = [name for name in samplewise(self.layer) if not is_any_within(name, wholes)]
         common = self._put((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
-        return [*partial, *around, *common, self._replacement("", PartRandom, {})]
+        return [*around, *common, self._replacement("", PartRandom, {})]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
         """Return the sequence sharding around a module of the layer; None if its sequences are unsharded."""

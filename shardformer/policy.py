@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..cluster.errors import errors_of
+from ..cluster.placement import ReplicaKind, Replicated
 from ..pipeline.plan import StagePlan, is_within, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
@@ -151,12 +152,12 @@ class Policy(ABC):
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
         """Return the changes of modules, by class or class name."""
 
-    def is_replicated(self, name: str, axis: str) -> bool:
-        """Return True if a parameter that no layer places has the same gradient on all ranks of an axis.
+    def replica(self, name: str, axis: str) -> ReplicaKind | None:
+        """Return how a parameter that no layer places is replicated over an axis; None is not declared, an error.
 
-        Parameters inside a `Region` have partial gradients, unless a policy of its own knows better.
+        The default declares all parameters outside of the regions as replicated with equal gradients.
         """
-        return not any(is_within(name, region) for region in self.regions)
+        return None if any(is_within(name, region) for region in self.regions) else Replicated
 
     def postprocess(self) -> nn.Module:
         """Change the model after it is cut and sharded."""

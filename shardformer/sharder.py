@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from ..cluster.errors import errors_of, raise_errors
 from ..cluster.layout import LAYER_AXES
-from ..cluster.placement import Replicated, is_sharded, place, placements_of
+from ..cluster.placement import is_sharded, place, placements_of
 from ..cluster.transformers_api import Conv1D
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
@@ -310,7 +310,7 @@ def _apply_policy(
 
 
 def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], errors: Errors) -> None:
-    """Place the parameters that no layer has placed as replicated; add errors of those whose gradients are partial.
+    """Place the parameters that no layer has placed, as the policy declares; add errors of those it does not declare.
 
     Afterwards every parameter has a placement on every layer axis: see [Note: placements per axis].
     """
@@ -318,8 +318,8 @@ def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], e
     for (name, parameter), axis in itertools.product(list(model.named_parameters()), axes):
         if axis in placements_of(parameter) or errors.concern(name):
             continue
-        if policy.is_replicated(name, axis):
-            place(parameter, Replicated(size=groups[axis].size(), axis=axis), groups[axis].rank())
+        if (kind := policy.replica(name, axis)) is not None:
+            place(parameter, kind(size=groups[axis].size(), axis=axis), groups[axis].rank())
         else:
             errors.add(
                 name,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.cluster.placement import Shard, place, placements_of
+from echelon.cluster.placement import PartialGrad, Shard, place, placements_of
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import local_stages
 from echelon.shardformer import (
@@ -207,10 +207,12 @@ def test_every_parameter_of_a_region_needs_a_placement() -> None:
     assert "does not place it over the axis 'tp'" in errors[0]
 
     class Knowing(RegionPolicy):
-        def is_replicated(self, name: str, axis: str) -> bool:
-            return axis == "tp"
+        def replica(self, name: str, axis: str) -> type[PartialGrad]:
+            return PartialGrad
 
-    assert split_errors(Tower(), Knowing(), tp_size=2) == []
+    group: Any = StandInGroup(0, 2)
+    split: Any = plan_parallelism(Tower(), Knowing(), ShardConfig(tensor_parallel_process_group=group))
+    assert placements_of(split.blocks[1].scale) == {"tp": PartialGrad(size=2)}
 
 
 class OverWp(nn.Module):

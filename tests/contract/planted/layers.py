@@ -120,7 +120,7 @@ def compare_layers() -> None:
 ENTRY = f"{LAYERS}.region:enter"
 SUMS = f"{LAYERS}.linear:reduce_from"
 REGION = f"{LAYERS}.region:Region.from_native_module"
-PARTIAL = f"{LAYERS}.region:PartialGrad"
+PARTIAL = "shardformer.layer_split:PartialGrad"
 
 FAULTS = {
     "gradients at a region's entry are not summed": fault(ENTRY, same, LLAMA, TP2, quick=True),

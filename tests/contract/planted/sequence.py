@@ -92,7 +92,7 @@ SEQUENCE = "shardformer.sequence"
 SPLIT_GATHER = "shardformer.layers.split_gather"
 REGATHER = Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))
 OVERLAP = Layout(tp=2, sequence="split_gather", options=("enable_sequence_overlap",))
-PARTIAL = "shardformer.layers.region:PartialGrad"
+PARTIAL = "shardformer.layer_split:PartialGrad"
 OWN = f"{SEQUENCE}.before_layers:PartsAlone._own"
 
 FAULTS = {
