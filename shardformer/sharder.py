@@ -315,11 +315,16 @@ def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], e
     Afterwards every parameter has a placement on every layer axis: see [Note: placements per axis].
     """
     axes = [axis for axis in LAYER_AXES if axis in groups and groups[axis].size() > 1]
-    for (name, parameter), axis in itertools.product(list(model.named_parameters()), axes):
-        if axis in placements_of(parameter) or errors.concern(name):
-            continue
+    unplaced = [
+        (name, parameter, axis)
+        for name, parameter in model.named_parameters(remove_duplicate=False)  # all must declare the same
+        for axis in axes
+        if axis not in placements_of(parameter) and not errors.concern(name)
+    ]
+    for name, parameter, axis in unplaced:
         if (kind := policy.replica(name, axis)) is not None:
-            place(parameter, kind(size=groups[axis].size(), axis=axis), groups[axis].rank())
+            with errors.at(name):
+                place(parameter, kind(size=groups[axis].size(), axis=axis), groups[axis].rank())
         else:
             errors.add(
                 name,

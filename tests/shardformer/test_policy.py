@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.cluster.placement import PartialGrad, Shard, place, placements_of
+from echelon.cluster.placement import PartialGrad, ReplicaKind, Replicated, Shard, place, placements_of
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import local_stages
 from echelon.shardformer import (
@@ -213,6 +213,20 @@ def test_every_parameter_of_a_region_needs_a_placement() -> None:
     group: Any = StandInGroup(0, 2)
     split: Any = plan_parallelism(Tower(), Knowing(), ShardConfig(tensor_parallel_process_group=group))
     assert placements_of(split.blocks[1].scale) == {"tp": PartialGrad(size=2)}
+
+
+def test_a_tied_parameter_that_is_declared_in_two_ways_is_an_error() -> None:
+    class TwoWays(RegionPolicy):
+        def replica(self, name: str, axis: str) -> ReplicaKind:
+            return PartialGrad if "blocks.1" in name else Replicated
+
+    model: Any = Tower()
+    model.blocks[2].scale = model.blocks[1].scale
+    (error,) = split_errors(model, TwoWays(), tp_size=2)
+    assert error.startswith("blocks.2.scale: a parameter is tied to one that is sharded in another way")
+    del model.blocks[2].scale
+    model.blocks[2].scale = nn.Parameter(torch.ones(WIDTH))
+    assert split_errors(model, TwoWays(), tp_size=2) == []
 
 
 class OverWp(nn.Module):
