@@ -1,9 +1,10 @@
 """Boxes (hyperrectangles) of global tensors: the position of a rank's shards, and reads from stored tensors.
 
 [Note: boxes] A rank has a flat interval, in row-major order, of its shard of a tensor: the full shard, or the piece
-that ZeRO assigns to the rank. The shard is cut from the global tensor along one dimension. Fused projections are cut
-in several intervals, and padding makes a shard longer than its part of the global tensor. A flat interval of a tensor
-of n dimensions is at most 2n − 1 boxes. Each box is split further at the ends of the shard's intervals.
+that ZeRO assigns to the rank. The shard is cut from the global tensor along one dimension for every axis that shards
+it. Fused projections are cut in several intervals, and padding makes a shard longer than its part of the global tensor.
+A flat interval of a tensor of n dimensions is at most 2n − 1 boxes. Each box is split further at the ends of the
+shard's intervals.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..cluster.placement import Placement, Shard
+from ..cluster.placement import PlacedShard
 
 
 class Box(NamedTuple):
@@ -85,33 +86,36 @@ class Cut(NamedTuple):
     shard: Box
 
 
-def whole_shape(shard_shape: Sequence[int], placement: Placement | None) -> tuple[int, ...]:
+def whole_shape(shard_shape: Sequence[int], shards: Sequence[PlacedShard]) -> tuple[int, ...]:
     """Return the global shape of a tensor, without padding, from the shape of a rank's shard."""
     shape = list(shard_shape)
-    if isinstance(placement, Shard):
-        shape[placement.dim] = sum(placement.blocks)
+    for shard, _ in reversed(shards):
+        shape[shard.dim] = sum(shard.blocks)
     return tuple(shape)
 
 
-def cuts_of(box: Box, placement: Placement | None, rank: int) -> Iterator[Cut]:
+def cuts_of(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Cut]:
     """Yield the parts of a box that are not padding, with their position in the global tensor.
 
     Args:
         box: a box of a rank's shard.
-        placement: the sharding of the tensor; None if it is replicated.
-        rank: the rank on the mesh axis over which the tensor is sharded.
+        shards: the shardings of the tensor, outermost first; empty if it is replicated.
     """
-    if not isinstance(placement, Shard):
-        if box.numel:
-            yield Cut(whole=box, shard=box)
+    if not box.numel:
         return
-    dim = placement.dim
-    first, last = box.offset[dim], box.ends()[dim]
-    for interval in placement.intervals_of(rank):
+    if not shards:
+        yield Cut(whole=box, shard=box)
+        return
+    *outer, (shard, rank) = shards
+    dim, first, last = shard.dim, box.offset[shard.dim], box.ends()[shard.dim]
+    for interval in shard.intervals_of(rank):
         begin, end = max(first, interval.shard), min(last, interval.shard + interval.length)
-        if begin < end and box.numel:
-            whole = box.along(dim, interval.whole + begin - interval.shard, end - begin)
-            yield Cut(whole=whole, shard=box.along(dim, begin, end - begin))
+        if begin < end:
+            moved = interval.whole - interval.shard
+            for whole, between in cuts_of(box.along(dim, begin + moved, end - begin), outer):
+                yield Cut(
+                    whole=whole, shard=between.along(dim, between.offset[dim] - moved, between.size[dim])
+                )
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:

@@ -1,6 +1,6 @@
 """A rank's part of a model: its tensors as boxes of global tensors, and the names of the full model's tensors."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..cluster.placement import Placement
+from ..cluster.placement import PlacedShard
 from ..cluster.random import ForwardRandom
 from .background import Keep
 from .box import Box, cuts_of, flat_boxes, whole_shape
@@ -56,18 +56,17 @@ class LocalTensor:
 
 
 def local_shard(
-    name: str, shard: Tensor, placement: Placement | None, rank: int, *, may_save: bool = True
+    name: str, shard: Tensor, shards: Sequence[PlacedShard] = (), *, may_save: bool = True
 ) -> LocalTensor:
     """Return the local part of a tensor of which this rank has a full shard.
 
     Args:
         name: the tensor's name.
         shard: the shard, padding included.
-        placement: the sharding of the tensor; None if it is replicated.
-        rank: the rank on the mesh axis over which the tensor is sharded.
+        shards: the shardings of the tensor, outermost first; empty if it is replicated.
         may_save: see `LocalTensor`.
     """
-    return _local(name, shard, [Box.whole(shard.shape)], tuple(shard.shape), placement, rank, may_save)
+    return _local(name, shard, [Box.whole(shard.shape)], tuple(shard.shape), shards, may_save)
 
 
 def local_piece(
@@ -75,8 +74,7 @@ def local_piece(
     flat: Tensor,
     start: int,
     shard_shape: Iterable[int],
-    placement: Placement | None,
-    rank: int,
+    shards: Sequence[PlacedShard] = (),
     *,
     may_save: bool = True,
 ) -> LocalTensor:
@@ -87,11 +85,11 @@ def local_piece(
         flat: 1-D, the piece.
         start: offset of the piece in the flattened shard.
         shard_shape: shape of the full shard, padding included.
-        placement, rank, may_save: see `local_shard`.
+        shards, may_save: see `local_shard`.
     """
     shape = tuple(shard_shape)
     boxes = list(flat_boxes(start, start + flat.numel(), shape))
-    return _local(name, flat, boxes, shape, placement, rank, may_save)
+    return _local(name, flat, boxes, shape, shards, may_save)
 
 
 def local_dtensor(name: str, tensor: DTensor) -> LocalTensor:
@@ -110,8 +108,7 @@ def _local(
     memory: Tensor,
     boxes: list[Box],
     shard_shape: tuple[int, ...],
-    placement: Placement | None,
-    rank: int,
+    shards: Sequence[PlacedShard],
     may_save: bool,
 ) -> LocalTensor:
     """Return a `LocalTensor` from boxes of a shard that are consecutive in memory."""
@@ -119,11 +116,11 @@ def _local(
     flat = None if len(boxes) == 1 and tuple(memory.shape) == boxes[0].size else memory.view(-1)
     for box in boxes:
         covering = memory if flat is None else flat[start : start + box.numel].view(box.size)
-        parts += [Part(cut.whole, covering[cut.shard.within(box)]) for cut in cuts_of(box, placement, rank)]
+        parts += [Part(cut.whole, covering[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
         start += box.numel
     return LocalTensor(
         name=name,
-        shape=whole_shape(shard_shape, placement),
+        shape=whole_shape(shard_shape, shards),
         dtype=memory.dtype,
         parts=tuple(parts),
         may_save=may_save,

@@ -17,6 +17,8 @@ AXES = ("pp", "dp", "sp", "tp")
 JOINED = {"data": ("dp", "sp")}
 # Axes of neighbors on "data". A parameter placed on one is replicated over the rest of "data".
 SUB_AXES = ("wp",)
+# Axes whose ranks compute the same samples together. Over them every parameter of a sharded model has a placement.
+LAYER_AXES = ("tp",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,6 @@ GROUPS = {
     "pp": GroupUse(on_cpus=True),
     "dp": GroupUse(on_cpus=True),
     "data": GroupUse(on_cpus=True),
-    "wp": GroupUse(),
     CHANNEL: GroupUse(is_urgent=True, max_ctas=4),  # between the stages of a pipeline
     PART: GroupUse(),  # a part of an axis: rings, replicas of a weight
 }
@@ -138,7 +137,9 @@ class ParallelMesh:
         for axis in (*JOINED, *SUB_AXES):
             # A separate group even if it spans all of "data": its traffic is counted separately.
             if self.size(axis) > 1 and self._simplest(axis) == axis:
-                self._groups[axis, 0] = self._new_group(axis, [range(self.size(axis))], use=GROUPS[axis])
+                self._groups[axis, 0] = self._new_group(
+                    axis, [range(self.size(axis))], use=GROUPS.get(axis, GroupUse())
+                )
         self._side_group: dist.ProcessGroup | None = None
 
     @property

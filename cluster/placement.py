@@ -1,10 +1,15 @@
-"""Placement of a parameter over the ranks of an axis: sharded, or replicated with partial gradients.
+"""Placements of a parameter, one per axis: sharded, or replicated with partial or with equal gradients.
 
-A parameter without a placement is replicated over all axes, and so is its gradient. The placement is an attribute of
-the Parameter object, so a tied weight is sharded once, however many modules contain it.
+The placements are an attribute of the Parameter object, so a tied weight is sharded once, however many modules contain
+it.
+
+[Note: placements per axis] The placements are ordered, outermost first, as they were placed. The first one shards the
+full tensor, the next one its shard, and so on. So two axes may shard the same dim: the `blocks` of the inner one are
+lengths in a shard of the outer one, padding included. Over the axes of `LAYER_AXES` every parameter of a sharded model
+has a placement. Over the data axes one without a placement is replicated, and its gradient is averaged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_ATTRIBUTE = "_echelon_placement"
+from .layout import LAYER_AXES, MeshLayout
+
+_ATTRIBUTE = "_echelon_placements"
 _MOST_RANKS = 64  # upper bound of the numbers of ranks that an error proposes
 
 
@@ -39,7 +46,7 @@ class Shard:
         stretches: number of equal sections of the full tensor, each with an equal share of `blocks`. A section is
             sharded over its own neighbouring ranks only (the heads that share a key-value head). 1 shards over all
             ranks.
-        axis: mesh axis: "tp", or a part of "data" ("wp"), over which the parameter is gathered before each use.
+        axis: mesh axis: one of `LAYER_AXES`, or a sub-axis of "data", over which backward leaves the gradient's mean.
     """
 
     size: int
@@ -141,46 +148,101 @@ class PartialGrad:
     axis: str = "tp"
 
 
-Placement = Shard | PartialGrad
+@dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """Replicated over the ranks of an axis, and so is its gradient.
+
+    Args:
+        size: number of ranks of the axis.
+        axis: mesh axis.
+    """
+
+    size: int
+    axis: str = "tp"
+
+
+Placement = Shard | PartialGrad | Replicated
+ReplicaKind = type[PartialGrad] | type[Replicated]
+
+
+class PlacedShard(NamedTuple):
+    """One sharding of a tensor, and this rank's coordinate on its axis."""
+
+    shard: Shard
+    rank: int
 
 
 def place(parameter: Parameter, placement: Placement, rank: int) -> None:
-    """Set a parameter's placement and reduce it to this rank's shard, in the same Parameter object.
+    """Set a parameter's placement on an axis, inside those on other axes, and reduce it to this rank's shard.
 
-    A parameter that already has this placement (a tied one) is not changed.
+    The Parameter object stays the same. One that already has this placement (a tied one) is not changed.
 
     Raises:
-        ValueError: it already has another placement, from a layer that it is tied to.
+        ValueError: it already has another placement on the axis, from a layer that it is tied to.
     """
-    present = placement_of(parameter)
-    if present is not None:
-        if present != placement:
+    present = placements_of(parameter)
+    if (other := present.get(placement.axis)) is not None:
+        if other != placement:
             raise ValueError(
                 "a parameter is tied to one that is sharded in another way: untie it "
-                f"(here {placement}, there {present})"
+                f"(here {placement}, there {other})"
             )
         return
     if isinstance(placement, Shard):
         parameter.data = placement.local(parameter.data, rank)
-    setattr(parameter, _ATTRIBUTE, placement)
+    setattr(parameter, _ATTRIBUTE, {**present, placement.axis: placement})
 
 
-def num_parts(parameter: Tensor) -> int:
-    """The number of neighbouring ranks, along its placement's axis, with partial gradients of a parameter."""
-    placement = placement_of(parameter)
-    if isinstance(placement, PartialGrad):
-        return placement.size
-    return 1 if placement is None else placement.replicas
+def placements_of(tensor: Tensor) -> dict[str, Placement]:
+    """The placements of a parameter by axis, outermost first; empty for any other tensor."""
+    placements: dict[str, Placement] = getattr(tensor, _ATTRIBUTE, {})
+    return placements
 
 
-def is_primary(parameter: Tensor, rank: int, *, axis: str) -> bool:
-    """Return True if this is the first rank along an axis with this parameter, or this shard of it."""
-    placement = placement_of(parameter)
-    if placement is not None and placement.axis == axis:
-        return rank % num_parts(parameter) == 0
-    return rank == 0
+def placement_on(tensor: Tensor, axis: str) -> Placement | None:
+    """The placement of a parameter on an axis; None if nothing placed it there."""
+    return placements_of(tensor).get(axis)
 
 
-def placement_of(parameter: Tensor) -> Placement | None:
-    """The placement of a parameter; None if it and its gradient are replicated."""
-    return getattr(parameter, _ATTRIBUTE, None)
+def shard_on(tensor: Tensor, axis: str) -> Shard | None:
+    """The sharding of a parameter over an axis; None if it is replicated there."""
+    placement = placement_on(tensor, axis)
+    return placement if isinstance(placement, Shard) else None
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return True if a rank has only a shard of a tensor."""
+    return any(isinstance(each, Shard) and each.size > 1 for each in placements_of(tensor).values())
+
+
+def shards_of(tensor: Tensor, layout: MeshLayout) -> tuple[PlacedShard, ...]:
+    """The shardings of a tensor, outermost first, as the rank of a layout has them; none for a replicated one."""
+    return tuple(
+        PlacedShard(placement, layout.coordinate(axis))
+        for axis, placement in placements_of(tensor).items()
+        if isinstance(placement, Shard)
+    )
+
+
+def num_parts(parameter: Tensor, axis: str) -> int:
+    """The number of neighbouring ranks on an axis with partial gradients of a parameter, or of its shard."""
+    placement = placement_on(parameter, axis)
+    return 1 if placement is None or isinstance(placement, Replicated) else _num_replicas(placement)
+
+
+def is_primary(parameter: Tensor, coordinate: Callable[[str], int]) -> bool:
+    """Return True on one of the ranks with the same shard of a parameter. Replicas along "data" are not considered.
+
+    Args:
+        parameter: the parameter.
+        coordinate: returns this rank's coordinate on an axis.
+    """
+    placements = placements_of(parameter)
+    return all(
+        coordinate(axis) % _num_replicas(placement) == 0 for axis, placement in placements.items()
+    ) and all(coordinate(axis) == 0 for axis in LAYER_AXES if axis not in placements)
+
+
+def _num_replicas(placement: Placement) -> int:
+    """The number of neighbouring ranks of the axis with the same values."""
+    return placement.replicas if isinstance(placement, Shard) else placement.size

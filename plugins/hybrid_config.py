@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..cluster.device import default_device
-from ..cluster.layout import MeshLayout, layout_errors
+from ..cluster.layout import SUB_AXES, MeshLayout, layout_errors
 from ..cluster.mesh import ParallelMesh
 from ..cluster.options import AT_LEAST_ONE, Check, one_of, option, option_errors, type_errors
 from ..pipeline.action import Schedule
@@ -163,6 +163,7 @@ class HybridConfig(ShardOptions, DataOptions):
             pipeline_stage_manager=stage_manager,
             sequence_parallel_process_group=mesh.group("sp"),
             sequence_parallel_rings=double_ring(mesh, self.inner_ring_size),
+            axis_groups={axis: mesh.group(axis) for axis in SUB_AXES if mesh.size(axis) > 1},
             parallel_output=self.parallel_output,
             **{each.name: getattr(self, each.name) for each in fields(ShardOptions)},
         )

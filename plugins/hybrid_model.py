@@ -90,7 +90,7 @@ def boost(
     with all_ranks_in("boost"):
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's names, of the full model
-        if mesh.size("tp", "pp", "sp", "wp") > 1:
+        if mesh.size("tp", "pp", "sp", *SUB_AXES) > 1:
             mark_all_taken(model)  # before the cut, which leaves other modules to each stage
         copy_configs(model)
         config.fused.choose_attention(model, mesh.device)

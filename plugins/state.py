@@ -27,7 +27,7 @@ from ..checkpoint.optimizer import Trained, TrainedPiece
 from ..checkpoint.step import Resumed
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import Shard, placement_of
+from ..cluster.placement import shards_of
 from ..cluster.random import ForwardRandom
 from ..shardformer.refusals import is_partial
 from ..zero.bucket import Slot
@@ -39,7 +39,7 @@ def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> 
     """Describe this rank's shard of a tensor with the placement of a parameter. Any rank may save a replicated one."""
     if isinstance(tensor, DTensor):
         return local_dtensor(name, tensor)
-    return local_shard(name, tensor, placement_of(like), _rank(like, mesh))
+    return local_shard(name, tensor, shards_of(like, mesh.layout))
 
 
 def local_shards(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
@@ -83,14 +83,12 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
 
 
 def _local_piece(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
-    parameter = slot.parameter
     return local_piece(
         name,
         flat,
         slot.piece_start,
         slot.weight.shape,
-        placement_of(parameter),
-        _rank(parameter, mesh),
+        shards_of(slot.parameter, mesh.layout),
         may_save=slot.managed.is_primary,
     )
 
@@ -106,12 +104,6 @@ def _install(optimizer: ShardedOptimizer, state: dict[str, Any], extra: Mapping[
             "skipped_steps": extra["skipped_steps"],
         }
     )
-
-
-def _rank(tensor: Tensor, mesh: ParallelMesh) -> int:
-    """Return this rank on the axis over which a tensor is sharded; 0 for a replicated one."""
-    placement = placement_of(tensor)
-    return mesh.rank(placement.axis) if isinstance(placement, Shard) else 0
 
 
 def trained_parameters(

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather, all_reduce
-from ..cluster.placement import is_primary, num_parts, placement_of
+from ..cluster.placement import is_primary, num_parts, placements_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
@@ -42,7 +42,7 @@ def axes_of(model: nn.Module) -> Axes | None:
 
 def is_split(model: nn.Module) -> bool:
     """Return True if a plugin or ShardFormer processed the model: it has shards, or hooks for its gradients."""
-    return axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
+    return axes_of(model) is not None or any(map(placements_of, model.parameters()))
 
 
 def add_gradient_hooks(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
@@ -63,7 +63,7 @@ def add_gradient_hooks(model: nn.Module, *, tensor: ProcessGroup | None, data: P
     parameters = list(model.parameters())
     if tensor is not None:
         for parameter in parameters:
-            if (parts := num_parts(parameter)) > 1:
+            if (parts := num_parts(parameter, "tp")) > 1:
                 with _requiring_gradient(parameter):
                     parameter.register_hook(_summing(tensor, parts))
     average = None if data is None else DataAverage(parameters, data)
@@ -198,9 +198,8 @@ def clip_grad_norm_(
     group = None if axes is None else axes.tensor
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counted = [
-        each.grad for each in parameters if each.grad is not None and is_primary(each, rank, axis="tp")
-    ]
+    coordinate = {"tp": rank}.__getitem__
+    counted = [each.grad for each in parameters if each.grad is not None and is_primary(each, coordinate)]
     norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))
     if group is not None:
         norm = torch.linalg.vector_norm(all_gather(norm[None], group, 0), norm_type)

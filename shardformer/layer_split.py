@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..cluster.errors import raise_errors
 from ..cluster.layout import divisors
+from ..cluster.placement import PartialGrad, ReplicaKind, Replicated
 from ..cluster.random import SplitRandom
 from ..cluster.transformers_api import MASK_NAMES, Conv1D
 from ..pipeline.plan import is_within
@@ -29,7 +30,6 @@ from .layers.region import (
     CommonInput,
     FurtherInputs,
     LocalCount,
-    PartialGradient,
     Region,
     RegionExit,
     SplitParameter,
@@ -46,7 +46,6 @@ from .tables.table import (
     has_parameter,
     has_submodule,
     is_any_within,
-    parameters_of_parts,
     present,
     whole_paths,
 )
@@ -88,7 +87,7 @@ class LayerSplit:
         Raises:
             ValueError: the table names a module that the layer lacks, or lacks a name that the layer needs.
         """
-        raise_errors(self._adapter_errors() or [*self._missing(), *self._unnamed(), *self._part_errors()])
+        raise_errors(self._adapter_errors() or [*self._missing(), *self._part_errors()])
         randoms = self._split_randoms()
         return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
 
@@ -103,6 +102,22 @@ class LayerSplit:
                     kwargs = {"name": name, "dim": dim, **self._cut(path, length)}
                     found.append(self._replacement(owner, SplitParameter, kwargs))
         return found
+
+    def replicas(self) -> dict[str, ReplicaKind | None]:
+        """Return how parameters that are not sharded are replicated, by path from the model; None if not declared."""
+        table, regions = self._table, active_regions(self.layer, self._table)
+        wholes = whole_paths(table, self.layer)
+
+        def kind(name: str) -> ReplicaKind | None:
+            if is_any_within(name, table.partial):
+                return PartialGrad
+            if table.region_of(name) in regions and not is_any_within(name, table.whole):
+                return None
+            # Between regions a rank computes with its part of the sequences.
+            is_whole = self._sequence is None or is_any_within(name, wholes)
+            return Replicated if is_whole else PartialGrad
+
+        return {join(self._path, name): kind(name) for name, _ in self.layer.named_parameters()}
 
     def attributes(self) -> dict[str, Any]:
         """Return new values of attributes by path. A module's config is an attribute too, changed for it alone."""
@@ -158,17 +173,6 @@ class LayerSplit:
             "or list it as optional"
             for name in missing
             if not any(is_within(name, other) and other != name for other in missing)
-        ]
-
-    def _unnamed(self) -> list[str]:
-        """List errors of unnamed replicated parameters in regions, whose gradients would not be summed over ranks."""
-        table, regions = self._table, active_regions(self.layer, self._table)
-        known = (*table.column, *table.row, *table.split, *table.partial, *table.whole, *table.norms)
-        return [
-            f"{name} computes on sharded activations in the region {table.region_of(name)!r}, but the table "
-            "does not name it: name its module in column, row, norms or partial"
-            for name, _ in self.layer.named_parameters()
-            if table.region_of(name) in regions and not is_any_within(name, known)
         ]
 
     def _adapter_errors(self) -> list[str]:
@@ -272,7 +276,7 @@ class LayerSplit:
         return isinstance(self._table.fused.get(name), HeadOrder) and self.heads.replicas > 1
 
     def _marks(self) -> list[SubModuleReplacementDescription]:
-        """Return the marks of exits and of partial gradients, and the norms over sharded heads."""
+        """Return the marks of exits, and the norms over sharded heads."""
         table = self._table
 
         def norm(name: str) -> dict[str, Any]:
@@ -280,15 +284,7 @@ class LayerSplit:
 
         return [
             *self._put(table.exits, RegionExit),
-            *self._put(table.partial, PartialGradient),
-            *self._partial_parameters(path for path in table.partial if has_parameter(self.layer, path)),
             *self._put(table.norms, SplitRMSNorm, norm),
-        ]
-
-    def _partial_parameters(self, paths: Iterable[str]) -> list[SubModuleReplacementDescription]:
-        return [
-            self._replacement(owner, PartialGradient, {"name": name})
-            for owner, _, name in (path.rpartition(".") for path in paths)
         ]
 
     def _regions(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
@@ -339,13 +335,12 @@ class LayerSplit:
         if self._sequence is None:
             return []
         wholes = whole_paths(self._table, self.layer)
-        partial = self._partial_parameters(parameters_of_parts(self._table, self.layer))
         around = self._put(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
         if not draws(self.layer):
-            return [*partial, *around]
+            return around
         by_sample = [name for name in samplewise(self.layer) if not is_any_within(name, wholes)]
         common = self._put((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
-        return [*partial, *around, *common, self._replacement("", PartRandom, {})]
+        return [*around, *common, self._replacement("", PartRandom, {})]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
         """Return the sequence sharding around a module of the layer; None if its sequences are unsharded."""

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..cluster.errors import errors_of
-from ..pipeline.plan import StagePlan, setting_errors, settings_of
+from ..cluster.placement import ReplicaKind, Replicated
+from ..pipeline.plan import StagePlan, is_within, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
 from .shard_config import ShardConfig
@@ -24,12 +25,14 @@ class SubModuleReplacementDescription:
         target_module: has `from_native_module(module, process_group, **kwargs)`, which returns the replacement, or
             the native module after changing it.
         kwargs: further arguments of `from_native_module`.
+        axis: the axis whose group the replacement gets.
         ignore_if_not_exist: skip a path that does not exist. Otherwise it is an error.
     """
 
     suffix: str
     target_module: Any
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    axis: str = "tp"
     ignore_if_not_exist: bool = False
 
 
@@ -74,6 +77,10 @@ class Errors:
         if path not in found:
             found.append(path)
 
+    def concern(self, path: str) -> bool:
+        """Return True if a module on the path to this one, or it itself, has an error."""
+        return any(is_within(path, known) for paths in self._paths.values() for known in paths)
+
     def messages(self) -> list[str]:
         """Return all messages, each with its first path and the number of further paths."""
         return [
@@ -97,6 +104,7 @@ class Policy(ABC):
 
     Attributes:
         errors: collects reasons why the model cannot be sharded; a `ValueError` from a method is collected too.
+        regions: paths of the modules that `module_policy` makes a `Region`.
         gathers_sequences: True if `module_policy` gathers sequences within layers, for the modes of the tensor axis.
     """
 
@@ -104,11 +112,13 @@ class Policy(ABC):
     model: nn.Module
     shard_config: ShardConfig
     errors: Errors
+    regions: list[str]
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model of the policy, and clear its errors."""
         self.model = model
         self.errors = Errors()
+        self.regions = []
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Set the requested axes and options."""
@@ -141,6 +151,13 @@ class Policy(ABC):
     @abstractmethod
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
         """Return the changes of modules, by class or class name."""
+
+    def replica(self, name: str, axis: str) -> ReplicaKind | None:
+        """Return how a parameter that no layer places is replicated over an axis; None is not declared, an error.
+
+        The default declares all parameters outside of the regions as replicated with equal gradients.
+        """
+        return None if any(is_within(name, region) for region in self.regions) else Replicated
 
     def postprocess(self) -> nn.Module:
         """Change the model after it is cut and sharded."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor
 
-from ..cluster.placement import Shard, placement_of
+from ..cluster.placement import is_sharded
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stand_ins import StandIn
 from .gradients import is_split
@@ -152,8 +152,7 @@ def is_partial(tensor: Tensor | None) -> bool:
         return any(placement.is_shard() and size > 1 for placement, size in sizes)
     if tensor is None:
         return False
-    placement = placement_of(tensor)
-    return tensor.is_meta or (isinstance(placement, Shard) and placement.size > 1)
+    return tensor.is_meta or is_sharded(tensor)
 
 
 class PartialState:

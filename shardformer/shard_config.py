@@ -1,6 +1,7 @@
 """Configuration of ShardFormer. policy.py and sharder.py apply it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -109,6 +110,7 @@ class ShardConfig(ShardOptions):
         enable_tensor_parallelism: False ignores the group of the tensor axis.
         sequence_parallel_process_group: the sequence axis.
         sequence_parallel_rings: for "ring_attn": the rings of a double ring (`double_ring`); None is one ring.
+        axis_groups: the groups of further axes by their names, by which policies may shard modules.
 
     Raises:
         ValueError: arguments contradict each other; all contradictions at once.
@@ -125,6 +127,7 @@ class ShardConfig(ShardOptions):
     enable_tensor_parallelism: bool = True
     sequence_parallel_process_group: dist.ProcessGroup | None = option(None, _GROUP)
     sequence_parallel_rings: Rings | None = None
+    axis_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         raise_errors(option_errors(self))
@@ -173,6 +176,12 @@ class ShardConfig(ShardOptions):
     def active_group(self) -> dist.ProcessGroup | None:
         """The tensor axis; None if it is ignored."""
         return self._group("tensor_parallel")
+
+    @property
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of all axes that a policy may name."""
+        groups = {"tp": self.active_group, "sp": self.sequence_parallel_process_group, **self.axis_groups}
+        return {axis: group for axis, group in groups.items() if group is not None}
 
     @property
     def split_group(self) -> dist.ProcessGroup | None:

@@ -207,6 +207,11 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
             f"sequence_parallelism_mode={config.sequence.mode!r} needs a booster, which averages gradients "
             "over the sequence axis: use HybridParallelPlugin, or 'split_gather' or 'ring'"
         ]
+    if config.axis_groups:
+        return [
+            f"axis_groups of {', '.join(config.axis_groups)} need a booster, which averages gradients over the other "
+            "data-parallel ranks: use HybridParallelPlugin"
+        ]
     if errors := given_errors(model):
         return errors
     if is_of_peft(model):

@@ -9,7 +9,7 @@ and nothing communicates.
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -20,7 +20,8 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 
 from ..cluster.errors import errors_of, raise_errors
-from ..cluster.placement import Shard, placement_of
+from ..cluster.layout import LAYER_AXES
+from ..cluster.placement import is_sharded, place, placements_of
 from ..cluster.transformers_api import Conv1D
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
@@ -28,6 +29,7 @@ from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
 from .layers.linear import Linear1D_Row
 from .layers.parallel_module import ParallelModule
+from .layers.region import Region
 from .layers.sequence_axis import INSTEAD, axis_of
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
@@ -173,7 +175,7 @@ class ModelSharder:
         _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers depend on it
         errors = Errors()
         self.policy.errors = errors
-        _apply_policy(self.model, self.policy, self.shard_config.active_group, self._classes, errors)
+        _apply_policy(self.model, self.policy, self.shard_config.groups, self._classes, errors)
         raise_errors(errors.messages())
         stages = local_stages(self.model)
         self.model = self.policy.postprocess()
@@ -206,7 +208,7 @@ def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Er
         if not errors.messages():
             with errors.at():
                 _shard_sequences(split, dry_policy, config)
-        marked = _apply_policy(split, dry_policy, config.active_group, classes, errors)
+        marked = _apply_policy(split, dry_policy, config.groups, classes, errors)
         _report_ties(split, marked, errors)
         split = dry_policy.postprocess()
     return split
@@ -276,7 +278,11 @@ def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> N
 
 
 def _apply_policy(
-    model: nn.Module, policy: Policy, group: Any, classes: set[type[nn.Module]], errors: Errors
+    model: nn.Module,
+    policy: Policy,
+    groups: Mapping[str, Any],
+    classes: set[type[nn.Module]],
+    errors: Errors,
 ) -> set[nn.Module]:
     """Apply the policy's changes to the local modules; return the modules that were changed and not replaced."""
     descriptions = policy.module_policy()
@@ -293,12 +299,46 @@ def _apply_policy(
         kind = type(module.native if isinstance(module, StandIn) else module)
         for key in (kind, kind.__name__):
             if key in descriptions:
-                marked |= _apply(module, path, descriptions[key], group, errors)
+                policy.regions += [
+                    join(path, each.suffix)
+                    for each in descriptions[key].sub_module_replacement
+                    if each.target_module is Region
+                ]
+                marked |= _apply(module, path, descriptions[key], groups, errors)
+    _place_others(model, policy, groups, errors)
     return marked
 
 
+def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], errors: Errors) -> None:
+    """Place the parameters that no layer has placed, as the policy declares; add errors of those it does not declare.
+
+    Afterwards every parameter has a placement on every layer axis: see [Note: placements per axis].
+    """
+    axes = [axis for axis in LAYER_AXES if axis in groups and groups[axis].size() > 1]
+    unplaced = [
+        (name, parameter, axis)
+        for name, parameter in model.named_parameters(remove_duplicate=False)  # all must declare the same
+        for axis in axes
+        if axis not in placements_of(parameter) and not errors.concern(name)
+    ]
+    for name, parameter, axis in unplaced:
+        if (kind := policy.replica(name, axis)) is not None:
+            with errors.at(name):
+                place(parameter, kind(size=groups[axis].size(), axis=axis), groups[axis].rank())
+        else:
+            errors.add(
+                name,
+                f"computes on sharded activations, and the policy does not place it over the axis {axis!r}: name its "
+                "module in column, row, norms, partial or whole of the table, or mark it as PartialGradient",
+            )
+
+
 def _apply(
-    module: nn.Module, path: str, description: ModulePolicyDescription, group: Any, errors: Errors
+    module: nn.Module,
+    path: str,
+    description: ModulePolicyDescription,
+    groups: Mapping[str, Any],
+    errors: Errors,
 ) -> set[nn.Module]:
     replacements = list(description.sub_module_replacement)
     if isinstance(module, StandIn):  # some sub-modules of its native module may be local
@@ -309,7 +349,7 @@ def _apply(
     marked: set[nn.Module] = set()
     for each in replacements:
         with errors.at(join(path, each.suffix)):
-            if (found := _replaced(module, each, group)) is not None:
+            if (found := _replaced(module, each, groups)) is not None:
                 marked.add(found)
     return marked
 
@@ -332,7 +372,7 @@ def _change(module: nn.Module, path: str, description: ModulePolicyDescription, 
 
 
 def _replaced(
-    module: nn.Module, replacement: SubModuleReplacementDescription, group: Any
+    module: nn.Module, replacement: SubModuleReplacementDescription, groups: Mapping[str, Any]
 ) -> nn.Module | None:
     """Replace a sub-module; return it if it was changed in place and not replaced."""
     try:
@@ -346,14 +386,20 @@ def _replaced(
         ) from None
     if isinstance(native, StandIn):  # on another stage
         return None
-    kind = replacement.target_module
+    kind, group = replacement.target_module, groups.get(replacement.axis)
     if group is None and isinstance(kind, type) and issubclass(kind, ParallelModule):
         raise ValueError(
-            f"the policy replaces {replacement.suffix!r} by a {kind.__name__}, but there is no tensor axis "
-            "(no group, or enable_tensor_parallelism=False): make module_policy depend on "
-            "tensor_parallel_size"
+            f"the policy replaces {replacement.suffix!r} by a {kind.__name__} over {replacement.axis!r}, an axis "
+            f"without a group: make module_policy depend on shard_config.groups, which has {list(groups)}"
         )
+    present = {parameter: set(placements_of(parameter)) for parameter in native.parameters()}
     target = kind.from_native_module(native, group, **replacement.kwargs)
+    placed = {axis for parameter, axes in present.items() for axis in set(placements_of(parameter)) - axes}
+    if placed - {replacement.axis}:
+        raise ValueError(
+            f"{kind.__name__} places parameters over {sorted(placed)}, and the policy names {replacement.axis!r}: "
+            "name the axis of the layer"
+        )
     if target is native:
         return native
     module.set_submodule(replacement.suffix, target)
@@ -373,7 +419,7 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
             if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked)
             or (isinstance(module, Linear1D_Row) and module.bias is parameter)  # every rank adds all of it
         ]
-        if isinstance(placement_of(parameter), Shard):
+        if is_sharded(parameter):
             split = next((path for path, _ in sharers if path not in whole), "another")
             for path in whole:
                 errors.add(

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..cluster.errors import raise_errors
 from ..cluster.layout import divisors
+from ..cluster.placement import ReplicaKind, Replicated
 from ..cluster.transformers_api import grouped_width
 from ..pipeline.plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn
@@ -50,6 +51,7 @@ class TablePolicy(Policy):
         self.table = self._newest = table
         self._parts: dict[str, TablePolicy] = {}
         self._common_input = CommonInput()
+        self._replicas: dict[str, ReplicaKind | None] = {}
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model of the policy, and of the policies of its parts.
@@ -130,6 +132,7 @@ class TablePolicy(Policy):
             prefix: path of this model in the full one.
         """
         self._require_settings(prefix)
+        self._replicas = {}
         attributes, replacements = dict[str, Any](), self._ends(prefix)
         layers = self._layers(prefix)
         if layers:
@@ -139,6 +142,7 @@ class TablePolicy(Policy):
                 if not isinstance(split.layer, StandIn):
                     replacements += split.replacements()
                     attributes |= split.attributes()
+                    self._replicas |= split.replicas()
             with self.errors.at(path):  # also where another stage's layer is local for a parameter alone
                 replacements += split.split_parameters()
         for path, part in self._parts.items():
@@ -147,7 +151,12 @@ class TablePolicy(Policy):
                 own, inner = part._changes(join(prefix, path))
                 attributes |= own
                 replacements += inner
+                self._replicas |= part._replicas
         return attributes, replacements
+
+    def replica(self, name: str, axis: str) -> ReplicaKind | None:
+        """Return how the table declares a parameter of a layer; outside of layers activations are replicated."""
+        return self._replicas.get(name, Replicated)
 
     def _ends(self, prefix: str) -> list[SubModuleReplacementDescription]:
         """Return the replacements of embeddings and head."""

@@ -22,7 +22,7 @@ from ..cluster.gathering import gather_objects
 from ..cluster.hashes import batch_hash
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
-from ..cluster.placement import Placement, Shard, placement_of
+from ..cluster.placement import shards_of
 from ..lazy import materialize
 from ..pipeline.microbatch import split
 from ..plugins.hybrid_model import HybridParallelModule
@@ -328,17 +328,15 @@ def gather_whole(
 ) -> dict[str, Tensor]:
     """Gather the full tensors of the model on global rank 0; an empty dict elsewhere.
 
-    Collective over the world: all-gather over the axis of each placement, then over pp; tensors of other stages are
-    on the CPU. Only one replica (over dp and sp, and of tied tensors on several stages) is gathered.
+    Collective over the world: all-gather over every axis that shards a tensor, then over pp; tensors of other stages
+    are on the CPU. Only one replica (over dp and sp, and of tied tensors on several stages) is gathered.
 
     Args:
         local: this rank's shard of every tensor of its stage, by name, in the same order on all ranks of an axis.
-        like: by the same names, tensors with the same placement that know it, as parameters do.
+        like: by the same names, parameters with the same placements.
         mesh: the mesh.
     """
-    own = {
-        name: _over_axis(tensor.detach(), placement_of(like[name]), mesh) for name, tensor in local.items()
-    }
+    own = {name: _over_axes(tensor.detach(), like[name], mesh) for name, tensor in local.items()}
     if any(mesh.rank(axis) for axis in ("dp", "sp", "tp")):
         return {}
     if mesh.size("pp") == 1:
@@ -349,11 +347,12 @@ def gather_whole(
     return found if mesh.rank("pp") == 0 else {}
 
 
-def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -> Tensor:
-    """All-gather the shards of a tensor over its axis; return the full tensor."""
-    if not isinstance(placement, Shard) or placement.size == 1:
-        return local
-    return placement.whole(begin_gather(local, mesh.group(placement.axis)).wait().unbind(0))
+def _over_axes(local: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
+    """All-gather the shards of a tensor over its axes; return the full tensor."""
+    for shard, _ in reversed(shards_of(like, mesh.layout)):
+        pieces = [local] if shard.size == 1 else begin_gather(local, mesh.group(shard.axis)).wait().unbind(0)
+        local = shard.whole(pieces)
+    return local
 
 
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -378,10 +377,9 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
     mesh, masters = boosted.mesh, optimizer.masters()
     own = {}
     for name, parameter in boosted.local_parameters.items():
-        placement = placement_of(parameter)
-        shard = mesh.rank(placement.axis) // placement.replicas if isinstance(placement, Shard) else 0
-        own[name, shard] = batch_hash([parameter.detach(), masters.get(name)])
-    hashes: dict[tuple[str, int], set[int]] = {}
+        place = tuple(rank // shard.replicas for shard, rank in shards_of(parameter, mesh.layout))
+        own[name, place] = batch_hash([parameter.detach(), masters.get(name)])
+    hashes: dict[tuple[str, tuple[int, ...]], set[int]] = {}
     for of_rank in gather_objects(own):
         for key, code in of_rank.items():
             hashes.setdefault(key, set()).add(code)

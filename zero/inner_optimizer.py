@@ -136,7 +136,7 @@ def require_one_layout(groups: Sequence[Sequence[ManagedParameter]], *, group: d
         ValueError: they differ; on every rank.
     """
     lines = [
-        f"{managed.name} {tuple(managed.parameter.shape)} of group {index}, primary={managed.is_primary}"
+        f"{managed.name} {tuple(managed.parameter.shape)} of group {index}"
         for index, members in enumerate(groups)
         for managed in members
     ]

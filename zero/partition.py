@@ -1,15 +1,16 @@
 """Partition of flat buffers over the data axes: the owner of each slice, and the collectives between slices.
 
-[Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that its placement does not name.
+[Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that none of its placements names.
 Its gradient is averaged over these replicas, and its optimizer state is sharded over them. The replicas of a parameter
-that no data axis shards are all ranks of "data"; those of one sharded over "wp" are the ranks with the same shard.
+that no data axis shards are all ranks of "data"; those of one sharded over "wp" are the ranks with the same shard. Over
+the sub-axis that a placement names, backward leaves the mean, or summands of it (`PartialGrad`).
 
 [Note: who reduces a parameter] Its gradient is summed over `ManagedParameter.sum_groups`, then averaged over the
-`group` of the `Partition` that `sharded_over` selects. `ManagedParameter.of` derives both from the placement and from
+`group` of the `Partition` that `sharded_over` selects. `ManagedParameter.of` derives both from the placements and from
 ties between stages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,9 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
 from ..cluster.device import is_cuda, side_stream
-from ..cluster.layout import SUB_AXES
+from ..cluster.layout import LAYER_AXES, SUB_AXES
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import Shard, is_primary, num_parts, placement_of
+from ..cluster.placement import is_primary, num_parts, placements_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,12 @@ class ManagedParameter:
 
     Args:
         name: its Hugging Face name, the same under every layout.
-        parameter: the parameter object; it keeps its identity. With a placement it is this rank's shard.
+        parameter: the parameter object; it keeps its identity. With a `Shard` it is this rank's shard.
         sum_groups: groups over which its gradient is partial and is summed before any other reduction: ties across
             pipeline stages, replicas of key-value heads, norms inside a tensor-parallel region. All ranks of a group
             list the parameters of that group in the same order. All ranks with the parameter list its groups in the
             same order of axes.
-        is_primary: True on exactly one of the ranks with the same shard along the tensor and pipeline axes: that rank
+        is_primary: True on exactly one of the ranks with the same shard along all axes but those of data: that rank
             counts the gradient in the norm, and may save the shard. Replicas along the data axis are not considered.
         stage: the only pipeline stage that uses it, None for several. A backward that computes gradients of some
             parameters of a stage computes all gradients of the stage. Buckets do not span stages.
@@ -63,20 +64,29 @@ class ManagedParameter:
         tie_group: ProcessGroup | None = None,
         stage: int | None = None,
     ) -> "ManagedParameter":
-        """Describe a parameter by its placement. Collective over the world where replicas of a shard form groups.
+        """Describe a parameter by its placements. Collective over the world where replicas of a shard form groups.
 
         Args:
             name, parameter, stage: see the class.
-            mesh: the mesh with the axes of the placement.
+            mesh: the mesh with the axes of the placements.
             tie_group: the pipeline ranks that share the parameter; None if only this rank has it.
+
+        Raises:
+            ValueError: the parameter has no placement on a layer axis.
         """
-        groups = (_partial_group(parameter, mesh), tie_group)
+        for axis in LAYER_AXES:
+            if mesh.size(axis) > 1 and axis not in placements_of(parameter):
+                raise ValueError(
+                    f"{name} is neither sharded, partial nor replicated over the axis {axis!r}: let the policy add it "
+                    "to the model in preprocess, or place it (echelon.cluster.placement.place)"
+                )
+        groups = (*_partial_groups(parameter, mesh), tie_group)
         is_first_of_tie = tie_group is None or tie_group.rank() == 0
         return ManagedParameter(
             name=name,
             parameter=parameter,
             sum_groups=tuple(group for group in groups if group is not None),
-            is_primary=is_first_of_tie and is_primary(parameter, mesh.rank("tp"), axis="tp"),
+            is_primary=is_first_of_tie and is_primary(parameter, mesh.rank),
             stage=stage,
         )
 
@@ -87,9 +97,11 @@ class ManagedParameter:
 
     @property
     def sharded_over(self) -> str | None:
-        """Return the sub-axis of the data axis that its placement names. Backward already averages over it."""
-        placement = placement_of(self.parameter)
-        return placement.axis if isinstance(placement, Shard) and placement.axis in SUB_AXES else None
+        """Return the sub-axis of the data axis that a placement names. Backward already averages over it."""
+        placed = placements_of(self.parameter)
+        named = [axis for axis in SUB_AXES if axis in placed and placed[axis].size > 1]
+        assert len(named) < 2, f"{self.name} is sharded over {named}, whose ranks are the same neighbours"
+        return named[0] if named else None
 
 
 class Chain:
@@ -260,15 +272,13 @@ def default_bucket_size(device: torch.device, num_replicas: int) -> int:
     return (max(40, num_replicas) if is_cuda(device) else 12) * 2**20
 
 
-def _partial_group(parameter: Parameter, mesh: ParallelMesh) -> ProcessGroup | None:
-    """Return the ranks of the placement's axis over which the gradient is partial; None where it is complete."""
-    placement, size = placement_of(parameter), num_parts(parameter)
-    if placement is None or size == 1:
-        return None
-    if size == placement.size:
-        return mesh.group(placement.axis)
-    parts = [range(first, first + size) for first in range(0, placement.size, size)]
-    return mesh.subgroup(placement.axis, parts)
+def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[ProcessGroup | None]:
+    """Yield for every axis over which the gradient is partial the group of the ranks that sum it."""
+    for axis, placement in placements_of(parameter).items():
+        size = num_parts(parameter, axis)
+        if size > 1:
+            parts = [range(first, first + size) for first in range(0, placement.size, size)]
+            yield mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
 
 
 def _group(mesh: ParallelMesh, parts: list[range]) -> ProcessGroup:

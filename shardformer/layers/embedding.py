@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...cluster.collectives import gather_from, reduce_from
-from ...cluster.placement import Shard, place, placement_of
+from ...cluster.placement import Shard, place, shard_on
 from .deferred_linear import needs_all_uses
 from .linear import ProductLayer, enter
 from .parallel_module import (
@@ -155,9 +155,9 @@ class VocabParallelLMHead1D(ProductLayer):
         self.group = process_group
         self.gather_output = True
         self.in_features = native.in_features
-        tied = placement_of(native.weight)
+        tied = shard_on(native.weight, "tp")
         # Not from the attribute, which older releases of transformers do not update when they resize a tied head.
-        self.out_features = sum(tied.blocks) if isinstance(tied, Shard) else len(native.weight)
+        self.out_features = len(native.weight) if tied is None else sum(tied.blocks)
         size, rank = process_group.size(), process_group.rank()
         shard = vocab_shard(self.out_features, size, make_vocab_size_divisible_by)
         self.range = vocab_range(shard, rank)

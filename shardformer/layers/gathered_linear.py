@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scatter
-from ...cluster.placement import Shard, place, placement_of
+from ...cluster.placement import Shard, place
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 from .deferred_linear import LaterProduct, beside, weight_gradient
@@ -66,6 +66,7 @@ class ShardedLinear(ParallelModule):
         size, rows = process_group.size(), self.in_features if self.is_transposed else self.out_features
         # The outermost dimension in memory: the concatenated shards are the full weight.
         shard = Shard(size=size, dim=0, blocks=(rows,), padded=(-(-rows // size) * size,), axis="wp")
+        self.num_rows = rows
         place(self.weight, shard, process_group.rank())
         self.pool = WeightPool(process_group) if pool is None else pool
         self.train(native.training)
@@ -288,11 +289,10 @@ class WeightPool:
         return made[2] if made[:2] == (layer, _state(layer.weight)) else None
 
     def _begin(self, layer: ShardedLinear) -> _Gathered:
-        shard, placement = layer.weight.detach(), placement_of(layer.weight)
-        assert isinstance(placement, Shard)
-        whole = shard.new_empty((shard.shape[0] * placement.size, *shard.shape[1:]))
+        shard = layer.weight.detach()
+        whole = shard.new_empty((shard.shape[0] * self.group.size(), *shard.shape[1:]))
         handle = begin_all_gather(whole.view(-1), shard.reshape(-1), self.group)
-        return _Gathered(layer, _state(layer.weight), InFlight(handle, whole[: placement.blocks[0]]))
+        return _Gathered(layer, _state(layer.weight), InFlight(handle, whole[: layer.num_rows]))
 
 
 def _use(layer: ShardedLinear, for_backward: bool) -> Use:

@@ -22,7 +22,7 @@ from ...cluster.collectives import (
     scatter_to,
     unchanged,
 )
-from ...cluster.placement import PartialGrad, place
+from ...cluster.placement import PartialGrad, Replicated, place
 from ...cluster.random import SplitRandom
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import WeightGradients
@@ -268,8 +268,9 @@ class Linear1D_Row(_SplitLinear):
             "_is_real", None if bool(is_real.all()) else is_real.to(self.weight.device), persistent=False
         )
         place(self.weight, shard, process_group.rank())
-        if self.bias is not None and sequence is not None:
-            place(self.bias, PartialGrad(size=process_group.size()), process_group.rank())
+        if self.bias is not None:
+            kind = Replicated if sequence is None else PartialGrad
+            place(self.bias, kind(size=process_group.size()), process_group.rank())
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks, or a part of S."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ...cluster.placement import PartialGrad, Shard, place, placement_of
+from ...cluster.placement import PartialGrad, Replicated, Shard, place, shard_on
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, Linear1D_Row, SharedKeyValueLinear1D_Col
 from .parallel_module import is_of_peft
@@ -114,9 +114,10 @@ def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> 
     sizes = _sizes(_shard(base.weight))
     for name, native in list(module.lora_A.items()):
         module.lora_A[name] = Linear1D_Row(native, group, sequence=base.sequence, **sizes)
-        if base.sequence is not None:  # B computes on the local sequence shard only
-            for parameter in module.lora_B[name].parameters():
-                place(parameter, PartialGrad(size=group.size()), group.rank())
+        # Under sequence sharding B computes on the local part of the sequence only.
+        kind = Replicated if base.sequence is None else PartialGrad
+        for parameter in module.lora_B[name].parameters():
+            place(parameter, kind(size=group.size()), group.rank())
         if isinstance(module.lora_dropout[name], nn.Dropout):  # identity draws nothing
             SplitRandom(group.rank()).around(module.lora_dropout[name])
 
@@ -135,9 +136,9 @@ def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
 
 
 def _shard(weight: Parameter) -> Shard:
-    placement = placement_of(weight)
-    assert isinstance(placement, Shard)
-    return placement
+    shard = shard_on(weight, "tp")
+    assert shard is not None
+    return shard
 
 
 def _sizes(shard: Shard) -> dict[str, Any]:

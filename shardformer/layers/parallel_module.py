@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from ...cluster.placement import Shard, placement_of
+from ...cluster.placement import Shard, shard_on
 from ...lazy.tensor import LazyTensor
 
 # Attributes with the hooks of a module; accelerate additionally sets `forward` on the instance.
@@ -82,8 +82,8 @@ def shard_of(
         padded_sizes: their lengths after padding with zeros; None is no padding.
         cut: `replicas` and `stretches`, see `Shard`.
     """
-    present = placement_of(tensor)
-    length = sum(present.blocks) if isinstance(present, Shard) and present.dim == dim else tensor.shape[dim]
+    present = shard_on(tensor, "tp")
+    length = tensor.shape[dim] if present is None or present.dim != dim else sum(present.blocks)
     blocks = (length,) if split_sizes is None else tuple(split_sizes)
     padded = None if padded_sizes is None else tuple(padded_sizes)
     return Shard(size=group.size(), dim=dim, blocks=blocks, padded=padded, **cut)

@@ -333,18 +333,6 @@ def is_any_within(path: str, prefixes: Iterable[str]) -> bool:
     return any(is_within(path, prefix) for prefix in prefixes)
 
 
-def parameters_of_parts(table: Table, layer: nn.Module) -> list[str]:
-    """Return the paths of parameters that are used with a sequence shard, except biases of row-parallel layers."""
-    apart = (*whole_paths(table, layer), *active_regions(layer, table), *table.column, *table.row)
-    split = (*table.split, *table.biases)
-    behind = [name for name in table.whole if not is_any_within(name, whole_paths(table, layer))]
-    return [
-        name
-        for name, _ in layer.named_parameters()
-        if is_any_within(name, behind) or not is_any_within(name, (*apart, *split))
-    ]
-
-
 def attribute(layer: Any, path: str) -> Any:
     """Return an attribute of a layer that a table names; raise ValueError if it is missing."""
     found = layer

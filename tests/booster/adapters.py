@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import shards_of
 from echelon.plugins.lora import enable_lora
 from echelon.verify.batch import loss_of
 from echelon.verify.models import ModelChoice
@@ -112,10 +112,9 @@ def moved(boosted: Any, whole: dict[str, Tensor]) -> list[str]:
     """Return the frozen parameters of this rank whose bits have changed."""
     found = []
     for name, parameter in boosted.local_parameters.items():
-        placement = placement_of(parameter)
-        is_cut = isinstance(placement, Shard)
-        rank = boosted.mesh.rank(placement.axis) if is_cut else 0
-        own = placement.local(whole[name], rank) if is_cut else whole[name]
+        own = whole[name]
+        for shard, rank in shards_of(parameter, boosted.mesh.layout):
+            own = shard.local(own, rank)
         if not parameter.requires_grad and not torch.equal(parameter, own):
             found.append(name)
     return found

@@ -1,6 +1,7 @@
 """Boxes of all ranks' shards cover a global tensor once, and one rank sends each box to the writer."""
 
 import random
+from itertools import product
 from math import prod
 
 import pytest
@@ -11,7 +12,7 @@ from echelon.checkpoint.box import Box, coverage_errors, flat_boxes
 from echelon.checkpoint.exchange import Offer, entries_of, plan_files, split_into_files
 from echelon.checkpoint.local import LocalTensor, local_piece, local_shard
 from echelon.checkpoint.tensor_file import Entry
-from echelon.cluster.placement import Shard
+from echelon.cluster.placement import PlacedShard, Shard
 
 from .handmade import columns, flat_slices
 
@@ -47,7 +48,7 @@ def test_the_shards_of_all_ranks_cover_the_tensor_once_per_copy(shard: Shard) ->
     whole = whole_of(shard)
     found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
     for rank in range(shard.size):
-        local = local_shard("w", shard.local(whole, rank), shard, rank)
+        local = local_shard("w", shard.local(whole, rank), [PlacedShard(shard, rank)])
         assert local.shape == whole.shape
         put(found, times, local)
     assert torch.equal(found, whole)
@@ -64,15 +65,44 @@ def test_pieces_of_the_shards_cover_the_tensor(shard: Shard) -> None:
         ends = sorted(draw.choices(range(local.numel() + 1), k=3))
         for start, stop in zip([0, *ends], [*ends, local.numel()], strict=True):
             flat = local.view(-1)[start:stop].clone()
-            put(found, times, local_piece("w", flat, start, local.shape, shard, rank))
+            put(found, times, local_piece("w", flat, start, local.shape, [PlacedShard(shard, rank)]))
     assert torch.equal(found, whole)
     assert bool((times == shard.replicas).all())
+
+
+INNER = {
+    "another dim": (Shard(size=2, dim=1, blocks=(5,), padded=(6,)), (6, 5)),
+    "the same dim": (
+        Shard(size=2, dim=0, blocks=(2, 2)),
+        (8, 5),
+    ),  # the outer padding is data of the inner shard
+    "replicas": (Shard(size=4, dim=1, blocks=(2, 3), padded=(2, 4), replicas=2), (5, 5)),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_shards_over_two_axes_cover_the_tensor(inner: str) -> None:
+    within, shape = INNER[inner]
+    outer = Shard(size=2, dim=0, blocks=(shape[0],), padded=(-(-shape[0] // 2) * 2,), axis="wp")
+    whole = torch.arange(1.0, 1 + prod(shape)).view(shape)
+    found, times, in_pieces = torch.zeros_like(whole), torch.zeros_like(whole), torch.zeros_like(whole)
+    for first, second in product(range(outer.size), range(within.size)):
+        local = within.local(outer.local(whole, first), second)
+        shards = [PlacedShard(outer, first), PlacedShard(within, second)]
+        assert local_shard("w", local, shards).shape == whole.shape
+        put(found, times, local_shard("w", local, shards))
+        for start in range(0, local.numel(), 3):
+            flat = local.view(-1)[start : start + 3]
+            put(in_pieces, torch.zeros_like(whole), local_piece("w", flat, start, local.shape, shards))
+    assert torch.equal(found, whole)
+    assert torch.equal(in_pieces, whole)
+    assert bool((times == within.replicas).all())
 
 
 def test_parts_are_views_that_loading_may_write_to() -> None:
     shard = Shard(size=2, dim=1, blocks=(4, 2))
     local = shard.local(torch.zeros(3, 6), 1)
-    for part in local_shard("w", local, shard, 1).parts:
+    for part in local_shard("w", local, [PlacedShard(shard, 1)]).parts:
         part.local.fill_(1.0)
     assert bool((local == 1).all())
 
@@ -89,8 +119,8 @@ def test_a_flat_interval_is_few_boxes_in_order() -> None:
 
 
 def test_scalars_have_one_box_and_empty_tensors_none() -> None:
-    assert local_shard("step", torch.tensor(3.0), None, 0).parts[0].box == Box((), ())
-    assert local_shard("none", torch.empty(0, 4), None, 0).parts == ()
+    assert local_shard("step", torch.tensor(3.0)).parts[0].box == Box((), ())
+    assert local_shard("none", torch.empty(0, 4)).parts == ()
 
 
 def test_boxes_without_anything_in_common() -> None:

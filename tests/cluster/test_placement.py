@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from echelon.cluster.placement import PartialGrad, Placement, Shard, place, placement_of
+from echelon.cluster.layout import MeshLayout
+from echelon.cluster.placement import (
+    PartialGrad,
+    Placement,
+    Replicated,
+    Shard,
+    is_primary,
+    place,
+    placement_on,
+    shards_of,
+)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -102,7 +112,45 @@ def test_placing_cuts_the_parameter_in_place() -> None:
     place(parameter, Shard(size=2, dim=0, blocks=(6,)), 1)  # a tied one
     assert parameter.tolist() == [3, 4, 5]
     assert parameter.requires_grad
-    assert placement_of(parameter) == Shard(size=2, dim=0, blocks=(6,))
+    assert placement_on(parameter, "tp") == Shard(size=2, dim=0, blocks=(6,))
+
+
+def test_a_parameter_has_a_placement_per_axis() -> None:
+    layout = MeshLayout(dp=2, wp=2, tp=2, rank=3)
+    whole = torch.arange(8.0).view(4, 2)
+    experts = Shard(size=2, dim=0, blocks=(4,), axis="wp")
+    for inner in (Shard(size=2, dim=1, blocks=(2,)), Shard(size=2, dim=0, blocks=(2,))):
+        parameter = Parameter(whole)
+        place(parameter, experts, layout.coordinate("wp"))
+        place(parameter, inner, layout.coordinate("tp"))
+        place(parameter, experts, layout.coordinate("wp"))  # a tied one
+        assert parameter.tolist() == ([[5.0], [7.0]] if inner.dim else [[6.0, 7.0]])
+        assert shards_of(parameter, layout) == ((experts, 1), (inner, 1))
+        assert shards_of(parameter, layout.at(2)) == ((experts, 1), (inner, 0))
+
+
+@pytest.mark.parametrize(
+    ("placements", "primary"),
+    [
+        ((), "10001000"),
+        ((PartialGrad(size=4),), "10001000"),
+        ((Replicated(size=4),), "10001000"),
+        ((Shard(size=4, dim=0, blocks=(8,)),), "11111111"),
+        ((Shard(size=4, dim=0, blocks=(8,), replicas=2),), "10101010"),
+        ((Shard(size=2, dim=0, blocks=(8,), axis="wp"),), "10001000"),
+        ((Shard(size=2, dim=0, blocks=(8,), axis="wp"), PartialGrad(size=4)), "10001000"),
+        ((Shard(size=2, dim=0, blocks=(8,), axis="wp"), Shard(size=4, dim=0, blocks=(4,))), "11111111"),
+    ],
+)
+def test_a_shard_is_counted_by_one_rank_of_the_layer_axes(
+    placements: tuple[Placement, ...], primary: str
+) -> None:
+    layout = MeshLayout(dp=2, wp=2, tp=4)
+    parameter = Parameter(torch.zeros(8))
+    for placement in placements:
+        place(parameter, placement, 0)
+    counted = [is_primary(parameter, layout.at(rank).coordinate) for rank in range(8)]
+    assert counted == [digit == "1" for digit in primary]
 
 
 @pytest.mark.parametrize("other", [Shard(size=2, dim=1, blocks=(4,)), PartialGrad(size=2)])
@@ -115,7 +163,7 @@ def test_a_tied_parameter_with_two_placements_is_an_error(other: Placement) -> N
 
 def test_a_shared_parameter_stays_whole() -> None:
     parameter = Parameter(torch.arange(4.0))
-    assert placement_of(parameter) is None
+    assert placement_on(parameter, "tp") is None
     place(parameter, PartialGrad(size=2), 1)
     assert parameter.tolist() == [0, 1, 2, 3]
-    assert placement_of(parameter) == PartialGrad(size=2)
+    assert placement_on(parameter, "tp") == PartialGrad(size=2)

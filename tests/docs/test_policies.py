@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, shard_model
-from echelon.cluster.placement import PartialGrad, Shard, placement_of
+from echelon.cluster.placement import PartialGrad, Replicated, Shard, placement_on
 from echelon.shardformer import Table
 from echelon.shardformer.layers import Linear1D_Col, VocabParallelLMHead1D
 from echelon.zero.optimizer import ShardedOptimizer
@@ -80,11 +80,11 @@ def require_split(model: Any) -> None:
     assert isinstance(block.mixer, Linear1D_Col)
     assert block.mixer.gather_output
     for name, parameter in block.named_parameters():
-        placement = placement_of(parameter)
+        placement = placement_on(parameter, "tp")
         if "query_norm" in name or "key_norm" in name:
             assert isinstance(placement, PartialGrad), name
         elif "_norm" in name or name in ("attention.out.bias", "mlp.down.bias"):
-            assert placement is None, name
+            assert isinstance(placement, Replicated), name
         else:
             assert isinstance(placement, Shard), name
 

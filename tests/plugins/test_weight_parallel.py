@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from echelon import LazyInitContext
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import shard_on
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
@@ -39,8 +39,8 @@ def measure(stage: int, wp: int) -> tuple[dict[str, int], dict[tuple[str, str], 
     """Return local bytes, the traffic of a step, and the numbers of sharded and of other elements."""
     booster = hybrid(wp_size=wp, zero_stage=stage, num_microbatches=1, zero_bucket_size_in_m=1)
     model, optimizer = boosted(booster, LLAMA)
-    placed = [(each, placement_of(each)) for each in model.local_parameters.values()]
-    sharded = sum(each.blocks[0] * own[0].numel() for own, each in placed if isinstance(each, Shard))
+    placed = [(each, shard_on(each, "wp")) for each in model.local_parameters.values()]
+    sharded = sum(each.blocks[0] * own[0].numel() for own, each in placed if each is not None)
     whole = sum(own.numel() for own, each in placed if each is None)
     for step in range(2):
         with booster.plugin.ledger(optimizer) as ledger:
@@ -112,7 +112,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool) -> None:
 
 def sharded_names(choice: ModelChoice) -> set[str]:
     model, _ = boosted(hybrid(wp_size=2), choice)
-    return {name for name, each in model.local_parameters.items() if placement_of(each) is not None}
+    return {name for name, each in model.local_parameters.items() if shard_on(each, "wp") is not None}
 
 
 @pytest.mark.parametrize(

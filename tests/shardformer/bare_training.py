@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.cluster.collectives import all_gather
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import shard_on
 from echelon.shardformer import ShardFormer, clip_grad_norm_
 from echelon.verify import reference
 from echelon.verify.compare import compare_float32, first_departure
@@ -106,11 +106,11 @@ def departure(
 
 def _whole(parameter: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, name: str) -> Tensor:
     """Return the full tensor from the shards of the tensor axis; NaN if replicas of a shard differ."""
-    placement = placement_of(parameter)
+    placement = shard_on(parameter, "tp")
     tensor = tensor.detach().float()
     shards = [tensor] if group is None else list(all_gather(tensor[None], group, 0).unbind(0))
-    replicas = placement.replicas if isinstance(placement, Shard) else len(shards)
+    replicas = len(shards) if placement is None else placement.replicas
     for index, shard in enumerate(shards):
         if not torch.allclose(shard, shards[index // replicas * replicas], rtol=1e-5, atol=1e-9):
             return torch.full_like(tensor, torch.nan)
-    return placement.whole(shards).clone() if isinstance(placement, Shard) else tensor.clone()
+    return tensor.clone() if placement is None else placement.whole(shards).clone()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from echelon.cluster.collectives import all_gather
-from echelon.cluster.placement import PartialGrad, Shard, placement_of
+from echelon.cluster.placement import PartialGrad, Replicated, Shard, placement_on
 from echelon.shardformer import ModelSharder, ShardConfig, policy_for
 
 # No number of ranks divides it, and with padding to a multiple of 8 per rank no rank is empty.
@@ -156,8 +156,8 @@ def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
     """Return the full parameter or gradient from the shards of all ranks; partial gradients are summed."""
     tensor = parameter.grad if gradient else parameter.data
     assert tensor is not None
-    placement = placement_of(parameter)
-    if placement is None:
+    placement = placement_on(parameter, "tp")
+    if placement is None or isinstance(placement, Replicated):
         require_equal_on_ranks(tensor, name)
         return tensor
     all_pieces = pieces(tensor)

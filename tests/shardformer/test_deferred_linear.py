@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import shard_on
 from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers import deferred_linear, region
 from echelon.shardformer.layers import linear as split_layers
@@ -237,8 +237,8 @@ def ask_for_inputs_first(call: str) -> None:
     loss.backward()
     for (name, parameter), whole in zip(parallel.named_parameters(), model.parameters(), strict=True):
         if whole.grad is not None:  # None for the embedding
-            placement, own = placement_of(parameter), 2 * whole.grad
-            own = placement.local(own, dist.get_rank()) if isinstance(placement, Shard) else own
+            placement, own = shard_on(parameter, "tp"), 2 * whole.grad
+            own = own if placement is None else placement.local(own, dist.get_rank())
             torch.testing.assert_close(parameter.grad, own, rtol=1e-5, atol=1e-6, msg=name)
 
 

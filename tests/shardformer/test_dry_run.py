@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.cluster.errors import raise_errors
-from echelon.cluster.placement import placement_of
+from echelon.cluster.placement import placements_of
 from echelon.shardformer import ShardConfig, ShardFormer, policy_for
 from echelon.shardformer.policy import Errors
 from echelon.shardformer.sharder import plan_parallelism, split_errors
@@ -32,7 +32,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
             for name, value in vars(module).items()
             if isinstance(value, int)
         },
-        "placements": [placement_of(each) for each in model.parameters()],
+        "placements": [placements_of(each) for each in model.parameters()],
     }
 
 
@@ -44,7 +44,7 @@ def leave_the_default_group() -> None:
     if dist.get_rank() == 0:
         config = ShardConfig(tensor_parallel_process_group=group)
         split = plan_parallelism(model, policy_for(model), config)
-        assert any(placement_of(each) for each in split.parameters())
+        assert any(placements_of(each) for each in split.parameters())
         assert split_errors(model, policy_for(model), tp_size=3) == []
         assert split_errors(build("LlamaForCausalLM", intermediate_size=25), policy_for(model), tp_size=2)
     assert state_of(model) == before
@@ -73,7 +73,7 @@ def split_as_planned(choice: ModelChoice) -> None:
 
 def described(model: nn.Module) -> list[object]:
     """Return classes, shapes and placements of a sharded model."""
-    tensors = ((name, each.shape, placement_of(each)) for name, each in model.named_parameters())
+    tensors = ((name, each.shape, placements_of(each)) for name, each in model.named_parameters())
     return [*((path, type(each)) for path, each in model.named_modules()), *tensors]
 
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import Shard, shard_on
 from echelon.shardformer import layers
 from echelon.shardformer.layers import (
     FusedLinear1D_Col,
@@ -155,7 +155,7 @@ def tied() -> None:
     for index, target in enumerate((VocabParallelEmbedding1D, VocabParallelLMHead1D)):
         parallel[index] = target(parallel[index], dist.group.WORLD, make_vocab_size_divisible_by=4)
     assert parallel[0].weight is parallel[1].weight
-    assert placement_of(parallel[0].weight) == vocab_shard(23, dist.get_world_size(), 4)
+    assert shard_on(parallel[0].weight, "tp") == vocab_shard(23, dist.get_world_size(), 4)
     ids, weights = torch.arange(23).view(1, -1), numbers(1, 23, 23)
     for model in (whole, parallel):
         (model(ids) * weights).sum().backward()

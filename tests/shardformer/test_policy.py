@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.cluster.placement import PartialGrad, ReplicaKind, Replicated, Shard, place, placements_of
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import local_stages
 from echelon.shardformer import (
@@ -16,7 +17,8 @@ from echelon.shardformer import (
     ShardFormer,
     SubModuleReplacementDescription,
 )
-from echelon.shardformer.layers import Linear1D_Col, Linear1D_Row
+from echelon.shardformer.layers import Linear1D_Col, Linear1D_Row, Region
+from echelon.shardformer.sharder import StandInGroup, plan_parallelism, split_errors
 
 from .compare import numbers
 from .test_stages import manager_alone
@@ -182,6 +184,102 @@ MISSING = SubModuleReplacementDescription(suffix="gate", target_module=Linear1D_
 def test_a_name_that_matches_nothing_is_an_error(policy: type[TowerPolicy], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardFormer(ShardConfig()).optimize(Tower(), policy())
+
+
+class RegionPolicy(Policy):
+    """Makes every block a region, and says nothing about its scale."""
+
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        linear = (
+            SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col),
+            SubModuleReplacementDescription(suffix="down", target_module=Linear1D_Row),
+        )
+        region = SubModuleReplacementDescription(suffix="blocks.1", target_module=Region)
+        return {
+            Block: ModulePolicyDescription(sub_module_replacement=linear),
+            Tower: ModulePolicyDescription(sub_module_replacement=(region,)),
+        }
+
+
+def test_every_parameter_of_a_region_needs_a_placement() -> None:
+    errors = split_errors(Tower(), RegionPolicy(), tp_size=2)
+    assert [error.partition(": ")[0] for error in errors] == ["blocks.1.scale"]
+    assert "does not place it over the axis 'tp'" in errors[0]
+
+    class Knowing(RegionPolicy):
+        def replica(self, name: str, axis: str) -> type[PartialGrad]:
+            return PartialGrad
+
+    group: Any = StandInGroup(0, 2)
+    split: Any = plan_parallelism(Tower(), Knowing(), ShardConfig(tensor_parallel_process_group=group))
+    assert placements_of(split.blocks[1].scale) == {"tp": PartialGrad(size=2)}
+
+
+def test_a_tied_parameter_that_is_declared_in_two_ways_is_an_error() -> None:
+    class TwoWays(RegionPolicy):
+        def replica(self, name: str, axis: str) -> ReplicaKind:
+            return PartialGrad if "blocks.1" in name else Replicated
+
+    model: Any = Tower()
+    model.blocks[2].scale = model.blocks[1].scale
+    (error,) = split_errors(model, TwoWays(), tp_size=2)
+    assert error.startswith("blocks.2.scale: a parameter is tied to one that is sharded in another way")
+    del model.blocks[2].scale
+    model.blocks[2].scale = nn.Parameter(torch.ones(WIDTH))
+    assert split_errors(model, TwoWays(), tp_size=2) == []
+
+
+class OverWp(nn.Module):
+    """Stands for a layer of an axis of its own."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: Any) -> nn.Module:
+        for parameter in module.parameters():
+            shard = Shard(size=process_group.size(), dim=0, blocks=(len(parameter),), axis="wp")
+            place(parameter, shard, process_group.rank())
+        return module
+
+
+class TwoAxes(Policy):
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        over_wp = SubModuleReplacementDescription(suffix="up", target_module=OverWp, axis="wp")
+        over_tp = SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col)
+        return {Block: ModulePolicyDescription(sub_module_replacement=(over_wp, over_tp))}
+
+
+def test_a_policy_names_the_axis_of_a_replacement() -> None:
+    groups: Any = {name: StandInGroup(1, 2) for name in ("tp", "wp")}
+    config = ShardConfig(tensor_parallel_process_group=groups["tp"], axis_groups={"wp": groups["wp"]})
+    rows = len(Tower().blocks[0].up.weight)
+    split: Any = plan_parallelism(Tower(), TwoAxes(), config)
+    for parameter in split.blocks[0].up.parameters():
+        assert len(parameter) == rows // 4
+        assert list(placements_of(parameter)) == ["wp", "tp"]
+    assert [list(placements_of(each)) for each in split.first.parameters()] == [["tp"], ["tp"]]
+
+
+def test_a_layer_of_another_axis_is_an_error() -> None:
+    groups: Any = {name: StandInGroup(0, 2) for name in ("tp", "wp")}
+    layer = SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col, axis="wp")
+    policy = described(sub_module_replacement=(layer,))()
+    config = ShardConfig(tensor_parallel_process_group=groups["tp"], axis_groups={"wp": groups["wp"]})
+    with pytest.raises(
+        ValueError, match=r"Linear1D_Col places parameters over \['tp'\], and the policy names 'wp'"
+    ):
+        plan_parallelism(Tower(), policy, config)
+
+
+def test_axes_whose_gradients_only_a_booster_reduces_are_refused() -> None:
+    groups: Any = {"wp": StandInGroup(1, 2)}
+    with pytest.raises(ValueError, match="axis_groups of wp need a booster"):
+        ShardFormer(ShardConfig(axis_groups=groups)).optimize(Tower(), TwoAxes())
+
+
+def test_an_axis_without_a_group_is_an_error() -> None:
+    layer = SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col, axis="ep")
+    policy = described(sub_module_replacement=(layer,))()
+    (error,) = split_errors(Tower(), policy, tp_size=2)
+    assert "replaces 'up' by a Linear1D_Col over 'ep', an axis without a group" in error
 
 
 def test_a_class_that_another_stage_holds_is_not_missing() -> None:

@@ -199,15 +199,12 @@ ROWS = {
     "whole among split": Row(
         changed(with_gate),
         TWO,
-        (("model.layers.1: self_attn.gate.weight computes on sharded", "name its module in column, row"),),
+        (("model.layers.1.self_attn.gate.weight: computes on sharded", "the axis 'tp'", "in column, row"),),
     ),
     "norms by head": Row(  # the table of llama is not that of qwen3
         lambda: on_meta("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8),
         TWO,
-        (
-            ("model.layers.0 (and 1 more like it): self_attn.q_norm.weight computes on sharded activations",),
-            ("self_attn.k_norm",),
-        ),
+        (("model.layers.0.self_attn.q_norm.weight (and 3 more like it): computes on sharded activations",),),
         LLAMA,
     ),
     "a hook": Row(

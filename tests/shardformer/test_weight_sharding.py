@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import shard_on
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers import gathered_linear
 from echelon.shardformer.layers.gathered_linear import PrefetchOrder, ShardedLinear, Use
@@ -61,7 +61,7 @@ def mean_gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
     """Return mean gradients over the inputs of all ranks for sharded parameters, and local ones for replicated."""
     size, rank = dist.get_world_size(), dist.get_rank()
     plain = make_model()
-    weights = [name for name, each in model.named_parameters() if placement_of(each) is not None]
+    weights = [name for name, each in model.named_parameters() if shard_on(each, "wp") is not None]
     for each in range(size):
         (loss_of(plain, each) * times / size).backward()
     mean = {name: each.grad for name, each in plain.named_parameters() if name in weights}
@@ -76,10 +76,10 @@ def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any 
         if names is not None and name not in names:
             assert parameter.grad is None, name
             continue
-        placement = placement_of(parameter)
+        shard = shard_on(parameter, "wp")
         wanted = expected[name]
-        if isinstance(placement, Shard):
-            wanted = placement.local(wanted, dist.get_rank())
+        if shard is not None:
+            wanted = shard.local(wanted, dist.get_rank())
         torch.testing.assert_close(
             parameter.grad, wanted, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -92,7 +92,7 @@ def train(steps: int = 3) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()
         for block in list(model)[:-1]:
             rows = block.linear.weight.shape[0]
-            assert rows == -(-placement_of(block.linear.weight).blocks[0] // size)
+            assert rows == -(-shard_on(block.linear.weight, "wp").blocks[0] // size)
         for step in range(steps):
             x = numbers(B, S, WIDTHS[0], seed=rank).requires_grad_()
             plain_x = x.detach().clone().requires_grad_()

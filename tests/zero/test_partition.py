@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.cluster.placement import PartialGrad, Placement, Shard, place
+from echelon.cluster.placement import PartialGrad, Placement, Replicated, Shard, place
 from echelon.zero.partition import ManagedParameter, Partition
 
 from ..cluster.helpers import SLICES, with_slices
@@ -141,7 +141,7 @@ def test_placement_and_tie_determine_where_a_gradient_is_summed_and_counted(pool
 def reduced_over() -> dict[str, tuple[list[list[int]], bool]]:
     mesh = ParallelMesh(tp=4)
     placements = {
-        "whole": None,
+        "whole": Replicated(size=4),
         "norm": PartialGrad(size=4),
         "key": Shard(size=4, dim=0, blocks=(4,), replicas=2),
     }
@@ -154,11 +154,12 @@ def reduced_over_tie() -> tuple[list[list[int]], bool]:
 
 
 def how_reduced(
-    placement: Placement | None, mesh: ParallelMesh, tie_group: dist.ProcessGroup | None = None
+    placement: Placement, mesh: ParallelMesh, tie_group: dist.ProcessGroup | None = None
 ) -> tuple[list[list[int]], bool]:
     parameter = nn.Parameter(torch.zeros(4))
-    if placement is not None:
-        place(parameter, placement, mesh.rank("tp"))
+    with pytest.raises(ValueError, match="w is neither sharded, partial nor replicated over the axis 'tp'"):
+        ManagedParameter.of("w", parameter, mesh=mesh)
+    place(parameter, placement, mesh.rank("tp"))
     managed = ManagedParameter.of("w", parameter, mesh=mesh, tie_group=tie_group)
     return [dist.get_process_group_ranks(group) for group in managed.sum_groups], managed.is_primary
 

@@ -216,7 +216,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "different parameters": (
         lambda: shard(nn.Sequential(nn.Linear(5, 7, bias=dist.get_rank() == 0))),
-        r"number 1 is '0\.bias \(7,\) of group 0, primary=True' on rank\(s\) \[0\] and nothing on rank\(s\) \[1\]",
+        r"number 1 is '0\.bias \(7,\) of group 0' on rank\(s\) \[0\] and nothing on rank\(s\) \[1\]",
     ),
     "different sums": (different_sums, "the shapes of parameters whose gradients are summed differ"),
     "backward on one rank": (lambda: on_one_rank(1), r"rank 0 in backward\(\), rank 1 in step\(\)"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from echelon.cluster.placement import Replicated
 from echelon.verify.layout import Layout
 
 from ...booster.adapters import GPT2, LLAMA
@@ -25,7 +26,7 @@ def unsummed(split_inputs: Callable[..., None]) -> Callable[..., None]:
 
 
 FAULTS = {
-    "the gradient of A is partial": fault(f"{LORA}:place", returning(None), LLAMA, TP2),
+    "the gradient of A is partial": fault(f"{LORA}:PartialGrad", Replicated, LLAMA, TP2),
     "partial products of A are not summed": fault(f"{LORA}:_split_inputs", around(unsummed), LLAMA, TP2),
     "rows of B are sharded as one block": fault(f"{LORA}:_sizes", returning({}), GPT2, TP2),
 }

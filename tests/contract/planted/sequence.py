@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.cluster.collectives import InFlight
+from echelon.cluster.placement import Replicated
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
@@ -17,7 +18,7 @@ from ...shardformer.sequence.test_flex import (
     test_a_block_mask_is_the_dense_one,
 )
 from ..models import EagerChoice
-from ..mutations import around, fault, returning
+from ..mutations import around, fault
 
 LLAMA, GPT2, BERT = (ModelChoice(model_type=name) for name in ("llama", "gpt2", "bert"))
 ULYSSES, RING_ATTENTION = Layout(sp=2, sequence="all_to_all"), Layout(sp=2, sequence="ring_attn")
@@ -91,7 +92,7 @@ SEQUENCE = "shardformer.sequence"
 SPLIT_GATHER = "shardformer.layers.split_gather"
 REGATHER = Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))
 OVERLAP = Layout(tp=2, sequence="split_gather", options=("enable_sequence_overlap",))
-PARTS = "shardformer.layer_split:parameters_of_parts"
+PARTIAL = "shardformer.layer_split:PartialGrad"
 OWN = f"{SEQUENCE}.before_layers:PartsAlone._own"
 
 FAULTS = {
@@ -108,10 +109,10 @@ FAULTS = {
         OVERLAP,
     ),
     "gradients of norms are not summed": fault(
-        PARTS, returning([]), LLAMA, Layout(tp=2, sequence="split_gather"), quick=True
+        PARTIAL, Replicated, LLAMA, Layout(tp=2, sequence="split_gather"), quick=True
     ),
     "gradients of norms are not summed under ring, another name of split_gather": fault(
-        PARTS, returning([]), BERT, Layout(tp=2, sequence="ring")
+        PARTIAL, Replicated, BERT, Layout(tp=2, sequence="ring")
     ),
     "gradients of a shard of the sequence are not scaled": fault(
         "shardformer.layers.sequence_axis:of_all_ranks", lambda gradient, axis: gradient, GPT2, ULYSSES

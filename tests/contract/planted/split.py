@@ -72,7 +72,7 @@ FAULTS = {
         "shardformer.sharder:_report_ties", "a second head", NOTHING, quick=True
     ),
     "unsharded parameters among sharded ones are accepted": unenforced(
-        f"{SPLIT}:LayerSplit._unnamed", "whole among split"
+        f"{SPLIT}:LayerSplit.replicas", "whole among split", returning({})
     ),
     "names that match nothing are skipped": unenforced(f"{SPLIT}:LayerSplit._missing", "a module is missing"),
     "inputs are not checked": unenforced(
