@@ -243,18 +243,18 @@ class TorchFSDPModel(TorchModel):
 
     def unreduced_gradients(self) -> list[Tensor]:
         """Return the unsharded gradients that `no_sync` blocks accumulated on this rank."""
-        found = (
-            each
-            for record, whole in self._whole_parameters()
-            for each in (record.unsharded_accumulated_grad, whole.grad)
-        )
-        return [each for each in found if each is not None]
+        gradients = []
+        for record, whole in self._whole_parameters():
+            apart = record.unsharded_accumulated_grad  # since torch 2.15 another name of the same tensor
+            gradients += [whole.grad] if apart is whole.grad else [apart, whole.grad]
+        return [each for each in gradients if each is not None]
 
     def drop_unreduced_gradients(self) -> None:
         """Drop the gradients that `no_sync` blocks accumulated."""
         for record, whole in self._whole_parameters():
-            record.unsharded_accumulated_grad = None
             whole.grad = None
+            if record.unsharded_accumulated_grad is not None:  # before torch 2.15 it was kept apart
+                record.unsharded_accumulated_grad = None
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))
