@@ -54,6 +54,7 @@ class HybridConfig(ShardOptions):
     inner_ring_size: int | None = None
     wp_size: int = 1
     wp_overlap: bool = True
+    ep_size: int = 1
     parallel_output: bool = True
     initial_scale: float = 2**16
     min_scale: float = 1

@@ -85,6 +85,8 @@ class HybridParallelPlugin(Plugin):
         wp_size: neighbours on the data axis (dp and sp together) over which the weights of linear layers are
             sharded, and all-gathered layer by layer (InternEvo's isp, arXiv:2401.09149).
         wp_overlap: prefetch the next layer's weights during the computation of a layer.
+        ep_size: neighbours on the data axis over which the experts of a mixture are distributed; tokens travel to
+            their experts and back. See docs/experts.md.
         parallel_output: leave logits sharded over the vocabulary after training calls with labels (see
             `VocabParallelLogits`); the loss is computed from sharded logits in any case.
         make_vocab_size_divisible_by: pad the vocabulary to a multiple of this times tp_size.
@@ -156,6 +158,7 @@ class HybridParallelPlugin(Plugin):
         enable_sequence_regather: bool = False,
         wp_size: int = 1,
         wp_overlap: bool = True,
+        ep_size: int = 1,
         parallel_output: bool = True,
         make_vocab_size_divisible_by: int = 64,
         initial_scale: float = 2**16,

@@ -1,0 +1,52 @@
+"""Choice of the experts that are distributed over the expert axis (ep_size).
+
+Every module with the interface of transformers' experts is distributed: it is called with tokens, the indices of their
+experts and weights, and all its parameters have a row for each expert. Routers, shared experts and all other modules
+stay as they are.
+"""
+
+import torch.distributed as dist
+from torch import nn
+
+from ..cluster.placement import Shard, place
+from ..cluster.transformers_api import is_experts
+from .layers.expert_parallel import ExpertParallel
+
+
+def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
+    """List reasons why the experts of a full model cannot be distributed over `ep_size` ranks; empty if they can."""
+    experts = {path: module for path, module in model.named_modules() if is_experts(module)}
+    if not experts:
+        return [
+            f"ep_size={ep_size} distributes the experts of a mixture, but a {type(model).__name__} has none with the "
+            "interface of transformers' experts: use ep_size=1"
+        ]
+    found = []
+    for path, module in experts.items():
+        count: int = module.num_experts  # type: ignore[assignment]
+        if count % ep_size:
+            found.append(f"ep_size={ep_size} does not divide the {count} experts of {path}: use a divisor")
+        found += [
+            f"{path}.{name} of shape {tuple(parameter.shape)} has no row for each of {count} experts: use ep_size=1"
+            for name, parameter in module.named_parameters()
+            if parameter.shape[:1] != (count,)
+        ]
+    return list(dict.fromkeys(found))
+
+
+def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Leave each module its rank's experts, and let tokens travel to them, in place. No communication.
+
+    Called after the model is cut into stages and sharded over tp, before an optimizer is wrapped.
+
+    Args:
+        model: the local model.
+        group: the expert axis, `mesh.group("ep")`.
+    """
+    for module in list(model.modules()):
+        if is_experts(module):
+            count: int = module.num_experts  # type: ignore[assignment]
+            for parameter in module.parameters():
+                place(parameter, Shard(size=group.size(), dim=0, blocks=(count,), axis="ep"), group.rank())
+            module.num_experts = count // group.size()  # type: ignore[assignment]
+            ExpertParallel.from_native_module(module, group)
