@@ -5,12 +5,16 @@ experts and weights, and all its parameters have a row for each expert. Routers,
 stay as they are.
 """
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
+from torch.nn import Parameter
 
 from ..cluster.placement import Shard, place
 from ..cluster.transformers_api import is_experts
 from .layers.expert_parallel import ExpertParallel
+from .layers.lora import is_adapted_parameter
 
 
 def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
@@ -47,6 +51,24 @@ def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
         if is_experts(module):
             count: int = module.num_experts  # type: ignore[assignment]
             for parameter in module.parameters():
-                place(parameter, Shard(size=group.size(), dim=0, blocks=(count,), axis="ep"), group.rank())
+                _place(parameter, group, dim=0, blocks=(count,))
             module.num_experts = count // group.size()  # type: ignore[assignment]
             ExpertParallel.from_native_module(module, group)
+        elif is_adapted_parameter(module):
+            _place_adapters(module, group)
+
+
+def _place_adapters(wrapper: Any, group: dist.ProcessGroup) -> None:
+    """Leave peft's adapters of experts' parameters the rows and columns of this rank's experts.
+
+    For E experts and rank r, A has the shape (E·r, inputs), and B (outputs, r·E) with the experts innermost.
+    """
+    count = wrapper.num_experts
+    for adapter in wrapper.lora_A:
+        _place(wrapper.lora_A[adapter].weight, group, dim=0, blocks=(count * wrapper.r[adapter],))
+        _place(wrapper.lora_B[adapter].weight, group, dim=1, blocks=(count,) * wrapper.r[adapter])
+    wrapper.num_experts = count // group.size()
+
+
+def _place(parameter: Parameter, group: dist.ProcessGroup, *, dim: int, blocks: tuple[int, ...]) -> None:
+    place(parameter, Shard(size=group.size(), dim=dim, blocks=blocks, axis="ep"), group.rank())
