@@ -27,7 +27,7 @@ def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
         ]
     found = []
     for path, module in experts.items():
-        count: int = module.num_experts  # type: ignore[assignment]
+        count: int = module.num_experts
         if count % ep_size:
             found.append(f"ep_size={ep_size} does not divide the {count} experts of {path}: use a divisor")
         found += [
