@@ -330,7 +330,7 @@ def _refuse_backward(model: nn.Module) -> None:
 
 
 COMPILED = (
-    "torch.compile is not supported with a tp_size, sp_size or wp_size above 1: leave it out, and give the "
+    "torch.compile is not supported with a tp_size, sp_size, wp_size or ep_size above 1: leave it out, and give the "
     "plugin compile_layers=True"
 )
 
@@ -404,13 +404,13 @@ class HybridParallelModule(BoostedModule):
         """Call the transformers model's `generate`. Inputs must be equal on all ranks of a tensor axis.
 
         Raises:
-            RuntimeError: pp_size, sp_size or wp_size is above 1.
+            RuntimeError: pp_size, sp_size, wp_size or ep_size is above 1.
             ValueError: inputs differ between the ranks of one model; raised on all of them.
         """
         if self.mesh.size("pp", "sp", *SUB_AXES) > 1:
             raise RuntimeError(
-                "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
-                "generate with what from_pretrained loads"
+                "model.generate needs pp_size, sp_size, wp_size and ep_size of 1: save the model by "
+                "booster.save_model, and generate with what from_pretrained loads"
             )
         with naming_failures("model.generate", self.mesh.replica_stage_ranks()):
             self._require_equal_inputs(args, kwargs)

@@ -51,14 +51,14 @@ def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
     if has_torch_function_unary(counts_PE):
         rows: Rows = handle_torch_function(exchange_counts, (counts_PE,), counts_PE, group)
         return rows
-    arrived_PE = torch.empty_like(counts_PE)
-    dist.all_to_all_single(arrived_PE, counts_PE, group=group)
+    ones = [1] * group.size()
+    arrived_PE = exchange_rows(counts_PE, ones, ones, group)
     sent, received = torch.stack([counts_PE.sum(1), arrived_PE.sum(1)]).tolist()
     return Rows(sent, received, arrived_PE)
 
 
 class _Dispatched(NamedTuple):
-    """What the way back needs of a dispatch: rows, the place of each pair in their order, and the weights (N, K)."""
+    """A dispatch, for the way back: rows, the order of the pairs, the place of each pair in it, and the weights (N, K)."""
 
     rows: Rows
     order: Tensor
