@@ -58,7 +58,7 @@ def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
 
 
 class _Dispatched(NamedTuple):
-    """A dispatch, for the way back: rows, the order of the pairs, the place of each pair in it, and the weights (N, K)."""
+    """A dispatch, for the way back: rows, order of the pairs, place of each pair in it, and weights (N, K)."""
 
     rows: Rows
     order: Tensor
