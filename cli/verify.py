@@ -47,6 +47,7 @@ def verify(
         typer.Option(help="split_gather or ring (over --tp), all_to_all or ring_attn (over --sp)."),
     ] = None,
     wp: Annotated[int, typer.Option(help="Ranks over which weights of linear layers are sharded.")] = 1,
+    ep: Annotated[int, typer.Option(help="Ranks over which experts are distributed.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage: 0, 1 or 2.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",

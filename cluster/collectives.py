@@ -172,6 +172,20 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """All-to-all of rows: the first `sent[0]` go to the first rank, and so on; no gradient.
+
+    Args:
+        x: the rows, in the order of the ranks that they go to.
+        sent: number of rows for each rank.
+        received: number of rows from each rank, in whose order they are returned.
+        group: every rank of it must call.
+    """
+    arrived = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    return arrived
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator of a backward, without its context where no graph of the gradients is made."""
     guarded = function.once_differentiable(backward)

@@ -16,7 +16,9 @@ AXES = ("pp", "dp", "sp", "tp")
 # Several primary axes taken as one. Over "data", gradients of the same parameters are reduced.
 JOINED = {"data": ("dp", "sp")}
 # Axes of neighbors on "data". A parameter placed on one is replicated over the rest of "data".
-SUB_AXES = ("wp",)
+SUB_AXES = ("wp", "ep")
+# Those over which backward leaves the sum of a parameter's gradients; over the others it leaves their mean.
+SUMMED = ("ep",)
 # Axes whose ranks compute the same samples together. Over them every parameter of a sharded model has a placement.
 LAYER_AXES = ("tp",)
 
@@ -31,6 +33,7 @@ class MeshLayout:
     Args:
         pp, dp, sp, tp: sizes of the pipeline, data, sequence and tensor axes.
         wp: number of neighbors on "data" over which the weights of linear layers are sharded.
+        ep: number of neighbors on "data" over which experts are distributed.
         zero: number of neighbors on "data" over which ZeRO shards; -1 or 0 is all of them.
         rank: a global rank.
     """
@@ -40,6 +43,7 @@ class MeshLayout:
     sp: int = 1
     tp: int = 1
     wp: int = 1
+    ep: int = 1
     zero: int = -1
     rank: int = 0
 

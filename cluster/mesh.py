@@ -46,6 +46,7 @@ GROUPS = {
     "pp": GroupUse(on_cpus=True),
     "dp": GroupUse(on_cpus=True),
     "data": GroupUse(on_cpus=True),
+    "ep": GroupUse(is_urgent=True),
     CHANNEL: GroupUse(is_urgent=True, max_ctas=4),  # between the stages of a pipeline
     PART: GroupUse(),  # a part of an axis: rings, replicas of a weight
 }

@@ -177,6 +177,11 @@ def grouped_width(module: nn.Module) -> int | None:
     return weight.shape[1 if is_transposed else 2]
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Return True for experts in one module: (tokens, indices, weights) in, parameters with a row for each expert."""
+    return hasattr(module, "is_transposed") and isinstance(getattr(module, "num_experts", None), int)
+
+
 # The plans of a config, for the names of its base model's modules: how each is sharded, and in which order they run.
 TP_PLAN, PP_PLAN = "base_model_tp_plan", "base_model_pp_plan"
 # Styles without an effect: replicated modules need none, parameters have entries of their own, and activations

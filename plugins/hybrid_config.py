@@ -113,6 +113,8 @@ class HybridConfig(ShardOptions, DataOptions):
         wp_size: neighbours on the data axis (dp and sp together) over which the weights of linear layers are sharded,
             and all-gathered layer by layer (InternEvo's isp, arXiv:2401.09149).
         wp_overlap: prefetch the next layer's weights during the computation of a layer.
+        ep_size: neighbours on the data axis over which the experts of a mixture are distributed; tokens travel to their
+            experts and back. See docs/experts.md.
         parallel_output: leave logits sharded over the vocabulary after training calls with labels (see
             `VocabParallelLogits`); the loss is computed from sharded logits in any case.
         compile_layers: compile each layer as a separate graph, collectives included; see docs/fused.md.
@@ -136,6 +138,7 @@ class HybridConfig(ShardOptions, DataOptions):
     inner_ring_size: int | None = None
     wp_size: int = 1
     wp_overlap: bool = True
+    ep_size: int = 1
     parallel_output: bool = True
     compile_layers: bool = False
     custom_policy: Policy | Table | None = None

@@ -33,7 +33,9 @@ from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.compiled_layers import compile_layers, layers_to_compile
 from ..shardformer.configs import copy_configs
 from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
+from ..shardformer.expert_sharding import apply_expert_sharding, expert_errors
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.expert_parallel import CheckpointWithChoices
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import (
@@ -97,6 +99,8 @@ def boost(
         ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
+        if config.ep_size > 1:
+            apply_expert_sharding(model, mesh.group("ep"))
         model.to(mesh.device)  # only this rank's shards
         materialize(model)
         free_cached_memory(mesh.device)  # the full model may have been on the device
@@ -146,6 +150,8 @@ class BoostPlan:
         """Wrap the layers that are recomputed in backward."""
         if config.gradient_checkpoint_config is not None:
             checkpoint = ActivationOffload(mesh.device).checkpoint if config.activation_offload else RECOMPUTE
+            if config.ep_size > 1:
+                checkpoint = CheckpointWithChoices(checkpoint)
             checkpoint_layers(self.recomputed, config.gradient_checkpoint_config, checkpoint)
 
 
@@ -171,6 +177,8 @@ def plan_boost(
     recomputed: Mapping[int, Sequence[nn.Module]] = {}
     if config.wp_size > 1:
         weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
+    if config.ep_size > 1:
+        errors += expert_errors(model, config.ep_size)
     if mesh.size("tp", "pp", "sp") > 1:
         sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
         if config.custom_policy is None:  # a custom policy may replicate experts
@@ -321,7 +329,7 @@ def _refuse_backward(model: nn.Module) -> None:
 
 
 COMPILED = (
-    "torch.compile is not supported with a tp_size, sp_size or wp_size above 1: leave it out, and give the "
+    "torch.compile is not supported with a tp_size, sp_size, wp_size or ep_size above 1: leave it out, and give the "
     "plugin compile_layers=True"
 )
 
@@ -395,13 +403,13 @@ class HybridParallelModule(BoostedModule):
         """Call the transformers model's `generate`. Inputs must be equal on all ranks of a tensor axis.
 
         Raises:
-            RuntimeError: pp_size, sp_size or wp_size is above 1.
+            RuntimeError: pp_size, sp_size, wp_size or ep_size is above 1.
             ValueError: inputs differ between the ranks of one model; raised on all of them.
         """
         if self.mesh.size("pp", "sp", *SUB_AXES) > 1:
             raise RuntimeError(
-                "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
-                "generate with what from_pretrained loads"
+                "model.generate needs pp_size, sp_size, wp_size and ep_size of 1: save the model by "
+                "booster.save_model, and generate with what from_pretrained loads"
             )
         with naming_failures("model.generate", self.mesh.replica_stage_ranks()):
             self._require_equal_inputs(args, kwargs)

@@ -33,6 +33,7 @@ class Layout:
         recompute_modules: the modules of these layers that are recomputed; empty for the full layers.
         sequence: the mode of sequence parallelism; None for unsharded sequences.
         wp: neighbours on the data axis over which the weights of linear layers are sharded.
+        ep: neighbours on the data axis over which experts are distributed.
         inner_ring: ranks of the inner of two rings; 0 for one ring.
         options: names of further options of the plugin that are enabled.
     """
@@ -54,6 +55,7 @@ class Layout:
     sequence: str | None = None
     inner_ring: int = 0
     wp: int = 1
+    ep: int = 1
     options: tuple[str, ...] = ()
 
     @property

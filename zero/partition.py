@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
 from ..cluster.device import is_cuda, side_stream
-from ..cluster.layout import LAYER_AXES, SUB_AXES
+from ..cluster.layout import LAYER_AXES, SUB_AXES, SUMMED
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import is_primary, num_parts, placements_of
 
@@ -146,6 +146,7 @@ class Partition:
     Args:
         group: the replicas, whose gradients are averaged.
         slices: the replicas over which the buffer is sharded (ZeRO); None if each owns all of it (data parallelism).
+        divisor: the number of ranks whose gradients the sum over the group has.
         copies: the replicas that own the same slice as this rank, the same number for each slice; None if this rank is
             the only owner.
         beside: the stream on which the sum over `copies` waits for the one over `slices`; None where the host waits.
@@ -153,6 +154,7 @@ class Partition:
 
     group: ProcessGroup
     slices: ProcessGroup | None
+    divisor: int
     copies: ProcessGroup | None
     beside: AbstractContextManager[Any] | None = None
 
@@ -178,6 +180,7 @@ class Partition:
         return Partition(
             group=_group(mesh, replicas),
             slices=_group(mesh, along) if num_slices > 1 else None,
+            divisor=whole if sharded_over in SUMMED else size,
             copies=_group(mesh, across) if num_slices < size else None,
             beside=side_stream(mesh.device) if 1 < num_slices < size else None,
         )
@@ -221,7 +224,10 @@ class Partition:
         A mean is a sum and a division, over gloo as over NCCL. In float32 the division comes afterwards, on the shorter
         slice. A 16-bit sum could overflow, so there the addends are divided when they are rounded to `wire_dtype`.
         """
-        if (size := self.group.size()) == 1:
+        size = self.divisor
+        if self.group.size() == 1:
+            if size > 1:
+                gradients.div_(size)
             return None
         is_rounded, in_transit = wire_dtype != torch.float32, gradients
         if is_rounded:

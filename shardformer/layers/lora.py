@@ -33,6 +33,11 @@ def is_lora(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) == _LORA
 
 
+def is_adapted_parameter(module: nn.Module) -> bool:
+    """Return True for LoRA of a parameter that is no linear layer's weight, as peft puts it around its module."""
+    return (type(module).__module__, type(module).__name__) == (_LORA[0], "ParamWrapper")
+
+
 def plain(module: nn.Module) -> Any:
     """The linear layer inside of LoRA, or the module itself."""
     return module.base_layer if is_lora(module) else module

@@ -57,9 +57,7 @@ def refuse_what_torch_compile_returned() -> None:
 
 
 def refuse_to_compile_layers_that_talk() -> None:
-    message = (
-        "torch.compile is not supported with a tp_size, sp_size or wp_size above 1: .*compile_layers=True"
-    )
+    message = "with a tp_size, sp_size, wp_size or ep_size above 1: .*compile_layers=True"
     booster, whole = boosted(hybrid())
     with pytest.raises(ValueError, match=r"not torch\.compile's wrapper of it: call model\.compile\(\)"):
         booster.execute_pipeline(iter([{"input_ids": IDS}]), torch.compile(whole, **HOW))
@@ -100,9 +98,7 @@ def generate_as_the_plain_model() -> None:
 
 
 def refuse_to_generate() -> None:
-    message = (
-        r"model\.generate needs pp_size, sp_size and wp_size of 1: save the model by booster\.save_model"
-    )
+    message = r"model\.generate needs pp_size, sp_size, wp_size and ep_size of 1: save the model by booster\.save_model"
     settings: tuple[dict[str, Any], ...] = (
         {"pp_size": 2},
         {"wp_size": 2},

@@ -14,6 +14,7 @@ from echelon.verify.models import ModelChoice
 
 from ..compiled import traced_layers
 from .covering import Row, covering
+from .expert_rows import expert_rows
 from .loss_rows import loss_rows
 from .matrix_rows import TIED_HEADS, missing, types_with_tables
 from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, Occasional
@@ -373,6 +374,7 @@ def parity_rows() -> Iterator[ParityRow]:
     yield from variant_rows()
     yield from batch_rows()
     yield from flash_rows()
+    yield from expert_rows()
     yield from loss_rows()
     for layout in (Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=2)):
         yield ParityRow(name="a hundred million parameters", choice=LARGE, layout=layout)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.verify.layout import Layout
@@ -36,19 +36,29 @@ class Measured(NamedTuple):
     terms: dict[str, Any]
 
 
-def measure_warm_step(layout: Layout, *, lengthens: bool = False, padding: int = 0) -> Measured:
+def measure_warm_step(
+    layout: Layout, *, lengthens: bool = False, padding: int = 0, num_experts: int = 0
+) -> Measured:
     """Measure a warm step on one rank of the pool.
 
     Args:
         lengthens: every batch is longer than the previous one.
         padding: masked tokens at the end of every row; 0 is a batch without a mask.
+        num_experts: of a Mixtral; 0 is a Llama.
     """
     torch.manual_seed(0)
-    config = LlamaConfig(
+    sizes = dict(
         vocab_size=128, hidden_size=HIDDEN, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     )
+    model: Any
+    if num_experts:
+        model = MixtralForCausalLM(
+            MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=num_experts)
+        )
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     plugin = HybridParallelPlugin(**layout.arguments)
-    booster, model = Booster(plugin=plugin), LlamaForCausalLM(config)
+    booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     for step in range(COMPARED + 1):
         generator = torch.Generator().manual_seed(10 * step + plugin.data_rank[0])
@@ -139,3 +149,17 @@ def test_batches_of_new_lengths_wait_for_no_device(pool: Pool) -> None:
         assert measured.reads == reads, f"rank {rank}"
         assert measured.traffic["pp", told] == traffic["pp", told], f"rank {rank}"
         assert measured.traffic["pp", f"small {told}"][0] == 2, f"rank {rank}"
+
+
+def test_experts_send_and_read_as_much_as_the_page_says(pool: Pool) -> None:
+    """Bytes are those of all ranks together: a rank receives as many rows as its experts are chosen for."""
+    layout = Layout(dp=2, ep=2, precision="bf16", microbatches=MICROBATCHES)
+    measured = pool.run(2, measure_warm_step, layout, num_experts=4)
+    ((axis, kind, *_, calls, nbytes),) = table("What experts communicate")
+    terms = {**measured[0].terms, "E": 4, "K": 2, "ep": 2}
+    traffic = [each.traffic[axis, kind] for each in measured]
+    assert axis == "ep" and {each[0] for each in traffic} == {value(calls, terms)}
+    assert sum(each[1] for each in traffic) == value(nbytes, terms)
+    for each in measured:
+        extra = each.reads - budget(terms)[1]
+        assert extra == {("layers/expert_parallel.py", "exchange_counts"): terms["L"] * terms["m"]}

@@ -1,0 +1,90 @@
+"""Experts distributed over ranks, by the plugin: adapters, refusals; parity rows are in tests/contract."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .training import hybrid, sgd
+
+MIXTRAL, LLAMA = (ModelChoice(model_type=each, num_layers=2) for each in ("mixtral", "llama"))
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def trained_adapters(folder: Path, ep_size: int) -> list[float]:
+    """Train adapters of experts and of attention for two steps, and save them; return losses and norms."""
+    config = LoraConfig(r=3, target_modules=["q_proj"], target_parameters=TARGETS, init_lora_weights=False)
+    with warnings.catch_warnings():
+        # peft 0.21 reads a property that transformers 5.23 has renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.manual_seed(0)
+        plain = get_peft_model(MIXTRAL.build(), config)
+    booster = hybrid(ep_size=ep_size)
+    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+    numbers = []
+    for step in range(2):
+        rank, size = booster.plugin.data_rank
+        batch = {
+            name: each.chunk(size)[rank]
+            for name, each in make_batch(MIXTRAL, num_samples=8, seed=step).items()
+        }
+        numbers.append(float(booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]))
+        optimizer.step()
+        numbers.append(float(optimizer.get_grad_norm()))
+        optimizer.zero_grad()
+    booster.save_lora_as_pretrained(model, folder)
+    return numbers
+
+
+def test_adapters_of_experts_train_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, trained_adapters, tmp_path / "1", 1)
+    for numbers in pool.run(2, trained_adapters, tmp_path / "2", 2):
+        assert numbers == pytest.approx(alone, rel=1e-5)
+    expected, saved = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("1", "2"))
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def refusal(choice: ModelChoice, settings: dict[str, Any]) -> str:
+    def boost() -> nn.Module:
+        model = choice.build()
+        return hybrid(**settings).boost(model, sgd(model))[0]
+
+    try:
+        boost()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("choice", "settings", "message"),
+    [
+        (
+            LLAMA,
+            {"ep_size": 2},
+            "ep_size=2 distributes the experts of a mixture, but a LlamaForCausalLM has none",
+        ),
+        (MIXTRAL, {"ep_size": 3}, "ep_size=3 does not divide the 2 ranks whose gradients are averaged"),
+        (
+            ModelChoice(model_type="mixtral", settings=(("num_local_experts", 3),)),
+            {"ep_size": 2},
+            "ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts: use a divisor",
+        ),
+    ],
+)
+def test_what_cannot_be_distributed_is_refused(
+    pool: Pool, choice: ModelChoice, settings: dict[str, Any], message: str
+) -> None:
+    for error in pool.run(2, refusal, choice, settings):
+        assert message in error
