@@ -65,7 +65,7 @@ def _unchanged(argument: str) -> Key:
     return Key(_KIND_OF[_TYPES[argument]], argument)
 
 
-_ONE_SIZE = Key(allowed=(1,), why="is not available: experts are sharded only by tensor parallelism; use 1")
+_ONE_SIZE = Key(allowed=(1,), why="is not available: use 1, and from_config(config, ep_size=...)")
 KEYS = {
     "parallel.zero1.size": Key("an integer"),
     "parallel.zero1.fsdp": Key(
