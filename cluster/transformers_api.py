@@ -184,6 +184,8 @@ def is_experts(module: nn.Module) -> bool:
 
 # The plans of a config, for the names of its base model's modules: how each is sharded, and in which order they run.
 TP_PLAN, PP_PLAN = "base_model_tp_plan", "base_model_pp_plan"
+# The module that computes rotary embeddings for all layers; plans do not name it.
+ROTARY = "rotary_emb"
 # Styles without an effect: replicated modules need none, parameters have entries of their own, and activations
 # outside regions are never sharded, whatever the plan proposes for norms.
 IGNORED_STYLES = ("replicate", "local_params", "sequence_parallel")

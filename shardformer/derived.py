@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..cluster.errors import errors_of, raise_errors
-from ..cluster.transformers_api import IGNORED_STYLES, MODULE_STYLES, PARAMETER_STYLES, PP_PLAN, TP_PLAN
+from ..cluster.transformers_api import (
+    IGNORED_STYLES,
+    MODULE_STYLES,
+    PARAMETER_STYLES,
+    PP_PLAN,
+    ROTARY,
+    TP_PLAN,
+)
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
@@ -64,7 +71,9 @@ def derived_table(model: nn.Module) -> Table:
     head = _path_of(model, output) if is_split else None
     plain = Table(
         stage=StagePlan(
-            layers=stack, entry=tuple(order)[: list(order).index(stack)] if stack in order else ()
+            layers=stack,
+            entry=tuple(order)[: list(order).index(stack)] if stack in order else (),
+            everywhere=tuple(present(base, (ROTARY,))),
         ),
         pipeline_errors=tuple(_pipeline_errors(base, layers[0], stack, order)),
         divisible=(),
@@ -83,7 +92,7 @@ def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mappi
     found = [
         f"{PP_PLAN} does not name {name}, which has parameters: use pp_size=1"
         for name, child in base.named_children()
-        if name not in order and any(True for _ in child.parameters())
+        if name not in (*order, ROTARY) and any(True for _ in child.parameters())
     ]
     found += [
         f"{PP_PLAN} names {name!r}, and the model has no such module"
