@@ -1,5 +1,6 @@
 """Faults in plugins around a step, noticed by scripts of the public calls."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from echelon.verify.layout import Layout
 from ...plugins.test_batch_norm import plain, trained
 from ...plugins.test_torch_plugins import evaluate_before_a_step
 from ...plugins.test_whole_batch import departure as of_whole_batch
-from ..mutations import fault, returning
+from ..mutations import around, fault, returning
 from ..test_features import SCRIPTS
 
 
@@ -29,6 +30,16 @@ def old_weights() -> str | None:
     """Compare the loss of a step with and without an evaluation before it."""
     with_evaluation, without = evaluate_before_a_step()
     return None if with_evaluation == without else f"{with_evaluation} instead of {without}"
+
+
+def of_one_label(counted: Callable[..., Any]) -> Callable[..., Any]:
+    """Let every loss count one label."""
+
+    def one(*args: Any) -> Any:
+        found = counted(*args)
+        return None if found is None else found._replace(number=torch.ones_like(found.number))
+
+    return one
 
 
 FAULTS = {
@@ -54,8 +65,8 @@ FAULTS = {
         returning(None),
         check=SCRIPTS["a loss exact over the global batch"].departure,
     ),
-    "microbatches weigh as many as their samples, not their labels": fault(
-        "pipeline.counted_loss:Observed.counted", returning(None), check=of_whole_batch
+    "microbatches weigh equally, whatever their labels": fault(
+        "pipeline.counted_loss:Observed.counted", around(of_one_label), check=of_whole_batch
     ),
     "the terms of a loss are weighed together": fault(
         "plugins.loss:terms_of", returning([]), check=of_whole_batch, args=("several terms",)
