@@ -79,7 +79,7 @@ WHOLE = torch.arange(120, dtype=torch.float32).view(SHAPE)
 
 def local(flat: Tensor, ends: list[int]) -> dict[str, LocalTensor]:
     start, stop = ([0, *ends, 120])[dist.get_rank()], ([*ends, 120])[dist.get_rank()]
-    return {"exp_avg/w": local_piece("w", flat[start:stop], start, SHAPE, None, 0)}
+    return {"exp_avg/w": local_piece("w", flat[start:stop], start, SHAPE)}
 
 
 def save(folder: Path, ends: list[int]) -> None:
@@ -88,8 +88,8 @@ def save(folder: Path, ends: list[int]) -> None:
 
 def save_replicas(folder: Path) -> list[str]:
     """Save from two ranks with the same boxes: each box is in one of their files."""
-    whole = {"exp_avg/w": local_piece("w", WHOLE.view(-1), 0, SHAPE, None, 0)}
-    whole |= {"exp_avg/v": local_piece("v", WHOLE.view(-1)[:20], 0, (4, 5), None, 0)}
+    whole = {"exp_avg/w": local_piece("w", WHOLE.view(-1), 0, SHAPE)}
+    whole |= {"exp_avg/v": local_piece("v", WHOLE.view(-1)[:20], 0, (4, 5))}
     return list(save_states(whole, folder, group=dist.group.WORLD))
 
 

@@ -21,6 +21,7 @@ from echelon import (
 )
 from echelon.pipeline.action import Action, Op
 
+from ..plugins import test_experts
 from ..pool import Pool
 from . import test_model_features, test_old_checkpoints, test_parity, test_refusals
 from .script import LLAMA, Script, shard_former
@@ -119,6 +120,10 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     ],
     "activation checkpointing": [test_parity.test_a_model_trains_as_one_process_does],
     "sequence and context parallelism": [test_parity.test_a_model_trains_as_one_process_does],
+    "expert parallelism": [
+        test_parity.test_a_model_trains_as_one_process_does,
+        test_experts.test_adapters_of_experts_train_as_in_one_process,
+    ],
     "weight parallelism": [
         test_parity.test_a_model_trains_as_one_process_does,
         test_a_script_has_the_losses_of_plain_torch,

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon import ShardConfig, ShardFormer
 from echelon.cluster.collectives import all_gather
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import shard_on
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice
 
@@ -81,9 +81,9 @@ def by_shard_former(sizes: dict[str, int]) -> list[str]:
 
 def unsharded(parameter: nn.Parameter, config: ShardConfig) -> Tensor:
     """Return the gradient of a full parameter."""
-    placement, gradient = placement_of(parameter), parameter.grad
+    placement, gradient = shard_on(parameter, "tp"), parameter.grad
     assert gradient is not None
-    if not isinstance(placement, Shard) or config.split_group is None:
+    if placement is None or config.split_group is None:
         return gradient
     return placement.whole(list(all_gather(gradient[None], config.split_group, 0).unbind(0)))
 
