@@ -4,6 +4,7 @@ A release that renames or moves one of them changes this file alone; a test find
 of the package itself (`transformers.PreTrainedModel`) are used everywhere. Names of a model's modules are in tables.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -180,6 +181,32 @@ def grouped_width(module: nn.Module) -> int | None:
 def is_experts(module: nn.Module) -> bool:
     """Return True for experts in one module: (tokens, indices, weights) in, parameters with a row for each expert."""
     return hasattr(module, "is_transposed") and isinstance(getattr(module, "num_experts", None), int)
+
+
+# The auxiliary loss of mixtures: its function in the files of models, and the setting that adds it to the loss.
+ROUTER_LOSS, ROUTER_LOGITS = "load_balancing_loss_func", "output_router_logits"
+_ROUTER_LOSS_INPUTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def router_loss_file(model: Any) -> dict[str, Any] | None:
+    """Return the names of the file whose auxiliary loss a model's forward calls; None for other models and losses.
+
+    All files with these four inputs have the same function, but for encoder-decoders.
+    """
+    for kind in type(model).__mro__:
+        forward: Any = inspect.unwrap(vars(kind).get("forward", router_loss_file))
+        called = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if ROUTER_LOSS in called and not model.config.is_encoder_decoder:
+            names: dict[str, Any] = forward.__globals__
+            inputs = inspect.signature(names[ROUTER_LOSS]).parameters
+            return names if list(inputs) == _ROUTER_LOSS_INPUTS else None
+    return None
+
+
+def adds_router_loss(model: Any, asked: bool | None = None) -> bool:
+    """Return True if a call of a model adds its auxiliary loss: as asked in the call, or by its config."""
+    configs = (model.config, model.config.get_text_config())
+    return any(getattr(each, ROUTER_LOGITS, False) for each in configs) if asked is None else asked
 
 
 # The plans of a config, for the names of its base model's modules: how each is sharded, and in which order they run.

@@ -50,7 +50,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,24 @@ class Seat(NamedTuple):
     stand_in: StandIn
 
 
+class Carried(Protocol):
+    """Tensors that travel with the activations: the last of those that a stage receives and sends."""
+
+    def begin(
+        self, args: tuple, kwargs: dict[str, Any], received: tuple[Tensor, ...], *, is_last: bool
+    ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        """Start a forward; return the keywords of the model's call, and the received tensors of the layers."""
+        ...
+
+    def sent(self) -> tuple[Tensor, ...]:
+        """Return the tensors to send after those of the layers."""
+        ...
+
+    def finish(self) -> None:
+        """End a forward, also one that raises."""
+        ...
+
+
 class Stage:
     """One stage as the runner uses it: the full model's forward, from the received tensors to the sent ones.
 
@@ -85,7 +103,12 @@ class Stage:
         inbox: the received tensors, for the model's stand-ins.
         seats: see [Note: seats].
         borrowed: see [Note: repeated modules].
+
+    Attributes:
+        carried: tensors besides those of the layers; None without.
     """
+
+    carried: Carried | None = None
 
     def __init__(
         self,
@@ -139,20 +162,26 @@ class Stage:
             kwargs = without_cache(self.model, args, kwargs)
         if self._makes_positions:
             kwargs = with_mask(self.model, args, kwargs)
-        self._inbox.begin(received)
+        carried, of_layers = self.carried, received
+        if carried is not None:
+            kwargs, of_layers = carried.begin(args, kwargs, received, is_last=self.is_last)
+        self._inbox.begin(of_layers)
         self.is_computing = True
         try:
             with self.seated():
                 outputs = self.model(*args, **kwargs)
         except StageExit as stage_exit:
+            sent = stage_exit.tensors if carried is None else (*stage_exit.tensors, *carried.sent())
             # A received tensor that is sent on unchanged gets a graph here, like all outputs that are not frozen.
             return tuple(
                 tensor.view_as(tensor) if any(tensor is each for each in received) else tensor
-                for tensor in stage_exit.tensors
+                for tensor in sent
             )
         finally:
             self.is_computing = False
             self._inbox.begin(())
+            if carried is not None:
+                carried.finish()
         if not self.is_last:
             raise AssertionError(f"stage {self.index} ran to the end of the model: no later layer was called")
         return drop_cache(outputs)

@@ -39,6 +39,7 @@ from ..shardformer.layers.batch_norm import has_sync_batch_norm
 from ..shardformer.layers.deferred_linear import defer_weight_gradients
 from ..shardformer.layers.loss import ShardedLogits
 from ..shardformer.recompute import recomputable_layers
+from ..shardformer.router_loss import share_router_loss
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
@@ -75,6 +76,7 @@ class PipelineEngine:
         self.module, self.config, self.mesh = module, config, mesh
         self._stages, self._cutting = local_stages(module), config.cutting
         self._last_rank = config.stage_ranks[-1]
+        adds_router_loss = share_router_loss(module, self._stages.values(), mesh)
         last = _observed_last(self._stages, module)
         self._observed_stages: dict[int, Any] = (
             dict(self._stages) if last is None else {**self._stages, last.index: last}
@@ -98,6 +100,7 @@ class PipelineEngine:
         self._microbatch_collectives = [
             *(f"{axis}_size={size}" for axis in SUB_AXES if (size := mesh.size(axis)) > 1),
             *["SyncBatchNorm"] * has_sync_batch_norm(module),
+            *["output_router_logits=True"] * adds_router_loss,
         ]
         # True if the number of collectives depends on the number of samples in each rank's batch.
         self._compares_numbers = config.microbatch_size is not None and (

@@ -17,6 +17,7 @@ NAMES = frozenset(
         *(*api.CACHE_NAMES, "past_key_value", "cache_position"),
         *(api.ATTENTION, api.EAGER_FUNCTION, api.ATTENTION_TABLE, "_can_set_attn_implementation"),
         *(api.SUPPORTS_SDPA, api.SUPPORTS_FLASH, api.SUPPORTS_FLEX, "_experts_implementation"),
+        api.ROUTER_LOSS,
         *("gradient_checkpointing", "_gradient_checkpointing_func", api.TP_PLAN, api.PP_PLAN),
     )
 )
@@ -54,7 +55,7 @@ def _named(node: ast.AST) -> Iterator[str]:
 
 
 def test_only_one_small_file_names_internals_of_transformers() -> None:
-    assert names_of_transformers(HOME.read_text()) and HOME.read_text().count("\n") <= 250
+    assert names_of_transformers(HOME.read_text()) and HOME.read_text().count("\n") <= 300
     found = {
         module_name(path): names
         for path in package_sources()

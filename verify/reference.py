@@ -86,7 +86,9 @@ def train(
             scale = loss_scale if dtype is torch.float16 else 1.0
         loss, gradients = _gradients(
             worker,
-            list(chain.from_iterable(replicas)),
+            list(chain.from_iterable(replicas))
+            if weigh is not None
+            else [_joined(each) for each in zip(*replicas, strict=True)],
             criterion=criterion,
             scale=scale,
             overflows=index == overflow_step,
@@ -116,7 +118,8 @@ def _gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
 
-    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, also of a batch at once.
+    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, also of a batch at once. Those
+    are then given with the samples of all replicas.
     """
     sums: dict[str, Tensor] = {}
     losses, weights, size = [], [], 0.0

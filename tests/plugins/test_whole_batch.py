@@ -3,6 +3,7 @@
 One process computes 27 samples in one call; here they are cut into replicas and four microbatches of unequal size.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,7 @@ def batch_of(name: str, seed: int = 3, *, empty: int = 7) -> Batch:
 
 
 def global_loss(plain: nn.Module, batch: Batch, parts: list[Batch]) -> Tensor:
-    """Return the loss of a batch at once, but for an auxiliary loss: the mean over its parts."""
+    """Return the loss of a batch at once, but for an auxiliary loss: the mean over its microbatches."""
     outputs = plain(**batch)
     loss: Tensor = outputs["loss"]
     if outputs.get("aux_loss") is None:
@@ -112,14 +113,10 @@ def global_loss(plain: nn.Module, batch: Batch, parts: list[Batch]) -> Tensor:
 
 
 def parts_of(batch: Batch, plugin: Any) -> list[Batch]:
-    """Return all microbatches of all replicas."""
-    replicas = [
-        {key: value.tensor_split(plugin.data_rank[1])[rank] for key, value in batch.items()}
-        for rank in range(plugin.data_rank[1])
-    ]
+    """Return the microbatches, each with the samples of all replicas."""
+    replicas = {key: value.tensor_split(plugin.data_rank[1]) for key, value in batch.items()}
     return [
-        {key: value.tensor_split(4)[index] for key, value in each.items()}
-        for each in replicas
+        {key: torch.cat([each.tensor_split(4)[index] for each in of]) for key, of in replicas.items()}
         for index in range(4)
     ]
 
@@ -204,6 +201,13 @@ def test_a_loss_is_that_of_the_whole_batch(pool: Pool, name: str) -> None:
 def test_a_replica_may_have_no_labels(pool: Pool, name: str) -> None:
     for far in pool.run(2, departures, name, {"zero_stage": 2}, empty=14):
         assert far == {}
+
+
+def test_routers_learn_from_a_batch_without_labels(pool: Pool) -> None:
+    """As in one process: the loss is NaN, and the gradients are those of the auxiliary loss."""
+    for far in pool.run(2, departures, "auxiliary", {"zero_stage": 2}, empty=SAMPLES):
+        assert far.keys() == {"loss", "evaluated"}
+        assert all(map(math.isnan, far.values()))
 
 
 @pytest.mark.parametrize("sizes", [*LAYOUTS, *PARALLEL], ids=str)
