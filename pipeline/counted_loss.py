@@ -13,6 +13,7 @@ gradients a graph of these scalars alone is made. Counts are then recorded as fu
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -60,6 +61,12 @@ def divided(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Ten
     if has_torch_function_unary(total):
         return handle_torch_function(divided, (total,), total, count, adds_up=adds_up)
     return total / count
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """Return a context in which no loss is recorded: those of slices, of which one is made."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
 
 
 class Observed(TorchFunctionMode):

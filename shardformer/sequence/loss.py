@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...cluster.collectives import all_reduce, paired
+from ...pipeline.counted_loss import unobserved
 from ...pipeline.plan import StagePlan, is_within
 from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
 from ..layers.loss import ShardedLogits, has_causal_loss, has_labels, route_causal_loss
@@ -87,7 +88,10 @@ def _sum_of_parts(
     inner: Callable[..., Tensor],
 ) -> Tensor:
     own = axis.own(shift_labels, 1, padding=ignore_index)
-    share = inner(logits, own, vocab_size, num_items_in_batch=1, ignore_index=ignore_index, shift_labels=own)
+    with unobserved():  # no term of the loss, which is the sum over all shards
+        share = inner(
+            logits, own, vocab_size, num_items_in_batch=1, ignore_index=ignore_index, shift_labels=own
+        )
     return paired(
         share, lambda share: all_reduce(share, axis.group), lambda gradient: of_all_ranks(gradient, axis)
     )
