@@ -203,10 +203,28 @@ def router_loss_file(model: Any) -> dict[str, Any] | None:
     return None
 
 
-def adds_router_loss(model: Any, asked: bool | None = None) -> bool:
-    """Return True if a call of a model adds its auxiliary loss: as asked in the call, or by its config."""
+def adds_router_loss(model: Any) -> bool:
+    """Return True if the config of a model with an auxiliary loss adds it to the loss."""
     configs = (model.config, model.config.get_text_config())
-    return any(getattr(each, ROUTER_LOGITS, False) for each in configs) if asked is None else asked
+    return any(getattr(each, ROUTER_LOGITS, False) for each in configs)
+
+
+def routing_sizes(model: Any) -> tuple[int, int]:
+    """Return the numbers of experts and of those of a token, as the model gives them to its auxiliary loss."""
+    owner = model if hasattr(model, "num_experts_per_tok") else model.config.get_text_config()
+    return owner.num_experts, owner.num_experts_per_tok
+
+
+def routers_of(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the routers whose logits the auxiliary loss gets, with the index of the logits in their outputs."""
+    found: dict[nn.Module, int] = {}
+    for part in model.modules():
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in recorded if isinstance(recorded, list) else [recorded]:
+            for path, module in part.named_modules():
+                if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in path:
+                    found[module] = recorder.index
+    return found
 
 
 # The plans of a config, for the names of its base model's modules: how each is sharded, and in which order they run.

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Optional
 from torch import nn
 from torch.nn import Parameter
 
+from ..cluster.transformers_api import ROUTER_LOGITS, router_loss_file
+
 # From (start, stop): the number of parameters of a stage with the layers range(start, stop). It never shrinks when
 # layers are added.
 StageSize = Callable[[int, int], int]
@@ -305,9 +307,18 @@ def is_within(name: str, path: str) -> bool:
 COLLECTING = (
     "output_hidden_states",
     "output_attentions",
-    "output_router_logits",
+    ROUTER_LOGITS,
     "use_weighted_layer_sum",  # of hidden states, in heads for sound
 )
+
+
+def collecting(model: Any) -> list[str]:
+    """Return the settings of COLLECTING that are refused for a model: all, but for an auxiliary loss that is added up.
+
+    See [Note: router statistics] in shardformer/router_loss.py.
+    """
+    is_added_up = router_loss_file(model) is not None
+    return [name for name in COLLECTING if not (is_added_up and name == ROUTER_LOGITS)]
 
 
 def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
@@ -321,12 +332,12 @@ def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
     return {"the model's config": settings, **of_parts}
 
 
-def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
-    """Return errors for settings (of a batch, a config) that change results under a pipeline; empty if none do."""
+def setting_errors(model: Any, settings: Mapping[str, Any], source: str) -> list[str]:
+    """Return errors for settings (of a batch, a config) that change a model's results under a pipeline."""
     found = [
         f"{name}={settings[name]!r} in {source} collects the outputs of all layers, but a pipeline stage has only its "
         "own: leave it out or use pp_size=1"
-        for name in COLLECTING
+        for name in collecting(model)
         if settings.get(name)
     ]
     return found + layer_drop_errors(

@@ -76,7 +76,7 @@ class PipelineEngine:
         self.module, self.config, self.mesh = module, config, mesh
         self._stages, self._cutting = local_stages(module), config.cutting
         self._last_rank = config.stage_ranks[-1]
-        adds_router_loss = share_router_loss(module, self._stages.values(), mesh)
+        self._router_loss = share_router_loss(module, self._stages.values(), mesh)
         last = _observed_last(self._stages, module)
         self._observed_stages: dict[int, Any] = (
             dict(self._stages) if last is None else {**self._stages, last.index: last}
@@ -100,7 +100,7 @@ class PipelineEngine:
         self._microbatch_collectives = [
             *(f"{axis}_size={size}" for axis in SUB_AXES if (size := mesh.size(axis)) > 1),
             *["SyncBatchNorm"] * has_sync_batch_norm(module),
-            *["output_router_logits=True"] * adds_router_loss,
+            *["output_router_logits=True"] * (self._router_loss is not None and self._router_loss.is_added),
         ]
         # True if the number of collectives depends on the number of samples in each rank's batch.
         self._compares_numbers = config.microbatch_size is not None and (
@@ -274,9 +274,12 @@ class PipelineEngine:
                 f"rank(s) {short}: use at most that many microbatches, larger batches, or drop_last=True in the "
                 "dataloader to leave out a short last batch"
             )
-        is_cut = isinstance(batch, Mapping) and self.mesh.size("pp") > 1
-        if is_cut and (errors := setting_errors(batch, "the batch")):
-            raise_errors(errors)
+        if not isinstance(batch, Mapping):
+            return
+        if self.mesh.size("pp") > 1:
+            raise_errors(setting_errors(self.module, batch, "the batch"))
+        if self._router_loss is not None and (error := self._router_loss.batch_error(batch)):
+            raise ValueError(error)
 
     def to_compute(self, batch: Any) -> Any:
         """Move a batch to this rank's device, and floating-point tensors to the model's precision."""

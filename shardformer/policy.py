@@ -141,7 +141,7 @@ class Policy(ABC):
             plan.stage_size(self.model),
         )
         for source, settings in settings_of(self.model).items():
-            found += setting_errors(settings, source)
+            found += setting_errors(self.model, settings, source)
         return found
 
     def preprocess(self) -> nn.Module:

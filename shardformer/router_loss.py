@@ -1,4 +1,4 @@
-"""The auxiliary loss of mixtures of experts, over the tokens of all ranks of the data axis.
+"""The auxiliary loss of mixtures of experts, over the tokens of all replicas and the layers of all stages.
 
 [Note: router statistics] transformers multiplies, for each expert, the fraction of tokens that chose it by its mean
 probability, both over the tokens of all layers. This is no sum over layers, ranks or microbatches. Sums are the factors
@@ -7,7 +7,9 @@ They are added over layers and ranks; the product is formed once. So a microbatc
 the tokens of this microbatch of all replicas. Masked tokens do not count.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +19,18 @@ from torch import Tensor, nn
 
 from ..cluster.collectives import all_reduce, paired
 from ..cluster.mesh import ParallelMesh
-from ..cluster.transformers_api import ROUTER_LOSS, adds_router_loss, router_loss_file
-from ..pipeline.stage import Stage
+from ..cluster.transformers_api import (
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
+    adds_router_loss,
+    router_loss_file,
+    routers_of,
+    routing_sizes,
+)
+from ..pipeline.stage import Stage, argument
+from .layers.sequence_axis import SequenceAxis, axis_of
 
-# E experts, K of them chosen for a token, N tokens of a layer
+# B batch, S sequence, E experts, N tokens of a layer on this rank
 
 
 class RouterLoss:
@@ -29,40 +39,91 @@ class RouterLoss:
     While the model runs, it has the place of the function in the model's file. It communicates in forwards with
     gradients and in those of a `Stage`, which all ranks run; other calls compute the loss of their tokens.
 
+    Under a pipeline the statistics of earlier stages arrive with the activations, and those of this stage are added and
+    sent on. Autograd returns their gradient in the same way. The last stage alone communicates over the data axis.
+
     Args:
         model: its forward calls the function.
         names: those of its file.
-        group: the data axis; None is one rank.
+        mesh: the mesh.
     """
 
-    def __init__(self, model: nn.Module, names: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        self._names, self._native, self._group = names, names[ROUTER_LOSS], group
-        self._is_common = False  # all ranks run this forward
+    def __init__(self, model: nn.Module, names: dict[str, Any], mesh: ParallelMesh) -> None:
+        self._model, self._names, self._native = model, names, names[ROUTER_LOSS]
+        self._device = mesh.device
+        self._group = mesh.group("data") if mesh.size("data") > 1 else None
+        self._sizes = routing_sizes(model) if mesh.size("pp") > 1 else None
+        axes = filter(None, map(axis_of, model.modules()))
+        self._axis: SequenceAxis | None = next(axes, None) if mesh.size("sp") > 1 else None
+        # In a stage's forward, which all ranks run: the statistics of the stages before, and logits of a stage before
+        # the last.
+        self._is_common = self._travels = False
+        self._received_3E: Tensor | None = None
+        self._logits: list[Tensor] | None = None
+        self._mask: Tensor | None = None
+        self._add_hooks(mesh)
 
-        # Functions, which copies of the model share.
+    def _add_hooks(self, mesh: ParallelMesh) -> None:
+        """Add hooks, as functions, which copies of the model share."""
+        is_partial = mesh.size("pp", "sp") > 1
+
         def enter(module: nn.Module, args: tuple) -> None:
             self._names[ROUTER_LOSS] = self
 
-        def leave(module: nn.Module, args: tuple, outputs: Any) -> None:
+        def leave(module: nn.Module, args: tuple, outputs: Any) -> Any:
             self._names[ROUTER_LOSS] = self._native
+            return _without_logits(outputs) if is_partial else outputs
 
-        model.register_forward_pre_hook(enter)
-        model.register_forward_hook(leave, always_call=True)
+        self._model.register_forward_pre_hook(enter)
+        self._model.register_forward_hook(leave, always_call=True)
+        for router, index in routers_of(self._model).items() if mesh.size("pp") > 1 else ():
+            router.register_forward_hook(partial(self._note, index=index))
+
+    def _note(self, router: nn.Module, args: tuple, output: Any, *, index: int) -> None:
+        if self._logits is not None:  # not in a recomputation, nor in the last stage
+            self._logits.append(output[index] if isinstance(output, tuple) else output)
+
+    @property
+    def is_added(self) -> bool:
+        """True if the model's config adds the loss."""
+        return adds_router_loss(self._model)
+
+    def batch_error(self, batch: Mapping[str, Any]) -> str | None:
+        """Return the error of a batch that differs from the config, by which all ranks run alike."""
+        asked = batch.get(ROUTER_LOGITS)
+        if asked is None or bool(asked) == self.is_added:
+            return None
+        return (
+            f"{ROUTER_LOGITS}={asked!r} in the batch differs from the model's config, by which all ranks run alike: "
+            f"leave it out, and set model.config.{ROUTER_LOGITS}={asked!r}"
+        )
 
     def begin(
         self, args: tuple, kwargs: dict[str, Any], received: tuple[Tensor, ...], *, is_last: bool
     ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-        """Start a stage's forward."""
+        """Start a stage's forward; only the last stage asks the model for logits."""
         self._is_common = True
-        return kwargs, received
+        self._travels = self.is_added
+        if not self._travels:
+            return kwargs, received
+        if received:
+            *of_layers, self._received_3E = received
+            received = tuple(of_layers)
+        self._mask = argument(self._model, args, kwargs, "attention_mask")
+        self._logits = None if is_last else []
+        return {**kwargs, ROUTER_LOGITS: is_last}, received
 
     def sent(self) -> tuple[Tensor, ...]:
-        """Return nothing: there is one stage."""
-        return ()
+        """Return the statistics of this stage and those before it."""
+        if not self._travels:
+            return ()
+        assert self._logits is not None and self._sizes is not None
+        return (self._total(self._logits, *self._sizes, self._mask),)
 
     def finish(self) -> None:
         """End a stage's forward."""
-        self._is_common = False
+        self._is_common = self._travels = False
+        self._received_3E = self._logits = self._mask = None
 
     @torch.compiler.disable
     def __call__(
@@ -75,10 +136,26 @@ class RouterLoss:
         """Return the loss; arguments as of transformers' function. In forward and backward one all-reduce."""
         if not isinstance(gate_logits, tuple) or num_experts is None:
             return self._native(gate_logits, num_experts, top_k, attention_mask)
-        total_3E = router_statistics(gate_logits, num_experts, top_k, attention_mask)
+        if self._sizes not in (None, (num_experts, top_k)):
+            raise AssertionError(
+                f"the model's numbers of experts are {(num_experts, top_k)}, not {self._sizes}"
+            )
+        total_3E = self._total(gate_logits, num_experts, top_k, attention_mask)
         if self._group is not None and (self._is_common or torch.is_grad_enabled()):
             total_3E = _over_ranks(total_3E, self._group)
         return balance_loss(total_3E)
+
+    def _total(
+        self, logits_NE: Sequence[Tensor], num_experts: int, top_k: int, mask_BS: Tensor | None
+    ) -> Tensor:
+        """Return the statistics of this stage and those before it."""
+        if not logits_NE:
+            nothing_3E = torch.zeros(3, num_experts, dtype=torch.float32, device=self._device)
+            return nothing_3E if self._received_3E is None else self._received_3E
+        if self._axis is not None:
+            mask_BS = own_tokens(len(logits_NE[0]), mask_BS, self._axis)
+        own_3E = router_statistics(logits_NE, num_experts, top_k, mask_BS)
+        return own_3E if self._received_3E is None else self._received_3E + own_3E
 
 
 def router_statistics(
@@ -92,17 +169,13 @@ def router_statistics(
         top_k: the number of experts of a token.
         mask: the weight of each of the N tokens, 1 or 0; None counts all.
     """
-    device = logits_NE[0].device
-    total_3E = torch.zeros(3, num_experts, device=device)
+    kind: Any = {"dtype": torch.float32, "device": logits_NE[0].device}
+    total_3E = torch.zeros(3, num_experts, **kind)
     for layer_NE in logits_NE:
         probabilities_NE = F.softmax(layer_NE, dim=-1)
         chosen = torch.topk(probabilities_NE, top_k, dim=-1).indices.reshape(-1)
-        weight_N = (
-            torch.ones(len(layer_NE), device=device)
-            if mask is None
-            else mask.reshape(-1).to(device, torch.float32)
-        )
-        counts_E = torch.zeros(num_experts, device=device)
+        weight_N = torch.ones(len(layer_NE), **kind) if mask is None else mask.reshape(-1).to(**kind)
+        counts_E = torch.zeros(num_experts, **kind)
         counts_E.scatter_add_(0, chosen, weight_N.repeat_interleave(top_k))
         sums_E = (probabilities_NE.float() * weight_N.unsqueeze(-1)).sum(0)
         total_3E = total_3E + torch.stack([counts_E, sums_E, weight_N.sum().expand(num_experts)])
@@ -124,21 +197,32 @@ def _over_ranks(total_3E: Tensor, group: dist.ProcessGroup) -> Tensor:
     return paired(total_3E, over_ranks, over_ranks)
 
 
-def share_router_loss(model: nn.Module, stages: Iterable[Stage], mesh: ParallelMesh) -> bool:
-    """Compute the auxiliary loss of a model over the data axis, in place.
+def own_tokens(num_tokens: int, mask_BS: Tensor | None, axis: SequenceAxis) -> Tensor:
+    """Return the mask of this rank's shards of sequences; their padding does not count."""
+    if mask_BS is None:
+        mask_BS = torch.ones(num_tokens // axis.part_length, axis.length)
+    return axis.own(mask_BS, 1)
+
+
+def _without_logits(outputs: Any) -> Any:
+    """Return a model's outputs without logits of routers, of which a rank has only some."""
+    if getattr(outputs, "router_logits", None) is None:
+        return outputs
+    return replace(outputs, router_logits=None)
+
+
+def share_router_loss(model: nn.Module, stages: Iterable[Stage], mesh: ParallelMesh) -> RouterLoss | None:
+    """Compute the auxiliary loss of a model over the data axis and all stages, in place; None for a model without one.
 
     Args:
         model: the local model.
         stages: its stages on this rank.
         mesh: the mesh.
-
-    Returns:
-        True if the model's config adds such a loss.
     """
     names = router_loss_file(model)
-    if names is None or mesh.size("data") == 1:
-        return False
-    shared = RouterLoss(model, names, mesh.group("data"))
+    if names is None or mesh.size("data", "pp") == 1:
+        return None
+    shared = RouterLoss(model, names, mesh)
     for stage in stages:
         stage.carried = shared
-    return adds_router_loss(model)
+    return shared

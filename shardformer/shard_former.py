@@ -15,6 +15,7 @@ from ..cluster.errors import errors_of, raise_errors
 from ..cluster.gathering import run_or_raise_together
 from ..cluster.launch import launch_from_torch
 from ..cluster.mesh import ParallelMesh
+from ..cluster.transformers_api import ROUTER_LOGITS, adds_router_loss, router_loss_file
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
@@ -214,6 +215,11 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
         ]
     if errors := given_errors(model):
         return errors
+    if config.num_stages > 1 and router_loss_file(model) is not None and adds_router_loss(model):
+        return [
+            f"{ROUTER_LOGITS}=True in the model's config needs a booster under a pipeline, which adds up the auxiliary "
+            "loss over the stages: use HybridParallelPlugin, or set it to False"
+        ]
     if is_of_peft(model):
         return [
             f"the model is wrapped in peft's {type(model).__name__}, which renames its layers: give the "

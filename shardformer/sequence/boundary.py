@@ -25,7 +25,7 @@ from ...cluster.transformers_api import (
     checkpoint_function,
     set_checkpoint_function,
 )
-from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
+from ...pipeline.plan import Stack, StagePlan, collecting, settings_of
 from ...pipeline.stage import (
     argument,
     cache_of,
@@ -93,7 +93,8 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
             forgo = partial(_without_cache, is_flash_ring=is_flash_ring)
             model.register_forward_pre_hook(forgo, with_kwargs=True)
             model.register_forward_hook(lambda module, args, outputs: drop_cache(outputs))
-    model.register_forward_pre_hook(_refuse_collecting, with_kwargs=True)
+    refuse = partial(_refuse_collecting, names=collecting(model))
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
     model.register_forward_pre_hook(lambda module, args: remember_lengths(local))
 
 
@@ -120,7 +121,7 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
         f"{option}: {name}=True in {source} collects the outputs of layers, which would be sharded: set it "
         "to False, or leave enable_sequence_parallelism out"
         for source, settings in settings_of(model).items()
-        for name in COLLECTING
+        for name in collecting(model)
         if settings.get(name)
     ]
     mode, size = split.settings.mode, split.group.size()
@@ -216,8 +217,10 @@ def _is_causal(layer: nn.Module) -> bool:
     return any(getattr(module, "is_causal", False) is True for module in layer.modules())
 
 
-def _refuse_collecting(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    for name in COLLECTING:
+def _refuse_collecting(
+    model: Any, args: Sequence[Any], kwargs: dict[str, Any], *, names: Sequence[str]
+) -> None:
+    for name in names:
         asked = kwargs.get(name)
         if getattr(getattr(model, "config", None), name, False) if asked is None else asked:
             raise ValueError(

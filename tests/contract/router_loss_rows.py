@@ -16,8 +16,26 @@ LAYOUTS = (
     Layout(dp=2, zero=1, recompute=1.0),
     Layout(dp=2, ep=2, zero=2),
     Layout(dp=4, ep=2),
+    Layout(pp=2, schedule="interleaved", chunks=2),
+    Layout(pp=2, dp=2, ep=2),
+    Layout(pp=2, dp=2, zero=2, schedule="zbv", recompute=0.5),
+    Layout(pp=4, schedule="zbh1"),
+    Layout(pp=2, dp=2, zero=1, precision="bf16"),
+    Layout(sp=2, dp=2, ep=4, sequence="all_to_all", zero=2),
 )
-QUICK = ((MIXTRAL, Layout(dp=2, zero=2)),)
+# Not for gpt_oss, which has neither a plan of tensor parallelism nor attention that a ring can compute.
+FURTHER = (
+    Layout(sp=2, ep=2, sequence="ring_attn"),
+    Layout(tp=2, dp=2, ep=2, sequence="split_gather", recompute=1.0),
+    Layout(tp=2, pp=2, sequence="split_gather"),
+    Layout(pp=2, sp=2, sequence="ring_attn", schedule="zbv"),
+    Layout(tp=2, pp=2, precision="fp16"),
+)
+QUICK = (
+    (MIXTRAL, Layout(dp=2, zero=2)),
+    (QWEN, Layout(pp=2, dp=2, ep=2, schedule="zbv")),
+    (MIXTRAL, Layout(pp=2, sp=2, sequence="all_to_all")),
+)
 
 
 def router_loss_rows() -> Iterator[ParityRow]:
@@ -25,7 +43,7 @@ def router_loss_rows() -> Iterator[ParityRow]:
     for choice, layout in QUICK:
         yield _row(choice, layout, quick=True)
     for choice in (MIXTRAL, QWEN, GPT_OSS):
-        for layout in LAYOUTS:
+        for layout in (*LAYOUTS, *(FURTHER if choice is not GPT_OSS else ())):
             yield _row(choice, layout)
 
 

@@ -1,21 +1,34 @@
-"""The auxiliary loss of mixtures in direct calls and under refusals; parity rows are in tests/contract."""
+"""The auxiliary loss of mixtures in direct calls, its outputs, cost and refusals; parity rows are in tests/contract."""
 
+from collections import Counter
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from echelon.verify.batch import make_batch
+from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
+from echelon.shardformer.router_loss import own_tokens
+from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
 
+from ..host_reads import Places, host_reads
 from ..pool import Pool
 from .training import hybrid, sgd
 
-MIXTRAL = ModelChoice(model_type="mixtral", num_layers=2, settings=(("output_router_logits", True),))
+COMPARED, MICROBATCHES, NUM_EXPERTS = 3, 3, 4
+
+
+def mixture(*, adds: bool = True, model_type: str = "mixtral", **settings: Any) -> ModelChoice:
+    given = {"output_router_logits": adds, "num_hidden_layers": 2, **settings}
+    return ModelChoice(model_type=model_type, num_layers=2, settings=tuple(given.items()))
 
 
 def directly_called() -> tuple[float, float]:
     """Return the distances of loss and router gradients by `booster.backward` from one process."""
-    booster, plain, model = hybrid(), MIXTRAL.build(), MIXTRAL.build()
-    batch = make_batch(MIXTRAL, num_samples=6, seed=3)
+    booster, plain, model = hybrid(), mixture().build(), mixture().build()
+    batch = make_batch(mixture(), num_samples=6, seed=3)
     wanted = plain(**batch).aux_loss
     wanted.backward()
     boosted, optimizer, *_ = booster.boost(model, sgd(model))
@@ -36,14 +49,118 @@ def test_direct_calls_have_the_loss_of_all_ranks(pool: Pool) -> None:
 
 def evaluated_alone() -> float:
     """Return the distance of a call without gradients on one rank from the plain model's."""
-    plain, model = MIXTRAL.build(), MIXTRAL.build()
+    plain, model = mixture().build(), mixture().build()
     hybrid().boost(model, sgd(model))
     if dist.get_rank() == 1:
         return 0.0
-    batch = make_batch(MIXTRAL, num_samples=3, seed=3)
+    batch = make_batch(mixture(), num_samples=3, seed=3)
     with torch.no_grad():
         return abs(float(model(**batch).aux_loss / plain(**batch).aux_loss) - 1)
 
 
 def test_calls_without_gradients_compute_their_own_tokens(pool: Pool) -> None:
     assert max(pool.run(2, evaluated_alone)) < 1e-6
+
+
+def returned(choice: ModelChoice, **settings: Any) -> tuple[float, bool] | None:
+    """Return the distance of the auxiliary loss in the outputs of a pipeline's evaluation, and if it has logits."""
+    booster, model, batch = hybrid(**settings), choice.build(), make_batch(choice, num_samples=4, seed=3)
+    parts = [{name: each.chunk(2)[index] for name, each in batch.items()} for index in range(2)]
+    expected = [choice.build()(**part).aux_loss.detach() for part in parts]
+    boosted, *_ = booster.boost(model, sgd(model))
+    with torch.no_grad():
+        outputs = booster.execute_pipeline(iter([batch]), boosted, loss_of, return_outputs=True)["outputs"]
+    if outputs is None:
+        return None
+    found: Tensor = outputs["aux_loss"]
+    return abs(float(found / torch.stack(expected).mean()) - 1), outputs.get("router_logits") is not None
+
+
+# Of four layers: mixtures on one of the stages alone.
+DENSE_FIRST, DENSE_LAST = (
+    mixture(model_type="qwen3_moe", num_hidden_layers=4, mlp_only_layers=layers)
+    for layers in ([0, 1], [2, 3])
+)
+
+
+@pytest.mark.parametrize(
+    "choice", [mixture(), DENSE_FIRST, DENSE_LAST], ids=["all", "mixtures last", "mixtures first"]
+)
+def test_outputs_have_the_loss_but_no_logits_of_some_layers(pool: Pool, choice: ModelChoice) -> None:
+    found = [each for each in pool.run(2, returned, choice, pp_size=2) if each is not None]
+    assert [has_logits for _, has_logits in found] == [False]
+    assert found[0][0] < 1e-6
+
+
+def cost(adds: bool) -> tuple[Counter[tuple[str, str, str]], Places, bool]:
+    """Return calls and bytes of a warm step under pp2·dp2, its host reads, and True on the last stage."""
+    choice = mixture(adds=adds)
+    booster, model = hybrid(pp_size=2, num_microbatches=MICROBATCHES), choice.build()
+    boosted, optimizer, *_ = booster.boost(model, sgd(model), loss_of)
+    rank, _ = booster.plugin.data_rank
+    for step in range(COMPARED + 1):
+        batch = make_batch(choice, num_samples=2 * MICROBATCHES, seed=10 * step + rank)
+        with booster.plugin.ledger(optimizer) as ledger, host_reads() as reads:
+            booster.execute_pipeline(iter([batch]), boosted, loss_of, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    traffic: Counter[tuple[str, str, str]] = Counter()
+    for (axis, kind), count in ledger.traffic.items():
+        kind = kind.removeprefix("small ")
+        traffic[axis, kind, "calls"] += count.calls
+        traffic[axis, kind, "bytes"] += count.nbytes
+    return traffic, reads, booster.plugin.mesh.rank("pp") == 1
+
+
+def test_a_warm_step_sums_statistics_once_in_each_direction(pool: Pool) -> None:
+    """Beside them, the counts of a loss of several terms; see docs/cuda.md."""
+    size = 4 * 3 * NUM_EXPERTS
+    for without, having in zip(pool.run(4, cost, False), pool.run(4, cost, True), strict=True):
+        (before, reads, is_last), (after, further, _) = without, having
+        added = Counter(after)
+        added.subtract(before)
+        travel = {
+            ("pp", kind, unit): MICROBATCHES * (size if unit == "bytes" else 1)
+            for kind in ("send", "recv")
+            for unit in ("calls", "bytes")
+        }
+        over_ranks = {
+            ("dp", "all_reduce", "calls"): 2 * MICROBATCHES + 1,
+            ("dp", "all_reduce", "bytes"): 2 * MICROBATCHES * size + 8 * 5,
+        }
+        assert {key: count for key, count in added.items() if count} == travel | (
+            over_ranks if is_last else {}
+        )
+        assert reads == further
+
+
+def refused_batch() -> str:
+    booster, model = hybrid(), mixture(adds=False).build()
+    boosted, optimizer, *_ = booster.boost(model, sgd(model))
+    batch = make_batch(mixture(), num_samples=4, seed=3) | {"output_router_logits": True}
+    with pytest.raises(ValueError) as error:
+        booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+    return str(error.value)
+
+
+def test_a_batch_cannot_ask_for_the_loss_of_its_own(pool: Pool) -> None:
+    for message in pool.run(2, refused_batch):
+        assert "set model.config.output_router_logits=True" in message
+
+
+class _Group:
+    """The second of two ranks."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
+def test_padding_of_a_shard_does_not_count() -> None:
+    axis: Any = SequenceAxis(_Group(), SequenceOrder(size=2))  # type: ignore[arg-type]
+    axis.length = 5
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
+    assert own_tokens(6, None, axis).tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert own_tokens(6, mask, axis).tolist() == [[1, 1, 0], [1, 0, 0]]
