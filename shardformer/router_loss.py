@@ -7,7 +7,7 @@ They are added over layers and ranks; the product is formed once. So a microbatc
 the tokens of this microbatch of all replicas. Masked tokens do not count.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ class RouterLoss:
         self._add_hooks(mesh)
 
     def _add_hooks(self, mesh: ParallelMesh) -> None:
-        """Add hooks, as functions, which copies of the model share."""
+        """Add hooks to the model, and under a pipeline to its routers."""
         is_partial = mesh.size("pp", "sp") > 1
 
         def enter(module: nn.Module, args: tuple) -> None:
@@ -74,12 +74,12 @@ class RouterLoss:
             self._names[ROUTER_LOSS] = self._native
             return _without_logits(outputs) if is_partial else outputs
 
-        self._model.register_forward_pre_hook(enter)
-        self._model.register_forward_hook(leave, always_call=True)
+        self._model.register_forward_pre_hook(_Hook(enter))
+        self._model.register_forward_hook(_Hook(leave), always_call=True)
         for router, index in routers_of(self._model).items() if mesh.size("pp") > 1 else ():
-            router.register_forward_hook(partial(self._note, index=index))
+            router.register_forward_hook(_Hook(partial(self._note, index)))
 
-    def _note(self, router: nn.Module, args: tuple, output: Any, *, index: int) -> None:
+    def _note(self, index: int, router: nn.Module, args: tuple, output: Any) -> None:
         if self._logits is not None:  # not in a recomputation, nor in the last stage
             self._logits.append(output[index] if isinstance(output, tuple) else output)
 
@@ -156,6 +156,19 @@ class RouterLoss:
             mask_BS = own_tokens(len(logits_NE[0]), mask_BS, self._axis)
         own_3E = router_statistics(logits_NE, num_experts, top_k, mask_BS)
         return own_3E if self._received_3E is None else self._received_3E + own_3E
+
+
+class _Hook:
+    """A hook; in a copy of the module it does nothing."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
 
 
 def router_statistics(

@@ -1,5 +1,6 @@
 """The auxiliary loss of mixtures in direct calls, its outputs, cost and refusals; parity rows are in tests/contract."""
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -54,11 +55,13 @@ def evaluated_alone() -> float:
     if dist.get_rank() == 1:
         return 0.0
     batch = make_batch(mixture(), num_samples=3, seed=3)
+    copied = copy.deepcopy(model)(**batch).aux_loss.detach()
     with torch.no_grad():
-        return abs(float(model(**batch).aux_loss / plain(**batch).aux_loss) - 1)
+        found = torch.stack([model(**batch).aux_loss, copied])
+        return float((found / plain(**batch).aux_loss - 1).abs().max())
 
 
-def test_calls_without_gradients_compute_their_own_tokens(pool: Pool) -> None:
+def test_copies_and_calls_without_gradients_compute_their_own_tokens(pool: Pool) -> None:
     assert max(pool.run(2, evaluated_alone)) < 1e-6
 
 
