@@ -118,8 +118,8 @@ def _gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
 
-    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, also of a batch at once. Those
-    are then given with the samples of all replicas.
+    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, also of a batch at once. Then
+    the microbatches have the samples of all replicas.
     """
     sums: dict[str, Tensor] = {}
     losses, weights, size = [], [], 0.0
