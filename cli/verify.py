@@ -6,6 +6,7 @@ torch is imported inside functions, so that help needs no torch.
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +39,10 @@ def verify(
     layers: Annotated[int, typer.Option(help="Layers of the small model; of encoder and decoder each.")] = 4,
     tp: Annotated[int, typer.Option(help="Ranks over which layers are sharded.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,
+    dp: Annotated[
+        int | None,
+        typer.Option(help="Replicas with different batches; by default as few as --sp, --wp and --ep allow."),
+    ] = None,
     sp: Annotated[
         int, typer.Option(help="Ranks over which sequences are sharded: all_to_all, ring_attn.")
     ] = 1,
@@ -143,6 +147,9 @@ def layout_of(options: Mapping[str, Any]) -> "Layout":
 
     sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
     same = {each.name: options[each.name] for each in fields(Layout) if each.name in options}
+    if same["dp"] is None:
+        sub_axes = [max(1, same[axis]) for axis in ("sp", "wp", "ep")]
+        same["dp"] = lcm(*sub_axes) // sub_axes[0]
     return Layout(**same, sequence=sequence)
 
 
@@ -171,6 +178,7 @@ def argument_errors(choice: "ModelChoice", layout: "Layout", num_steps: int) -> 
 
 def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
     """List all reasons why this model cannot be sharded under this config."""
+    from ..shardformer.expert_sharding import expert_errors
     from ..shardformer.shard_former import policy_for
     from ..shardformer.sharder import split_errors
     from ..shardformer.weight_sharding import plan_weight_sharding
@@ -179,6 +187,8 @@ def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
     errors: list[str] = []
     if config.wp_size > 1:
         plan_weight_sharding(model, errors)
+    if config.ep_size > 1:
+        errors += expert_errors(model, config.ep_size)
     alone = config.tp_size == num_stages == 1
     if alone and sequence.mode is None:
         return errors

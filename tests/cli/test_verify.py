@@ -184,3 +184,12 @@ def test_every_process_answers_and_one_that_raises_is_named_with_its_traceback()
     assert isinstance(report, str)
     assert report.startswith("rank 1 failed: ") and "Traceback" in report
     assert "ValueError: no such luck" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [({}, 1), ({"ep": 4}, 4), ({"ep": 4, "sp": 2}, 2), ({"wp": 2, "ep": 3}, 6), ({"dp": 8, "ep": 2}, 8)],
+)
+def test_without_dp_a_layout_has_as_few_replicas_as_fit(options: dict[str, int], replicas: int) -> None:
+    sizes = {"sp": 1, "wp": 1, "ep": 1, "dp": None, "sp_mode": None}
+    assert command.layout_of(sizes | options).dp == replicas
