@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.cluster.mesh import ParallelMesh
+from echelon.pipeline.stage_manager import PipelineStageManager
+from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.router_loss import own_tokens
 from echelon.verify.batch import loss_of, make_batch
@@ -149,6 +152,33 @@ def refused_batch() -> str:
 def test_a_batch_cannot_ask_for_the_loss_of_its_own(pool: Pool) -> None:
     for message in pool.run(2, refused_batch):
         assert "set model.config.output_router_logits=True" in message
+
+
+def refused_counts() -> str:
+    booster, model = hybrid(num_microbatches=None, microbatch_size=2), mixture().build()
+    boosted, optimizer, *_ = booster.boost(model, sgd(model))
+    rank, _ = booster.plugin.data_rank
+    batch = make_batch(mixture(), num_samples=4 + 2 * rank, seed=3)
+    with pytest.raises(ValueError) as error:
+        booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+    return str(error.value)
+
+
+def test_replicas_run_equally_many_microbatches(pool: Pool) -> None:
+    for message in pool.run(2, refused_counts):
+        assert "output_router_logits=True needs equally many microbatches" in message
+
+
+def refused_stages() -> str:
+    config = ShardConfig(pipeline_stage_manager=PipelineStageManager(ParallelMesh(pp=2)))
+    with pytest.raises(ValueError) as error:
+        ShardFormer(config).optimize(mixture().build())
+    return str(error.value)
+
+
+def test_stages_without_a_booster_are_refused(pool: Pool) -> None:
+    for message in pool.run(2, refused_stages):
+        assert "use HybridParallelPlugin" in message
 
 
 class _Group:
