@@ -122,8 +122,8 @@ def test_a_group_that_the_script_starts_is_restarted_without_the_shared_store(
     script = SHORT.replace("STARTED", PLAIN)
     with pytest.raises(AssertionError) as caught:  # torchrun fails: no restart connects
         outputs(tmp_path, script, alone(2))
-    told = str(caught.value).count("started its process group on a store that torchrun keeps")
-    assert told in (1, 2)  # one line for each restart, of which a slow machine may not begin the second
+    lines = str(caught.value).count("started its process group on a store that torchrun keeps")
+    assert lines in (1, 2)  # one line for each restart, of which a slow machine may not begin the second
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     out, err = outputs(tmp_path, script, alone(2))
     assert out == "total 4.0\n" * 2
