@@ -1,6 +1,7 @@
 """Experts distributed over ranks, by the plugin: adapters, refusals; parity rows are in tests/contract."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
+from echelon import LazyInitContext
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
 
@@ -53,6 +55,27 @@ def test_adapters_of_experts_train_as_in_one_process(pool: Pool, tmp_path: Path)
     assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def losses_of(ep_size: int, lazy: bool) -> list[float]:
+    torch.manual_seed(0)
+    with LazyInitContext() if lazy else nullcontext():
+        plain = MIXTRAL.build()
+    booster = hybrid(ep_size=ep_size)
+    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+    losses = []
+    for step in range(3):
+        batch = make_batch(MIXTRAL, num_samples=4, seed=10 * step + booster.plugin.data_rank[0])
+        losses.append(float(booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_experts_of_a_lazy_model_train_as_those_of_another(pool: Pool) -> None:
+    expected, _ = pool.run(2, losses_of, 1, False)
+    for losses in pool.run(2, losses_of, 2, True):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def refusal(choice: ModelChoice, settings: dict[str, Any]) -> str:
