@@ -11,7 +11,6 @@ from .row import ParityRow
 MIXTRAL, QWEN, GPT_OSS, DEEPSEEK = (
     ModelChoice(model_type=each) for each in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 )
-# Layouts without tensor parallelism, which the plan of gpt_oss does not have.
 LAYOUTS = (
     Layout(dp=2, ep=2),
     Layout(dp=4, ep=4),
@@ -20,9 +19,10 @@ LAYOUTS = (
     Layout(dp=2, ep=2, pp=2, schedule="zbv", recompute=0.5),
     Layout(dp=4, ep=2, zero=1),
     Layout(dp=2, ep=2, zero=2, precision="bf16"),
-    Layout(sp=2, ep=2, sequence="ring_attn"),
 )
-WITH_TENSORS = (
+# gpt_oss has no plan for tensor parallelism, and sinks of attention, which rings do not have.
+NOT_OF_GPT_OSS = (
+    Layout(sp=2, ep=2, sequence="ring_attn"),
     Layout(dp=2, ep=2, tp=2),
     Layout(dp=2, ep=2, tp=2, sequence="split_gather", recompute=1.0),
     Layout(sp=2, ep=2, tp=2, sequence="all_to_all", zero=1),
@@ -41,7 +41,7 @@ def expert_rows() -> Iterator[ParityRow]:
     for choice, layout in QUICK:
         yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True)
     for choice in (MIXTRAL, QWEN, GPT_OSS):
-        for layout in (*LAYOUTS, *(WITH_TENSORS if choice is not GPT_OSS else ())):
+        for layout in (*LAYOUTS, *(NOT_OF_GPT_OSS if choice is not GPT_OSS else ())):
             yield ParityRow(choice=choice, layout=layout)
     yield ParityRow(choice=MIXTRAL, layout=Layout(dp=4, wp=2, ep=4))
     yield ParityRow(
