@@ -32,6 +32,11 @@ def raise_errors(errors: Sequence[str]) -> None:
         raise ErrorList(*errors)
 
 
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names, with the number of the others, for an error."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
 def errors_of(error: Exception) -> tuple[str, ...]:
     """The texts of an `ErrorList`, or the text of any other error."""
     return error.args if isinstance(error, ErrorList) else (str(error),)

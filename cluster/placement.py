@@ -46,7 +46,8 @@ class Shard:
         stretches: number of equal sections of the full tensor, each with an equal share of `blocks`. A section is
             sharded over its own neighbouring ranks only (the heads that share a key-value head). 1 shards over all
             ranks.
-        axis: mesh axis: one of `LAYER_AXES`, or a sub-axis of "data", over which backward leaves the gradient's mean.
+        axis: mesh axis: one of `LAYER_AXES`, or a sub-axis of "data", over which backward leaves the gradient's mean or
+            sum (`SUMMED`).
     """
 
     size: int

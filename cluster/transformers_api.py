@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -193,10 +194,16 @@ def router_loss_file(model: Any) -> dict[str, Any] | None:
 
     All files with these four inputs have the same function, but for encoder-decoders.
     """
-    for kind in type(model).__mro__:
+    names = _router_loss_names(model.__class__)
+    return None if names is None or model.config.is_encoder_decoder else names
+
+
+@cache  # every batch of a pipeline asks
+def _router_loss_names(model_class: type) -> dict[str, Any] | None:
+    for kind in model_class.__mro__:
         forward: Any = inspect.unwrap(vars(kind).get("forward", router_loss_file))
         called = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if ROUTER_LOSS in called and not model.config.is_encoder_decoder:
+        if ROUTER_LOSS in called:
             names: dict[str, Any] = forward.__globals__
             inputs = inspect.signature(names[ROUTER_LOSS]).parameters
             return names if list(inputs) == _ROUTER_LOSS_INPUTS else None

@@ -19,7 +19,7 @@ from .layers.lora import is_adapted_parameter
 
 def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
     """List reasons why the experts of a full model cannot be distributed over `ep_size` ranks; empty if they can."""
-    experts = {path: module for path, module in model.named_modules() if is_experts(module)}
+    experts: dict[str, Any] = {path: each for path, each in model.named_modules() if is_experts(each)}
     if not experts:
         return [
             f"ep_size={ep_size} distributes the experts of a mixture, but a {type(model).__name__} has none with the "
@@ -27,7 +27,7 @@ def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
         ]
     found = []
     for path, module in experts.items():
-        count: int = module.num_experts
+        count = module.num_experts
         if count % ep_size:
             found.append(f"ep_size={ep_size} does not divide the {count} experts of {path}: use a divisor")
         found += [
@@ -47,15 +47,18 @@ def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
         model: the local model.
         group: the expert axis, `mesh.group("ep")`.
     """
-    for module in list(model.modules()):
+    for module in model.modules():
         if is_experts(module):
-            count: int = module.num_experts  # type: ignore[assignment]
-            for parameter in module.parameters():
-                _place(parameter, group, dim=0, blocks=(count,))
-            module.num_experts = count // group.size()  # type: ignore[assignment]
-            ExpertParallel.from_native_module(module, group)
+            _distribute(module, group)
         elif is_adapted_parameter(module):
             _place_adapters(module, group)
+
+
+def _distribute(experts: Any, group: dist.ProcessGroup) -> None:
+    for parameter in experts.parameters():
+        _place(parameter, group, dim=0, blocks=(experts.num_experts,))
+    experts.num_experts //= group.size()
+    ExpertParallel(experts, group)
 
 
 def _place_adapters(wrapper: Any, group: dist.ProcessGroup) -> None:

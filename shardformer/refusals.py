@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor
 
+from ..cluster.errors import first_of
 from ..cluster.placement import is_sharded
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stand_ins import StandIn
@@ -42,14 +43,9 @@ def trained_errors(model: nn.Module) -> list[str]:
     if not names:
         return []
     return [
-        f"{_first_of(names)} of this {type(model).__name__} is already trained by another model's optimizer: copy it "
+        f"{first_of(names)} of this {type(model).__name__} is already trained by another model's optimizer: copy it "
         "(copy.deepcopy) before the first boost, or boost one module that contains both, with one optimizer"
     ]
-
-
-def _first_of(names: list[str]) -> str:
-    """Return the first of some names, with the number of the others."""
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _is_taken_as_one(model: nn.Module) -> bool:
@@ -91,7 +87,7 @@ def given_errors(model: object) -> list[str]:
         ]
     if not _is_taken_as_one(model) and (shared := _taken_inside(model)):
         return [
-            f"{_first_of(shared)} of this {type(model).__name__} is already boosted, or sharded by ShardFormer, in "
+            f"{first_of(shared)} of this {type(model).__name__} is already boosted, or sharded by ShardFormer, in "
             "another model: copy it (copy.deepcopy) before the first boost, or boost one module that contains both"
         ]
     if is_taken(model):

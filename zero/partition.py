@@ -3,7 +3,8 @@
 [Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that none of its placements names.
 Its gradient is averaged over these replicas, and its optimizer state is sharded over them. The replicas of a parameter
 that no data axis shards are all ranks of "data"; those of one sharded over "wp" are the ranks with the same shard. Over
-the sub-axis that a placement names, backward leaves the mean, or summands of it (`PartialGrad`).
+the sub-axis that a placement names, backward leaves the mean, summands of it (`PartialGrad`) or, over one of `SUMMED`,
+the sum.
 
 [Note: who reduces a parameter] Its gradient is summed over `ManagedParameter.sum_groups`, then averaged over the
 `group` of the `Partition` that `sharded_over` selects. `ManagedParameter.of` derives both from the placements and from
@@ -97,7 +98,7 @@ class ManagedParameter:
 
     @property
     def sharded_over(self) -> str | None:
-        """Return the sub-axis of the data axis that a placement names. Backward already averages over it."""
+        """Return the sub-axis of the data axis that a placement names; see [Note: replication]."""
         placed = placements_of(self.parameter)
         named = [axis for axis in SUB_AXES if axis in placed and placed[axis].size > 1]
         assert len(named) < 2, f"{self.name} is sharded over {named}, whose ranks are the same neighbours"

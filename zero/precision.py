@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..cluster.device import computes_in_bf16, default_device
-from ..cluster.errors import raise_errors
+from ..cluster.errors import first_of, raise_errors
 from ..cluster.options import AT_LEAST_ONE, Check, one_of, option, option_errors, type_errors
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -77,9 +77,8 @@ def format_errors(model: nn.Module) -> list[str]:
     wide = [name for name, each in model.named_parameters() if each.dtype is torch.float64]
     if not wide:
         return []
-    others = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
     return [
-        f"{wide[0]}{others} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
+        f"{first_of(wide)} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
         "call model.float(), or use TorchDDPPlugin or TorchFSDPPlugin, which compute in float64"
     ]
 

@@ -67,30 +67,20 @@ class _Dispatched(NamedTuple):
 
 
 class ExpertParallel:
-    """Keeps a rank's experts of a module, and lets the tokens of all ranks travel to them; see [Note: dispatch].
+    """The hooks by which the tokens of all ranks travel to a rank's experts; see [Note: dispatch]. No communication.
 
-    The module is called with tokens (N, H), the indices of their experts (N, K) and their weights (N, K). All its
-    parameters have a row for each expert. The module itself does not change, except for `num_experts`.
+    Args:
+        experts: a module whose parameters are sharded already. It is called with tokens (N, H), the indices of their
+            experts (N, K) and their weights (N, K); `num_experts` is the number of this rank's.
+        group: the expert axis.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._num_local: int = module.num_experts  # type: ignore[assignment]
+    def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
+        self._group, self._num_local = group, experts.num_experts
         self._dispatched: _Dispatched | None = None  # between the two hooks
-        change_inputs(module, self._dispatch)
+        change_inputs(experts, self._dispatch)
         # Before the hook that sums the partial results of sharded experts.
-        module.register_forward_hook(self._combine, prepend=True)
-
-    @staticmethod
-    def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
-        """Let tokens travel to the experts of a module whose parameters are sharded already; no communication.
-
-        Args:
-            module: see above; `num_experts` is the number of this rank's.
-            process_group: the expert axis.
-        """
-        ExpertParallel(module, process_group)
-        return module
+        experts.register_forward_hook(self._combine, prepend=True)
 
     @torch.compiler.disable
     def _dispatch(self, module: nn.Module, inputs: dict[str, Any]) -> None:
@@ -185,22 +175,20 @@ class Choices(TorchFunctionMode):
         return self._saved[-1]
 
 
-class CheckpointWithChoices:
-    """A checkpoint function that replays the choices of a forward in its recomputation.
+def replaying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a checkpoint function that replays the choices of a forward in its recomputation.
 
     Args:
         checkpoint: calls a function in forward and again in backward.
     """
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `checkpoint` on a function that replays."""
+    def checkpoint_with_choices(function: Callable[..., Any], *args: Any) -> Any:
         choices = Choices()
 
         def compute(*args: Any) -> Any:
             with choices:
                 return function(*args)
 
-        return self.checkpoint(compute, *args)
+        return checkpoint(compute, *args)
+
+    return checkpoint_with_choices

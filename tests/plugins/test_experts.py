@@ -3,20 +3,18 @@
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch import nn
 
 from echelon import LazyInitContext
-from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.batch import loss_of
 from echelon.verify.models import ModelChoice
 
 from ..pool import Pool
-from .training import hybrid, sgd
+from .training import hybrid, refused, sgd, share
 
 MIXTRAL, LLAMA = (ModelChoice(model_type=each, num_layers=2) for each in ("mixtral", "llama"))
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -34,12 +32,8 @@ def trained_adapters(folder: Path, ep_size: int) -> list[float]:
     model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
     numbers = []
     for step in range(2):
-        rank, size = booster.plugin.data_rank
-        batch = {
-            name: each.chunk(size)[rank]
-            for name, each in make_batch(MIXTRAL, num_samples=8, seed=step).items()
-        }
-        numbers.append(float(booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]))
+        batches = share(booster, MIXTRAL, step)
+        numbers.append(float(booster.execute_pipeline(batches, model, loss_of, optimizer)["loss"]))
         optimizer.step()
         numbers.append(float(optimizer.get_grad_norm()))
         optimizer.zero_grad()
@@ -65,8 +59,8 @@ def losses_of(ep_size: int, lazy: bool) -> list[float]:
     model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
     losses = []
     for step in range(3):
-        batch = make_batch(MIXTRAL, num_samples=4, seed=10 * step + booster.plugin.data_rank[0])
-        losses.append(float(booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]))
+        batches = share(booster, MIXTRAL, step)
+        losses.append(float(booster.execute_pipeline(batches, model, loss_of, optimizer)["loss"]))
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -78,36 +72,30 @@ def test_experts_of_a_lazy_model_train_as_those_of_another(pool: Pool) -> None:
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def refusal(choice: ModelChoice, settings: dict[str, Any]) -> str:
-    def boost() -> nn.Module:
-        model = choice.build()
-        return hybrid(**settings).boost(model, sgd(model))[0]
-
-    try:
-        boost()
-    except ValueError as error:
-        return str(error)
-    return "accepted"
+def refused_model(choice: ModelChoice) -> str:
+    booster, model = hybrid(ep_size=2), choice.build()
+    return refused(lambda: booster.boost(model, sgd(model)))
 
 
 @pytest.mark.parametrize(
-    ("choice", "settings", "message"),
+    ("choice", "message"),
     [
-        (
-            LLAMA,
-            {"ep_size": 2},
-            "ep_size=2 distributes the experts of a mixture, but a LlamaForCausalLM has none",
-        ),
-        (MIXTRAL, {"ep_size": 3}, "ep_size=3 does not divide the 2 ranks whose gradients are averaged"),
+        (LLAMA, "ep_size=2 distributes the experts of a mixture, but a LlamaForCausalLM has none"),
         (
             ModelChoice(model_type="mixtral", settings=(("num_local_experts", 3),)),
-            {"ep_size": 2},
             "ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts: use a divisor",
         ),
     ],
 )
-def test_what_cannot_be_distributed_is_refused(
-    pool: Pool, choice: ModelChoice, settings: dict[str, Any], message: str
-) -> None:
-    for error in pool.run(2, refusal, choice, settings):
+def test_what_cannot_be_distributed_is_refused(pool: Pool, choice: ModelChoice, message: str) -> None:
+    for error in pool.run(2, refused_model, choice):
         assert message in error
+
+
+def refused_size() -> str:
+    return refused(lambda: hybrid(ep_size=3))
+
+
+def test_a_size_that_does_not_divide_the_data_axis_is_refused(pool: Pool) -> None:
+    for error in pool.run(2, refused_size):
+        assert "ep_size=3 does not divide the 2 ranks whose gradients are averaged" in error

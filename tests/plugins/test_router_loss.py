@@ -140,32 +140,25 @@ def test_a_warm_step_sums_statistics_once_in_each_direction(pool: Pool) -> None:
         assert reads == further
 
 
-def refused_batch() -> str:
-    booster, model = hybrid(), mixture(adds=False).build()
+def refused_batch(adds: bool, settings: dict[str, Any], samples: list[int], further: dict[str, Any]) -> str:
+    """Return the error of a batch with these samples, by replica, and further inputs."""
+    booster, model = hybrid(**settings), mixture(adds=adds).build()
     boosted, optimizer, *_ = booster.boost(model, sgd(model))
-    batch = make_batch(mixture(), num_samples=4, seed=3) | {"output_router_logits": True}
+    rank, _ = booster.plugin.data_rank
+    batch = make_batch(mixture(), num_samples=samples[rank], seed=3) | further
     with pytest.raises(ValueError) as error:
         booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
     return str(error.value)
 
 
 def test_a_batch_cannot_ask_for_the_loss_of_its_own(pool: Pool) -> None:
-    for message in pool.run(2, refused_batch):
+    for message in pool.run(2, refused_batch, False, {}, [4, 4], {"output_router_logits": True}):
         assert "set model.config.output_router_logits=True" in message
 
 
-def refused_counts() -> str:
-    booster, model = hybrid(num_microbatches=None, microbatch_size=2), mixture().build()
-    boosted, optimizer, *_ = booster.boost(model, sgd(model))
-    rank, _ = booster.plugin.data_rank
-    batch = make_batch(mixture(), num_samples=4 + 2 * rank, seed=3)
-    with pytest.raises(ValueError) as error:
-        booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
-    return str(error.value)
-
-
 def test_replicas_run_equally_many_microbatches(pool: Pool) -> None:
-    for message in pool.run(2, refused_counts):
+    settings = {"num_microbatches": None, "microbatch_size": 2}
+    for message in pool.run(2, refused_batch, True, settings, [4, 6], {}):
         assert "output_router_logits=True needs equally many microbatches" in message
 
 

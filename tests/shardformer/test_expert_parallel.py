@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel
 
-from echelon.shardformer.layers.expert_parallel import CheckpointWithChoices, ExpertParallel
+from echelon.shardformer.layers.expert_parallel import ExpertParallel, replaying
 
 from ..pool import Pool
 
@@ -40,8 +40,6 @@ def dtype_of(implementation: str) -> torch.dtype:
 
 def block(model_type: str, implementation: str) -> nn.Module:
     """Return a mixture of a model type: router and experts, in float64 where the implementation has it."""
-    from transformers import AutoModel
-
     known = AutoConfig.for_model(model_type).to_dict()
     config = AutoConfig.for_model(
         model_type, **{name: value for name, value in SIZES.items() if name in known}
@@ -60,7 +58,7 @@ def sharded(mixture: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     experts.num_experts //= group.size()
     for parameter in experts.parameters():
         parameter.data = parameter.data.chunk(group.size())[group.rank()].clone()
-    ExpertParallel.from_native_module(experts, group)
+    ExpertParallel(experts, group)
     return mixture
 
 
@@ -121,9 +119,7 @@ def compared(
 
 
 def recomputed(mixture: nn.Module, x: Tensor) -> Tensor:
-    output: Tensor = CheckpointWithChoices(partial(checkpoint, use_reentrant=False))(
-        partial(output_of, mixture), x
-    )
+    output: Tensor = replaying(partial(checkpoint, use_reentrant=False))(partial(output_of, mixture), x)
     return output
 
 
