@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.errors import raise_errors
 from ..cluster.gathering import on_all_ranks, raise_different
+from ..cluster.options import is_number
 from ..data.loader import ShardedLoader
 from .local import LocalModel, saved_state
 from .model import config_errors
@@ -65,7 +66,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "must be an integer of at least 1, or None to keep all",
     ),
     "size_per_shard": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+        lambda value: is_number(value) and value > 0,
         "must be a number of MiB, above 0",
     ),
     "prefix": (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from inspect import cleandoc
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
 
 Value = TypeVar("Value")
 
@@ -70,7 +70,7 @@ def type_errors(options: Any) -> dict[str, str]:
         for each in fields(options)
         if (kinds := get_args(each.type) or (each.type,)) and _KINDS.keys() >= set(kinds)
         if (value := getattr(options, each.name)) is not each.default
-        if not (type(value) in kinds or (float in kinds and _is_number(value)))
+        if not (type(value) in kinds or (float in kinds and is_number(value)))
     }
 
 
@@ -97,5 +97,6 @@ def described(options: Any) -> dict[str, str]:
     return {each.name: meanings.get(each.name, "") for each in fields(options)}  # none under `python -OO`
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return True for an integer or a float, which True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -292,7 +292,7 @@ class ScheduleRun:
             return
         returned = self.criterion(output, self.microbatches[microbatch])
         loss, *weight = returned if isinstance(returned, tuple) else (returned,)
-        if not _is_scalar(loss) or len(weight) > 1 or not all(map(is_number, weight)):
+        if not _is_scalar(loss) or len(weight) > 1 or not all(map(is_weight, weight)):
             raise TypeError(
                 f"the criterion must return a scalar tensor, or (loss_sum, weight), not {_described(returned)}"
             )
@@ -348,7 +348,7 @@ def _is_scalar(loss: Any) -> bool:
     return isinstance(loss, Tensor) and loss.numel() == 1
 
 
-def is_number(weight: Any) -> bool:
+def is_weight(weight: Any) -> bool:
     """Return True for a weight that a criterion may return: a number of Python, or a scalar tensor."""
     return isinstance(weight, Real) or _is_scalar(weight)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.errors import raise_errors
+from ..cluster.options import is_number
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from .hybrid_config import HybridConfig
 
@@ -42,14 +43,14 @@ class Key(NamedTuple):
     why: str = ""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and isfinite(value)
 
 
 KINDS: dict[str, Callable[[Any], bool]] = {
     "any": lambda value: True,
     "an integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "a number": _is_number,
+    "a number": _is_finite,
     "a bool": lambda value: isinstance(value, bool),
     "a str": lambda value: isinstance(value, str),
     "a bool, or a number from 0 to 1": lambda value: (

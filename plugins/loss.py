@@ -23,7 +23,7 @@ from ..cluster.device import numbers_on
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.counted_loss import Observed, ObservedStage
 from ..pipeline.microbatch import batch_size
-from ..pipeline.runner import Criterion, RunResult, is_number
+from ..pipeline.runner import Criterion, RunResult, is_weight
 from ..zero.optimizer import ShardedOptimizer
 from .loss_terms import GlobalCounts, Term, expected_counts, has_rest, require_known_parameters, terms_of
 
@@ -258,7 +258,7 @@ class WeighedCriterion:
         """Return the sum of a microbatch's loss and its weight, or a wrong result of the criterion as it is."""
         computed: Any = self.criterion(outputs, inputs)
         loss, *given = computed if isinstance(computed, tuple) else (computed,)
-        if not isinstance(loss, Tensor) or len(given) > 1 or not all(map(is_number, given)):
+        if not isinstance(loss, Tensor) or len(given) > 1 or not all(map(is_weight, given)):
             return computed
         if given and not isinstance(given[0], Tensor) and not 0 <= given[0] < inf:
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cluster.device import is_cuda, numbers_on
 from ..cluster.errors import raise_errors
+from ..cluster.options import is_number
 from .bucket import Bucket
 from .reducer import Reducer
 
@@ -245,7 +246,7 @@ def require_finite_norm(norm: float, norm_type: float) -> None:
 
 def _is_positive(value: object) -> bool:
     """Return True for a number above 0, finite or infinite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return is_number(value) and value > 0
 
 
 def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
