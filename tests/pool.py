@@ -146,7 +146,7 @@ class Pool:
         Args:
             world_size: number of ranks.
             function: importable by name. The function, its arguments and its results are pickled.
-            timeout: seconds after which the run fails; also the timeout of the process group.
+            timeout: seconds after which the run fails. Collectives wait longer: the stacks of the ranks say more.
 
         Returns:
             The return values by rank.
@@ -201,7 +201,7 @@ class Pool:
                         rank=rank,
                         world_size=world_size,
                         port=self._store.port,
-                        timeout=timeout,
+                        timeout=timeout + self._grace,
                         call=call,
                         filters=filters,
                     )
