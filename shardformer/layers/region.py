@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import PartialGrad, place
@@ -69,7 +68,7 @@ class FurtherInputs:
     def enter(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """Let the inputs enter: in backward one all-reduce for each that requires a gradient."""
         if (rotations := inputs.get(ROTATIONS)) is not None:
-            inputs[ROTATIONS] = tree_map_only(Tensor, self._entered, rotations)
+            inputs[ROTATIONS] = self._entered(rotations)
         for name, dim in self.by_head.items():
             if not isinstance(x := inputs.get(name), Tensor):
                 continue
@@ -77,8 +76,10 @@ class FurtherInputs:
             if x.ndim == dim + 3 and x.shape[dim] > 1:
                 inputs[name] = own_heads(x, dim, self.num_heads, self.local_heads)
 
-    def _entered(self, x: Tensor) -> Tensor:
-        return copy_to(x, self.group) if x.requires_grad else x
+    def _entered(self, x: Any) -> Any:
+        if isinstance(x, tuple):  # cosines and sines
+            return tuple(map(self._entered, x))
+        return copy_to(x, self.group) if isinstance(x, Tensor) and x.requires_grad else x
 
     @staticmethod
     def from_native_module(
