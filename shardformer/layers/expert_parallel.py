@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.overrides import (
+    TorchFunctionMode,
+    _pop_mode,
+    _push_mode,
+    handle_torch_function,
+    has_torch_function_unary,
+)
 
 from ...cluster.collectives import exchange_rows, paired
 from .parallel_module import change_inputs
@@ -88,6 +94,8 @@ class ExpertParallel:
         names = list(inputs)[:3]
         hidden_NH, index_NK, weights_NK = (inputs[name] for name in names)
         num_choices = index_NK.shape[1]
+        if weights_NK.shape[1] != num_choices:  # of all experts, as Phi-MoE's in transformers 5.0
+            weights_NK = weights_NK.gather(1, index_NK)
         expert_R = index_NK.reshape(-1)
         order = torch.argsort(expert_R, stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -152,6 +160,14 @@ class Choices(TorchFunctionMode):
         self._replayed = iter(self._saved) if self._saved else None
         super().__enter__()
         return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave this context alone: hooks of the layer may have entered others, which stay. Private torch API."""
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; save or replay what it chose."""
