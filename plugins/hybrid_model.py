@@ -236,7 +236,7 @@ def managed_parameters(
 
     Args:
         local: this rank's parameters by name.
-        ties: the parameters shared by several stages, as `ShardFormer.optimize` returns them.
+        ties: the parameters shared by several stages, as `ModelSharder.cut_stages` returns them.
         mesh: all ranks.
         stage_manager: the assignment of stages to ranks.
         stages: by stage of this rank, the parameters that no other stage uses.
