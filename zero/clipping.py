@@ -36,6 +36,7 @@ class ReducedGradients:
 
     Attributes:
         factor: a pending factor of the gradients besides the loss scale, None for none; applied by `measure`.
+        has_plain: True if the gradients contain those of a `backward`, without a factor.
         norm: the 2-norm of the true gradients before any clipping; None until it is measured.
         has_gradients: for each of the reducer's slots, True if any rank had a gradient at the last measurement.
         is_agreed: True if all ranks agreed at the last measurement.
@@ -43,7 +44,7 @@ class ReducedGradients:
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
-        self._has_plain = False  # accumulated gradients of `backward`, without a factor
+        self.has_plain = self._accumulates = False
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
@@ -68,15 +69,14 @@ class ReducedGradients:
         """
         reduce()
         previous, factor = self._reducer.take_reduced(), self.factor
-        self.factor = None
+        self.factor, self.has_plain = None, False
         yield
         reduce()
         new = 1.0 if self.factor is None else self.factor
         # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
         self.factor = torch.where(new != 0, new, 1.0) if isinstance(new, Tensor) else new
-        assert factor is not None
         with torch.no_grad():
-            self._reducer.add(previous, factor / self.factor)
+            self._reducer.add(previous, (1.0 if factor is None else factor) / self.factor)
 
     def renew(self) -> None:
         """Reset the state, after new gradients were reduced or all were dropped."""
@@ -91,17 +91,17 @@ class ReducedGradients:
         """
         if accumulation_steps > 1 and isinstance(self.factor, Tensor):
             raise ValueError(_TWO_KINDS)
-        self._has_plain = accumulation_steps > 1
+        self.has_plain, self._accumulates = True, accumulation_steps > 1
 
     def note_factor(self, factor: float | Tensor | None) -> None:
         """Set the factor; raise ValueError after a `backward` that is accumulated for the same step."""
-        if self._has_plain and isinstance(factor, Tensor):
+        if self.has_plain and self._accumulates and isinstance(factor, Tensor):
             raise ValueError(_TWO_KINDS)
         self.factor = factor
 
     def finish(self) -> None:
         """End a step; another step on the same gradients measures them as this step left them."""
-        self.factor, self._has_plain = None, False
+        self.factor, self.has_plain = None, False
         self.norm = None
 
     def measure(self, norm_type: float = 2.0, *, code: int = 0, share: float | Tensor = 0.0) -> float:

@@ -167,7 +167,8 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
         Below stage 2 gradients are reduced only in the last of several calls. After a call that left a
-        `gradient_factor`, the gradients of a further call are reduced separately, inside `no_sync` too, and added.
+        `gradient_factor`, or before one that leaves it, gradients are reduced separately, inside `no_sync` too, and
+        added.
 
         Args:
             name: the name of the call, if ranks are to compare their calls.
@@ -181,7 +182,8 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"{self.accumulation_steps}: call optimizer.step() and optimizer.zero_grad() after every "
                 f"{self.accumulation_steps} calls, or drop their gradients by optimizer.zero_grad()"
             )
-        if self.accumulation_steps == 1 and self.gradient_factor is not None:
+        is_after_backward = name is None and self._gradients.has_plain  # this call will leave a factor
+        if self.accumulation_steps == 1 and (self.gradient_factor is not None or is_after_backward):
             with self._gradients.added_afterwards(self._reduce):
                 yield
             return
