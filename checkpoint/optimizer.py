@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..cluster.box import coverage_errors
 from ..cluster.gathering import on_all_ranks, on_first_rank, run_or_raise_together
 from .background import Keep
-from .box import coverage_errors
 from .commit import Replaced
 from .dcp import INDEX, StateFiles, save_states
 from .local import LocalTensor

@@ -30,9 +30,9 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import shards_of
 from ..cluster.random import ForwardRandom
 from ..shardformer.refusals import is_partial
-from ..zero.bucket import Slot
 from ..zero.inner_optimizer import layout_lines
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.slot import Slot
 
 
 def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:

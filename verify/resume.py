@@ -16,8 +16,9 @@ from ..checkpoint.optimizer import saved_options
 from ..cluster.gathering import gather_objects
 from ..pipeline.microbatch import merge, split
 from ..plugins.hybrid_model import HybridParallelModule
-from ..zero.bucket import Bucket, Slot
+from ..zero.bucket import Bucket
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.slot import Slot
 from .compare import StepComparison, first_departure
 from .layout import Layout, Training
 from .models import ModelChoice

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cluster.gathering import require_equal
-from .bucket import Bucket, Slot
+from .bucket import Bucket
 from .partition import ManagedParameter
 from .precision import DynamicScaler
 from .reducer import sums_in_order
+from .slot import Slot
 
 EQUAL_OPTIONS = (  # the rule for all ranks, quoted in errors
     "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
