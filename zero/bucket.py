@@ -8,7 +8,9 @@ A bucket sharded over two ranks (| bounds a slice, . is padding):
     pieces       [m0 m0 m0] [m1 m1]                     1-D views of the masters: what the optimizer steps
 
 In float32 the masters are the slice of the parameters itself. Padding is zero and stays zero. With offload the masters
-are on the CPU under every precision. So is a copy of the slice's gradients, made for each step.
+are on the CPU under every precision. So is a copy of the slice's gradients, made for each step. An optimizer that needs
+full parameters steps them on their owners (owned.py); then the masters of a bucket are its slice of the parameters in
+any format.
 
 [Note: gradient sharding] At stage 2 unsharded gradients have no permanent memory. A bucket borrows a buffer when a
 backward computes its first gradient. It returns the buffer once the gradients were averaged into the slice, which
@@ -16,7 +18,7 @@ accumulates over backwards. Usually two buffers exist: one bucket is in flight w
 three where gradients of neighbouring buckets arrive interleaved.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import groupby
 
@@ -59,6 +61,8 @@ class Bucket:
         pool: lends memory for unsharded gradients (stage 2); None keeps them allocated.
         communication_dtype: the format in which gradients are reduced over the data axis.
         is_offloaded: True to keep masters, and gradients for the step, on the CPU.
+        is_full: True if the optimizer steps full parameters: as views of the masters where one rank has them all, else
+            on their owners.
 
     Attributes:
         state: the state of the gradients.
@@ -67,6 +71,8 @@ class Bucket:
         gradients: the unsharded float32 buffer of gradients; None while it is not borrowed.
         own_gradients: this rank's slice of their mean, once REDUCED.
         masters: this rank's slice of the weights in float32.
+        is_owned: True if owners keep the masters, and step them.
+        unrounded: this rank's slice of the parameters as they were given, until owners have taken it.
         stepped_gradients: `own_gradients`, or with offload their copy on the CPU.
         counted, watched: ranges of `own_gradients` that this rank counts in the norm, and that other ranks count.
     """
@@ -81,11 +87,14 @@ class Bucket:
         pool: BufferPool | None = None,
         communication_dtype: torch.dtype = torch.float32,
         is_offloaded: bool = False,
+        is_full: bool = False,
+        is_owned: bool = False,
     ) -> None:
         self.state = GradientState.NONE
         self.group_index = group_index
         self.partition = partition
-        self.is_offloaded = is_offloaded
+        self.is_full, self.is_owned = is_full, is_owned
+        self.is_offloaded = is_offloaded and not is_owned
         self.sum_groups = members[0].sum_groups if members[0].needs_sum else ()
         self._pool = pool
         self._wire_dtype = communication_dtype
@@ -97,7 +106,7 @@ class Bucket:
         for managed, start in zip(members, starts, strict=True):
             view_like(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
-        self._allocate(values, dtype, is_offloaded=is_offloaded)
+        self._allocate(values, dtype)
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
         ends = [0, *(slot.stop for slot in self.slots)]
         begins = [*(slot.start for slot in self.slots), length]
@@ -105,7 +114,7 @@ class Bucket:
         self.counted = list(self._runs(primary=True)) if partition.is_counted else []
         self.watched = list(self._runs(primary=False)) if partition.is_counted else []
 
-    def _allocate(self, values: Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> None:
+    def _allocate(self, values: Tensor, dtype: torch.dtype) -> None:
         """Allocate the flat memory from float32 values of the parameters."""
         own = self.partition.own(values)
         self.parameters = values if dtype == torch.float32 else values.to(dtype)
@@ -116,17 +125,18 @@ class Bucket:
         else:
             self.gradients = torch.zeros_like(values)
             self.own_gradients = self.partition.own(self.gradients)
-        if is_offloaded:
-            self.masters = _host_copy(own)
+        self.unrounded = (own if dtype == torch.float32 else own.clone()) if self.is_owned else None
+        if self.is_offloaded:
+            self.masters = host_copy(own)
         else:
             self.masters = own.clone() if self.has_masters else self.partition.own(self.parameters)
         # Read by the inner optimizer in a step.
-        self.stepped_gradients = _host_copy(self.own_gradients) if is_offloaded else self.own_gradients
+        self.stepped_gradients = host_copy(self.own_gradients) if self.is_offloaded else self.own_gradients
 
     @property
     def has_masters(self) -> bool:
         """Return True if masters have memory of their own."""
-        return self.is_offloaded or self.parameters.dtype != torch.float32
+        return self.is_offloaded or (self.parameters.dtype != torch.float32 and not self.is_owned)
 
     @property
     def has_room(self) -> bool:
@@ -269,28 +279,42 @@ class Bucket:
         parameter.data = weight
         first = self.partition.index * self.masters.numel()
         begin, end = max(start, first), min(stop, first + self.masters.numel())
-        owned = begin < end
+        in_slice = slice(begin - first, max(begin, end) - first)
+        piece, gradient = None, None
+        if begin < end and not self.is_owned:
+            shape = parameter.shape if self.is_full else (-1,)
+            piece = Parameter(self.masters[in_slice].view(shape))
+            gradient = self.stepped_gradients[in_slice].view(shape)
         return Slot(
             managed=managed,
             start=start,
             stop=stop,
             weight=weight,
             gradient=None if self.gradients is None else view_like(self.gradients, parameter, start),
-            piece=Parameter(self.masters[begin - first : end - first]) if owned else None,
+            in_slice=in_slice,
+            piece=piece,
             piece_start=begin - start,
-            piece_gradient=self.stepped_gradients[begin - first : end - first] if owned else None,
+            piece_gradient=gradient,
+            is_full=self.is_full,
             version=parameter._version,
         )
 
     def _runs(self, *, primary: bool) -> Iterator[Tensor]:
         """Yield ranges of this rank's gradients for which it is the primary rank, or is not."""
-        first, length = self.partition.index * self.masters.numel(), self.masters.numel()
-        owned = [slot for slot in self.slots if slot.piece is not None]
-        for key, run in groupby(owned, key=lambda slot: slot.managed.is_primary):
+        local = [slot for slot in self.slots if slot.in_slice.start < slot.in_slice.stop]
+        for key, run in groupby(local, key=lambda slot: slot.managed.is_primary):
             if key == primary:
                 slots = list(run)
-                begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
-                yield self.own_gradients[begin - first : end - first]
+                yield self.own_gradients[slots[0].in_slice.start : slots[-1].in_slice.stop]
+
+
+def gathered(buckets: Iterable[Bucket], flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
+    """Gather slices, and return views by parameter name in the parameters' shapes. Collective over the data axis."""
+    return {
+        name: view
+        for bucket in buckets
+        for name, view in bucket.unflattened(bucket.partition.gathered(flat(bucket))).items()
+    }
 
 
 def round_masters(buckets: Sequence[Bucket]) -> None:
@@ -310,6 +334,8 @@ def make_buckets(
     pool: BufferPool | None = None,
     communication_dtype: torch.dtype = torch.float32,
     is_offloaded: bool = False,
+    full: Collection[int] = (),
+    is_owned: bool = False,
 ) -> list[Bucket]:
     """Make buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
@@ -320,6 +346,8 @@ def make_buckets(
         partitions: by `ManagedParameter.sharded_over`.
         bucket_size: in elements.
         dtype, pool, communication_dtype, is_offloaded: see `Bucket`.
+        full: indices of the groups whose parameters are stepped in full.
+        is_owned: True if owners step them; see `Bucket`.
     """
     buckets = []
     for index, group in enumerate(groups):
@@ -340,6 +368,8 @@ def make_buckets(
                     pool=pool,
                     communication_dtype=communication_dtype,
                     is_offloaded=is_offloaded,
+                    is_full=index in full,
+                    is_owned=is_owned and index in full,
                 )
                 buckets.append(bucket)
     return buckets
@@ -371,6 +401,6 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _host_copy(values: Tensor) -> Tensor:
+def host_copy(values: Tensor) -> Tensor:
     """Return a copy in CPU memory, pinned where the values are on CUDA."""
-    return host_memory(values.nbytes, values.device).view(values.dtype).copy_(values)
+    return host_memory(values.nbytes, values.device).view(values.dtype).view(values.shape).copy_(values)

@@ -54,9 +54,12 @@ class Slot:
         start, stop: bounds of its elements in the unsharded buffers.
         weight: the view into the unsharded parameters, in the parameter's shape.
         gradient: the view into the unsharded gradients, in the same shape; None while a stage-2 bucket has no buffer.
-        piece: the 1-D overlap of the parameter with this rank's slice of masters; None where they do not overlap.
-        piece_start: index of the first entry of `piece` among the parameter's entries.
-        piece_gradient: the gradient of `piece` in the slice's gradients; None where `piece` is.
+        in_slice: the parameter's entries in this rank's slice; empty where they do not overlap.
+        piece: the master weights that this rank steps, None if it steps none: the 1-D overlap of the parameter with
+            the slice of masters, or the full parameter, see owned.py.
+        piece_start: index of the first entry of `in_slice` among the parameter's entries.
+        piece_gradient: the gradient of `piece`; None where `piece` is, and outside of a step of a full parameter.
+        is_full: True if a rank that steps the parameter steps all of it.
         version: the parameter's version counter when its master was last known to agree with it.
         was_reduced: True if this rank contributed a gradient to a reduction since gradients were last dropped.
 
@@ -69,9 +72,11 @@ class Slot:
     stop: int
     weight: Tensor
     gradient: Tensor | None
+    in_slice: slice
     piece: Parameter | None
     piece_start: int
     piece_gradient: Tensor | None
+    is_full: bool
     version: int
     was_reduced: bool = False
 
