@@ -237,12 +237,12 @@ class ParallelMesh:
         Returns:
             The group, in the order of coordinates, or None if this rank is in no part.
         """
-        key = (self._simplest(axis), tuple(tuple(part) for part in parts))
-        if key[1] == (tuple(range(self.size(axis))),) and (key[0], 0) in self._groups:
-            key = (key[0], 0)
-        if key not in self._groups:
-            self._groups[key] = self._new_group(*key, use=GROUPS[PART])
-        return self._groups[key]
+        name, coordinates = self._simplest(axis), tuple(tuple(part) for part in parts)
+        if coordinates == (tuple(range(self.size(axis))),) and (name, 0) in self._groups:
+            return self._groups[name, 0]
+        if (name, coordinates) not in self._groups:
+            self._groups[name, coordinates] = self._new_group(name, coordinates, use=GROUPS[PART])
+        return self._groups[name, coordinates]
 
     def _simplest(self, axis: str) -> str:
         """The single axis that a joined axis consists of, if all its other axes have size 1."""

@@ -54,7 +54,7 @@ class CombinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every member, in their order."""
         loss = None
         if closure is not None:

@@ -210,8 +210,7 @@ class OwnedParameters:
     def _exchanged(
         self, rows: Tensor, sent: list[list[PlacedBox]], received: list[list[PlacedBox]]
     ) -> Tensor:
-        lengths = ([sum(part.box.numel for part in parts) for parts in each] for each in (sent, received))
-        return exchange_rows(rows, *lengths, self._team)
+        return exchange_rows(rows, _lengths(sent), _lengths(received), self._team)
 
 
 def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup | None:
@@ -261,6 +260,10 @@ def _unrounded(bucket: Bucket) -> Tensor:
 def _part_of_master(part: PlacedBox) -> Tensor:
     assert part.slot.piece is not None
     return part.of_full(part.slot.piece)
+
+
+def _lengths(of_ranks: list[list[PlacedBox]]) -> list[int]:
+    return [sum(part.box.numel for part in parts) for parts in of_ranks]
 
 
 def _joined(rows: list[Tensor], like: Tensor) -> Tensor:

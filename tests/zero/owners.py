@@ -18,12 +18,12 @@ from echelon.zero.precision import PrecisionConfig
 
 # Names of matrices begin with "m": Muon takes them alone.
 SHAPES = {
-    "m.qkv": (18, 7),
-    "m.out": (7, 6),
-    "m.padded": (5, 9),
-    "m.keys": (4, 7),
-    "m.router": (3, 7),
-    "m.plain": (11, 5),
+    "m_qkv": (18, 7),
+    "m_out": (7, 6),
+    "m_padded": (5, 9),
+    "m_keys": (4, 7),
+    "m_router": (3, 7),
+    "m_plain": (11, 5),
     "stack": (5, 6, 3),
     "norm": (13,),
     "scalar": (),
@@ -58,8 +58,8 @@ class Lamb(Optimizer):
 
 
 def muon(named: dict[str, Parameter]) -> Optimizer:
-    matrices = [each for name, each in named.items() if name.startswith("m.")]
-    rest = [each for name, each in named.items() if not name.startswith("m.")]
+    matrices = [each for name, each in named.items() if name.startswith("m_")]
+    rest = [each for name, each in named.items() if not name.startswith("m_")]
     return CombinedOptimizer(
         [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, fused=False)]
     )
@@ -76,11 +76,11 @@ def placements(name: str, mesh: ParallelMesh) -> tuple[Placement, ...]:
     """Return the placements of a parameter, outermost first."""
     ep, tp = mesh.size("ep"), mesh.size("tp")
     placed: dict[str, tuple[Placement, ...]] = {
-        "m.qkv": (Shard(size=tp, dim=0, blocks=(6, 8, 4)),),
-        "m.out": (Shard(size=tp, dim=1, blocks=(6,)),),
-        "m.padded": (Shard(size=tp, dim=0, blocks=(5,), padded=(-(-5 // tp) * tp,)),),
-        "m.keys": (Shard(size=tp, dim=0, blocks=(4,), replicas=tp),),
-        "m.router": (PartialGrad(size=tp),),
+        "m_qkv": (Shard(size=tp, dim=0, blocks=(6, 8, 4)),),
+        "m_out": (Shard(size=tp, dim=1, blocks=(6,)),),
+        "m_padded": (Shard(size=tp, dim=0, blocks=(5,), padded=(-(-5 // tp) * tp,)),),
+        "m_keys": (Shard(size=tp, dim=0, blocks=(4,), replicas=tp),),
+        "m_router": (PartialGrad(size=tp),),
         "stack": (
             Shard(size=ep, dim=0, blocks=(5,), padded=(-(-5 // ep) * ep,), axis="ep"),
             Shard(size=tp, dim=1, blocks=(4, 2)),
@@ -123,7 +123,7 @@ class Run:
         self.model = nn.Module()
         self.named = {name: placed(name, drawn(name, 0), self.mesh) for name in SHAPES}
         for name, each in self.named.items():
-            self.model.register_parameter(name.replace(".", "_"), each)
+            self.model.register_parameter(name, each)
         self.optimizer = ShardedOptimizer(
             make(self.named),
             [ManagedParameter.of(name, each, mesh=self.mesh) for name, each in self.named.items()],
@@ -145,7 +145,7 @@ class Run:
             whole: Any = sum(drawn(name, 10 * step + rank) for rank in ranks)
             gradient = placed(name, whole, self.mesh).detach()
             loss = (
-                loss + (parameter * (gradient / (tp if name in ("m.keys", "m.router") else 1))).float().sum()
+                loss + (parameter * (gradient / (tp if name in ("m_keys", "m_router") else 1))).float().sum()
             )
         self.optimizer.backward(loss)
         self.optimizer.step()
