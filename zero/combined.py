@@ -79,6 +79,9 @@ class CombinedOptimizer(Optimizer):
             each.load_state_dict({"state": state, "param_groups": groups})
         self._adopt()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers, "_is_complete": True}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._adopt()

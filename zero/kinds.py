@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .combined import members_of
+from .muon import Muon
 
 KNOWN = frozenset(
     {
@@ -30,6 +31,8 @@ KNOWN = frozenset(
         torch.optim.SGD,
     }
 )
+# These need full parameters, and other shapes than those of the trial if they have `blocks`.
+_FULL = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
 # Above the thresholds of optimizers: some treat small matrices differently, or quantize states of large ones in blocks.
 _SHAPE = (160, 144)
 _SIZE = 160 * 144
@@ -50,7 +53,7 @@ class UpdateKind(Enum):
 def update_kinds(optimizer: Optimizer) -> list[UpdateKind]:
     """Return the kind of update of every parameter group.
 
-    A class that is not in `KNOWN` is tested with the options of every group, since they may select another update. It
+    An unknown class is tested with the options of every group, since they may select another update. It
     steps a full matrix, and the same entries as two 1-D slices; if the results differ, two matrices together and apart.
 
     Raises:
@@ -87,8 +90,9 @@ def _name(optimizer: Optimizer) -> str:
 
 def _kinds(optimizer: Optimizer) -> dict[str, UpdateKind]:
     """Return the kind of update by the options of a parameter group, as `_keys` lists them."""
-    if type(optimizer) in KNOWN:
-        return dict.fromkeys(_keys(optimizer), UpdateKind.ELEMENT)
+    for known, kind in ((KNOWN, UpdateKind.ELEMENT), (_FULL, UpdateKind.PARAMETER)):
+        if type(optimizer) in known:
+            return dict.fromkeys(_keys(optimizer), kind)
     try:
         with torch.random.fork_rng(devices=[]):
             return {

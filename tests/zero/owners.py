@@ -12,6 +12,7 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import PartialGrad, Placement, Replicated, Shard, place
 from echelon.verify.parity import gather_whole
 from echelon.zero.combined import CombinedOptimizer
+from echelon.zero.muon import Muon
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
@@ -65,8 +66,19 @@ def muon(named: dict[str, Parameter]) -> Optimizer:
     )
 
 
+def muon_of_stacks(named: dict[str, Parameter]) -> Optimizer:
+    groups = [
+        {"params": [named["m_qkv"]], "blocks": (6, 8, 4)},
+        {"params": [named["m_out"]], "blocks": (2, 4), "transposed": True},
+        {"params": [named["stack"], named["m_padded"], named["m_plain"]]},
+    ]
+    others = [named[name] for name in ("m_keys", "m_router", "norm", "scalar")]
+    return CombinedOptimizer([Muon(groups, lr=0.02), Lamb(others)])
+
+
 OPTIMIZERS: dict[str, Callable[[dict[str, Parameter]], Optimizer]] = {
     "muon": muon,
+    "muon of stacks": muon_of_stacks,
     "adafactor": lambda named: torch.optim.Adafactor(list(named.values()), lr=0.02),
     "lamb": lambda named: Lamb(list(named.values())),
 }
@@ -121,11 +133,14 @@ class Run:
     ) -> None:
         self.mesh = ParallelMesh(**sizes)
         self.model = nn.Module()
-        self.named = {name: placed(name, drawn(name, 0), self.mesh) for name in SHAPES}
+        self.named = {name: Parameter(drawn(name, 0)) for name in SHAPES}
+        optimizer = make(self.named)  # before boost parameters are full
         for name, each in self.named.items():
+            for placement in placements(name, self.mesh):
+                place(each, placement, self.mesh.rank(placement.axis))
             self.model.register_parameter(name, each)
         self.optimizer = ShardedOptimizer(
-            make(self.named),
+            optimizer,
             [ManagedParameter.of(name, each, mesh=self.mesh) for name, each in self.named.items()],
             mesh=self.mesh,
             stage=stage,

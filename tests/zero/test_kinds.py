@@ -101,6 +101,7 @@ def test_muon_adafactor_and_lamb_need_full_parameters() -> None:
         "adafactor": [PARAMETER],
         "lamb": [PARAMETER],
         "muon": [PARAMETER, ELEMENT],
+        "muon of stacks": [PARAMETER] * 4,
     }.items():
         assert update_kinds(OPTIMIZERS[name](named)) == expected, name
 
