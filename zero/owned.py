@@ -72,8 +72,7 @@ class OwnedParameters:
     """The parameters that ranks of this team step in full, and the exchanges between their slices and owners.
 
     The constructor moves the unrounded values of the parameters into float32 masters, which become the `piece` of
-    their slots on the owners. Its result is equal on all ranks of the team but for their own part. Collective over the
-    team.
+    their slots on the owners. Ranks choose equal owners without communication. Collective over the team.
 
     Args:
         buckets: all buckets, of which those with `is_owned` take part.

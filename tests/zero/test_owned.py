@@ -25,10 +25,11 @@ def follow(sizes: dict[str, int], stages: tuple[int, ...]) -> None:
     [
         (1, {}, (0, 1)),
         (2, {}, (0, 1, 2)),
-        (2, {"tp": 2}, (0, 1)),
-        (2, {"ep": 2}, (0, 1)),
-        (4, {"tp": 2}, (0, 1, 2)),
-        (4, {"zero": 2}, (1,)),
+        pytest.param(2, {"tp": 2}, (0, 1), marks=pytest.mark.slow),
+        pytest.param(2, {"ep": 2}, (0, 1), marks=pytest.mark.slow),
+        (4, {"tp": 2}, (0, 2)),
+        pytest.param(4, {"tp": 2}, (1,), marks=pytest.mark.slow),
+        pytest.param(4, {"zero": 2}, (1, 2), marks=pytest.mark.slow),
         (4, {"tp": 2, "ep": 2, "zero": 1}, (1,)),
     ],
 )
