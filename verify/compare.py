@@ -72,7 +72,7 @@ def compare_float32(
     learning_rate: float,
     epsilon: float,
     bitwise: bool,
-    rounding: float = 1e-3,
+    rounding: Mapping[str, float] | None = None,
     rounded: Iterable[Sequence[StepRecord]] = (),
 ) -> list[StepComparison]:
     """Compare float32 runs tensor by tensor.
@@ -81,7 +81,7 @@ def compare_float32(
     all). A tensor whose entries are all below 1e-6 × largest of all may differ by that: such a gradient is
     mathematically zero (a key's bias in BERT, the bias of its span head), and its values are noise of a sum. So may one
     whose entries are all below 2**-23 times the loss.
-    Weights: 1e-5 × largest entry + `rounding` × learning rate, since AdamW divides gradients by their own size. To
+    Weights: 1e-5 × largest entry + 1e-3 × learning rate, since AdamW divides gradients by their own size. To
     this add the effect of gradient distances, which were compared themselves: distance / epsilon × learning rate for an
     entry near epsilon. At most 1e-1 × learning rate, as for divided noise.
 
@@ -89,7 +89,8 @@ def compare_float32(
         epsilon: AdamW's.
         bitwise: loss and gradients of the first step must be equal (a pipeline alone, nothing tied). Weights, and
             so later steps, may differ: an update in another memory layout may round differently.
-        rounding: the fraction of the learning rate by which weights may differ though gradients agree.
+        rounding: by name, the fraction of the learning rate by which a weight may differ though gradients agree, if it
+            is not 1e-3.
         rounded: runs of the reference from weights that were moved by a unit in the last place. A float32 computation
             gives at best the exact result for weights this near. From the second step on, where AdamW has divided by
             gradients, a quantity may be off by 8 times the distance between these runs and the reference; a gradient
@@ -97,18 +98,16 @@ def compare_float32(
     """
     effects = [[_distances(*both) for both in zip(run, expected, strict=True)] for run in rounded]
     compared: list[StepComparison] = []
-    shares: dict[str, float] = {}
+    shares = dict(rounding or {})
     for index, (own, other) in enumerate(zip(found, expected, strict=True)):
         exact = bitwise and index == 0
         loss = _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss)))
         if not isfinite(other.norm):
             compared.append(_compare_skipped(loss, found, other, index))
             continue
-        gradient_allowed = _allowed_gradients(
-            own, other, shares, epsilon=epsilon, exact=exact, rounding=rounding
-        )
+        gradient_allowed = _allowed_gradients(own, other, shares, epsilon=epsilon, exact=exact)
         weight_allowed = {
-            name: 1e-5 * weight.abs().max().item() + learning_rate * shares.get(name, rounding)
+            name: 1e-5 * weight.abs().max().item() + learning_rate * shares.get(name, 1e-3)
             for name, weight in other.weights.items()
         }
         norm_allowed = 1e-5 * other.norm
@@ -131,13 +130,7 @@ def compare_float32(
 
 
 def _allowed_gradients(
-    own: StepRecord,
-    other: StepRecord,
-    shares: dict[str, float],
-    *,
-    epsilon: float,
-    exact: bool,
-    rounding: float,
+    own: StepRecord, other: StepRecord, shares: dict[str, float], *, epsilon: float, exact: bool
 ) -> dict[str, float]:
     """Return the allowed distance of each gradient in float32.
 
@@ -150,7 +143,7 @@ def _allowed_gradients(
     for name, peak in peaks.items():
         distance = _distance(own.gradients.get(name), other.gradients[name])
         moved = 1e-1 if peak < noise else distance / epsilon
-        shares[name] = min(shares.get(name, rounding) + moved, 1e-1)
+        shares[name] = min(shares.get(name, 1e-3) + moved, 1e-1)
     return {
         name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, 1e-3 * largest)
         for name, peak in peaks.items()

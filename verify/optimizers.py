@@ -12,10 +12,10 @@ from ..zero.muon import Muon
 from .layout import EPSILON, LEARNING_RATE
 
 OPTIMIZERS = ("adamw", "muon", "adafactor")
-# The fraction of the learning rate by which weights may be off after a step in float32 whose gradients agree. Muon
-# orthogonalizes in bfloat16: 5 steps with a slope of up to 3.44 at small singular values carry the rounding of one
-# entry, 2^-9, to 2^-9 · 3.44^5 of the largest, about 1; its entries have the size of one over the root of their number.
-ROUNDED = {"adamw": 1e-3, "muon": 1e-1, "adafactor": 1e-3}
+# The fraction of the learning rate by which a matrix may be off after a step of Muon whose gradients agree. It computes
+# in bfloat16: five iterations with a slope of up to 3.44 at small singular values amplify the rounding of an entry,
+# 2^-9, by 3.44^5 = 480, to about the size of the entry.
+_ROUNDED = 1e-1
 
 
 def optimizers_of(
@@ -28,11 +28,16 @@ def optimizers_of(
         return [torch.optim.Adafactor(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE)]
     if kind == "adamw":
         return [AdamW(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE, eps=EPSILON, fused=fused)]
-    outer = {id(each) for name, each in model.named_parameters() if _is_table(model, name)}
-    hidden = [each for each in matrices if id(each) not in outer]
-    rest = _groups([each for each in matrices if id(each) in outer], vectors, vector_rate)
-    adamw = AdamW(rest, lr=LEARNING_RATE, eps=EPSILON, fused=fused)
-    return [Muon(hidden, lr=LEARNING_RATE, weight_decay=0.01), adamw]
+    hidden = _hidden(model)
+    muon = [each for name, each in model.named_parameters() if name in hidden]
+    tables = [each for name, each in model.named_parameters() if each.ndim > 1 and name not in hidden]
+    adamw = AdamW(_groups(tables, vectors, vector_rate), lr=LEARNING_RATE, eps=EPSILON, fused=fused)
+    return [Muon(muon, lr=LEARNING_RATE, weight_decay=0.01), adamw]
+
+
+def rounding_of(model: nn.Module, kind: str) -> dict[str, float]:
+    """Return by name the `rounding` that `compare_float32` takes."""
+    return dict.fromkeys(_hidden(model), _ROUNDED) if kind == "muon" else {}
 
 
 def combined(optimizers: Sequence[Optimizer]) -> Optimizer:
@@ -48,6 +53,11 @@ def _groups(
         {"params": matrices, "weight_decay": 0.01},
         {"params": vectors, "weight_decay": 0.0, "lr": vector_rate},
     ]
+
+
+def _hidden(model: nn.Module) -> set[str]:
+    """Return the names of matrices that Muon updates: all but embeddings and the head."""
+    return {name for name, each in model.named_parameters() if each.ndim > 1 and not _is_table(model, name)}
 
 
 def _is_table(model: nn.Module, name: str) -> bool:

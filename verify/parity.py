@@ -35,7 +35,7 @@ from .batch import make_batch
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
-from .optimizers import ROUNDED, combined, optimizers_of
+from .optimizers import combined, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
 
 LOSS_SCALE = 2.0**8  # the initial scale of fp16 runs: large enough that a missing division is found
@@ -165,7 +165,12 @@ def compare_with_one_process(
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
     compared = (
         _compare_float32(
-            model, found[:exact], train, rate, bitwise=bitwise, rounding=ROUNDED[training.optimizer]
+            model,
+            found[:exact],
+            train,
+            rate,
+            bitwise=bitwise,
+            rounding=rounding_of(model, training.optimizer),
         )
         if exact
         else []
@@ -182,7 +187,7 @@ def _compare_float32(
     rate: float,
     *,
     bitwise: bool,
-    rounding: float,
+    rounding: Mapping[str, float],
 ) -> list[StepComparison]:
     """Compare steps in float32 with one process."""
     dtypes = [torch.float32] * len(found)
