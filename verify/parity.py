@@ -35,6 +35,7 @@ from .batch import make_batch
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
+from .optimizers import combined, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
 
 LOSS_SCALE = 2.0**8  # the initial scale of fp16 runs: large enough that a missing division is found
@@ -150,7 +151,9 @@ def compare_with_one_process(
             model,
             steps[: len(dtypes)],
             # The kernel that boosted optimizers choose: another rounding can change the sign of a number near zero.
-            make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate, fused=True),
+            make_optimizers=partial(
+                optimizers_of, kind=training.optimizer, vector_rate=training.vector_rate, fused=True
+            ),
             criterion=training.criterion,
             dtypes=dtypes,
             max_norm=first.max_norm,
@@ -160,14 +163,31 @@ def compare_with_one_process(
         )
 
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
-    compared = _compare_float32(model, found[:exact], train, rate, bitwise=bitwise) if exact else []
+    compared = (
+        _compare_float32(
+            model,
+            found[:exact],
+            train,
+            rate,
+            bitwise=bitwise,
+            rounding=rounding_of(model, training.optimizer),
+        )
+        if exact
+        else []
+    )
     if exact < len(steps):
         compared += _compare_16_bit(model, found, dtypes, train, rate)[exact:]
     return compared
 
 
 def _compare_float32(
-    model: nn.Module, found: Sequence[StepRecord], train: _Train, rate: float, *, bitwise: bool
+    model: nn.Module,
+    found: Sequence[StepRecord],
+    train: _Train,
+    rate: float,
+    *,
+    bitwise: bool,
+    rounding: Mapping[str, float],
 ) -> list[StepComparison]:
     """Compare steps in float32 with one process."""
     dtypes = [torch.float32] * len(found)
@@ -178,6 +198,7 @@ def _compare_float32(
         learning_rate=rate,
         epsilon=EPSILON,
         bitwise=bitwise,
+        rounding=rounding,
     )
     compared = compare()
     if first_departure(compared) is not None:
@@ -256,8 +277,8 @@ def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model
     )
     booster = Booster(plugin=plugin)
-    given = make_optimizer(model, vector_rate=training.vector_rate)
-    boosted, optimizer, *_ = booster.boost(model, given)
+    optimizers = optimizers_of(model, training.optimizer, vector_rate=training.vector_rate)
+    boosted, optimizer, *_ = booster.boost(model, combined(optimizers))
     booster.seed(boosted, 0)  # two runs of one process would drop different entries
     assert isinstance(boosted, HybridParallelModule) and isinstance(optimizer, ShardedOptimizer)
     return Run(layout, booster, boosted, optimizer)
@@ -311,16 +332,7 @@ def make_optimizer(
     model: nn.Module, *, vector_rate: float = LEARNING_RATE, fused: bool | None = None
 ) -> torch.optim.Optimizer:
     """Return AdamW with weight decay on matrices only, as in fine-tuning scripts."""
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "lr": vector_rate},
-        ],
-        lr=LEARNING_RATE,
-        eps=EPSILON,
-        fused=fused,
-    )
+    return optimizers_of(model, "adamw", vector_rate=vector_rate, fused=fused)[0]
 
 
 def gather_whole(

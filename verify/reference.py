@@ -50,7 +50,7 @@ def train(
     model: nn.Module,
     steps: Sequence[Sequence[Sequence[dict[str, Tensor]]]],
     *,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_optimizers: Callable[[nn.Module], Sequence[torch.optim.Optimizer]],
     criterion: Criterion,
     dtypes: Sequence[torch.dtype],
     max_norm: float = 0.0,
@@ -67,7 +67,7 @@ def train(
     Args:
         model: float32, on the device of the computation; not changed. Records are on the CPU.
         steps: by step and by replica, the microbatches.
-        make_optimizer: builds the optimizer for a model.
+        make_optimizers: builds the optimizers of a model, which step in a row.
         criterion: a function of outputs and microbatch that returns a loss, or (loss_sum, weight).
         dtypes: by step, its format. The loss scale of fp16 is new where the format changes.
         max_norm: clip to this norm; 0 disables clipping.
@@ -77,7 +77,7 @@ def train(
             are no sum over samples, or for equal bits.
     """
     masters = copy.deepcopy(model)
-    optimizer = make_optimizer(masters)
+    optimizers = make_optimizers(masters)
     records: list[StepRecord] = []
     skipped = 0
     for index, (replicas, dtype) in enumerate(zip(steps, dtypes, strict=True)):
@@ -96,7 +96,7 @@ def train(
         )
         norm = _norm(gradients)
         if isfinite(norm):
-            _update(masters, optimizer, gradients, max_norm=max_norm)
+            _update(masters, optimizers, gradients, max_norm=max_norm)
         else:
             skipped += 1
         weights = _copy_weights(masters, worker)
@@ -230,14 +230,19 @@ def _norm(gradients: Mapping[str, Tensor]) -> float:
 
 
 def _update(
-    masters: nn.Module, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor], *, max_norm: float
+    masters: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    gradients: dict[str, Tensor],
+    *,
+    max_norm: float,
 ) -> None:
     for name, parameter in masters.named_parameters():
         parameter.grad = gradients[name].to(parameter.device, copy=True) if name in gradients else None
     if max_norm > 0:
         torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+    masters.zero_grad()
 
 
 @torch.no_grad()
