@@ -61,7 +61,7 @@ def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
 
 
 class Call(NamedTuple):
-    """What experts compute: tokens (N, H), the indices of their experts (N, K), and weights (N, K) of the results.
+    """A call of experts: tokens (N, H), the indices of their experts (N, K), and weights (N, K) of the results.
 
     Pairs whose index is the number of experts, or above, stay where they are, and add nothing.
     """
