@@ -24,6 +24,10 @@ from .row import ParityRow
 MIXTRAL, QWEN, GPT_OSS, DEEPSEEK = (
     ModelChoice(model_type=each) for each in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 )
+# Its router draws among experts whose scores differ by less than the noise, other numbers on every replica.
+PHIMOE = ModelChoice(
+    model_type="phimoe", settings=(("router_jitter_noise", 0.0), ("input_jitter_noise", 0.0))
+)
 EP2 = Layout(dp=2, ep=2)
 LAYOUTS = (
     EP2,
@@ -172,6 +176,7 @@ def expert_rows() -> Iterator[ParityRow]:
         layout=Layout(dp=2, ep=2, recompute=1.0),
         name="eager experts",
     )
+    yield ParityRow(choice=PHIMOE, layout=Layout(dp=2, ep=2, recompute=1.0), name="phimoe without noise")
     yield from sgd_rows()
     yield from other_rows()
     yield from edge_rows()
