@@ -81,6 +81,14 @@ def by_sgd() -> AbstractContextManager[Any]:
 
 OTHERS = ("dbrx", "llama4_text", "longcat_flash", "nllb-moe", "step3p7", "switch_transformers")
 MISSING = "" if "step3p7" in CONFIG_MAPPING else "before 5.24, transformers calls them in another way"
+# Switch's losses of routers, with a coefficient of the z-loss by which it decides the routers' gradients.
+SWITCH = ModelChoice(
+    model_type="switch_transformers",
+    settings=(
+        *(("num_sparse_encoder_layers", 2), ("num_sparse_decoder_layers", 2)),
+        ("router_z_loss_coef", 0.5),
+    ),
+)
 OTHERS_LAYOUTS = (EP2, Layout(dp=4, ep=2, zero=1, recompute=1.0))
 
 
@@ -193,6 +201,10 @@ def sgd_rows() -> Iterator[ParityRow]:
 
 def other_rows() -> Iterator[ParityRow]:
     """Yield the model types with interfaces of their own; one of them is quick."""
+    for layout in OTHERS_LAYOUTS:
+        yield ParityRow(
+            choice=SWITCH, layout=layout, batch=with_router_losses, name="switch z-loss", missing=MISSING
+        )
     for model_type in OTHERS:
         for layout in OTHERS_LAYOUTS:
             is_quick = model_type == "switch_transformers" and layout is EP2
@@ -203,6 +215,11 @@ def other_rows() -> Iterator[ParityRow]:
                 quick=is_quick,
                 missing=MISSING,
             )
+
+
+def with_router_losses(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:
+    """Return a batch that asks for the losses of routers."""
+    return {**make_batch(choice, num_samples=num_samples, seed=seed), "output_router_logits": True}
 
 
 def edge_rows() -> Iterator[ParityRow]:
