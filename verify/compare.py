@@ -91,10 +91,11 @@ def compare_float32(
             so later steps, may differ: an update in another memory layout may round differently.
         rounding: by name, the fraction of the learning rate by which a weight may differ though gradients agree, if it
             is not 1e-3.
-        rounded: runs of the reference from weights that were moved by a unit in the last place. A float32 computation
-            gives at best the exact result for weights this near. From the second step on, where AdamW has divided by
-            gradients, a quantity may be off by 8 times the distance between these runs and the reference; a gradient
-            of the first step by twice that distance. Of a run only its distances are kept.
+        rounded: runs of the reference from weights that were moved by a unit in the last place, with another scale of
+            the loss. A float32 computation gives at best the exact result for weights this near. From the second step
+            on, where AdamW has divided by gradients, a quantity may be off by 8 times the distance between these runs
+            and the reference; a gradient of the first step by twice that distance. Of a run only its distances are
+            kept.
     """
     effects = [[_distances(*both) for both in zip(run, expected, strict=True)] for run in rounded]
     compared: list[StepComparison] = []

@@ -43,10 +43,13 @@ ROUNDINGS = (1, 2, 3)  # seeds of references with moved weights, which measure h
 # Size of the change of weights in 16 bits, in units in the last place. Every eighth weight is then rounded to the other
 # side. This is enough to change all later roundings, and no more than rounding itself changes the weights.
 MOVED_16_BIT = 1 / 8
+# Scale of these references in float32: moved weights change the roundings of forward, this one those of backward. (In
+# one process without parallelism, it changes a gradient of Qwen3-Next's decays by more than moved weights do.)
+OTHER_SCALE = 3.0
 AS_USUAL = Training()
 
 Batches = list[dict[str, Tensor]]  # the batches of a step, by replica
-_Train = Callable[[Sequence[torch.dtype], nn.Module], list[StepRecord]]
+_Train = Callable[..., list[StepRecord]]  # formats of steps, model, scale in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,9 @@ def compare_with_one_process(
     if weighed_by is not None or bitwise or any(isinstance(each, _BatchNorm) for each in model.modules()):
         weigh = _samples if weighed_by == "samples" else _counted
 
-    def train(dtypes: Sequence[torch.dtype], model: nn.Module) -> list[StepRecord]:
+    def train(
+        dtypes: Sequence[torch.dtype], model: nn.Module, float32_scale: float = 1.0
+    ) -> list[StepRecord]:
         return reference.train(
             model,
             steps[: len(dtypes)],
@@ -158,6 +163,7 @@ def compare_with_one_process(
             dtypes=dtypes,
             max_norm=first.max_norm,
             loss_scale=LOSS_SCALE,
+            float32_scale=float32_scale,
             overflow_step=training.overflow_step,
             weigh=weigh,
         )
@@ -203,7 +209,7 @@ def _compare_float32(
     compared = compare()
     if first_departure(compared) is not None:
         near = _moved(model, torch.finfo(torch.float32).eps)
-        compared = compare(rounded=(train(dtypes, each) for each in near))
+        compared = compare(rounded=(train(dtypes, each, OTHER_SCALE) for each in near))
     return compared
 
 
@@ -362,7 +368,11 @@ def gather_whole(
 def _over_axes(local: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
     """All-gather the shards of a tensor over its axes; return the full tensor."""
     for shard, _ in reversed(shards_of(like, mesh.layout)):
-        pieces = [local] if shard.size == 1 else begin_gather(local, mesh.group(shard.axis)).wait().unbind(0)
+        group = mesh.group(shard.axis)
+        if shard.owner is not None:  # shards of unequal length
+            local = shard.whole(gather_objects(local, group))
+            continue
+        pieces = [local] if shard.size == 1 else begin_gather(local, group).wait().unbind(0)
         local = shard.whole(pieces)
     return local
 

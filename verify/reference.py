@@ -55,6 +55,7 @@ def train(
     dtypes: Sequence[torch.dtype],
     max_norm: float = 0.0,
     loss_scale: float = 1.0,
+    float32_scale: float = 1.0,
     overflow_step: int | None = None,
     weigh: Weigh | None = None,
 ) -> list[StepRecord]:
@@ -72,6 +73,7 @@ def train(
         dtypes: by step, its format. The loss scale of fp16 is new where the format changes.
         max_norm: clip to this norm; 0 disables clipping.
         loss_scale: the initial loss scale in fp16; gradients are divided by it.
+        float32_scale: the scale in float32; one that is no power of two changes the roundings of backward.
         overflow_step: the step in which the last replica's gradients are not finite.
         weigh: weighs a microbatch whose criterion does not. Microbatches are then computed one by one: for losses that
             are no sum over samples, or for equal bits.
@@ -84,6 +86,7 @@ def train(
         if index == 0 or dtype is not dtypes[index - 1]:
             worker = _worker(masters, dtype)
             scale = loss_scale if dtype is torch.float16 else 1.0
+            scale = float32_scale if dtype is torch.float32 else scale
         loss, gradients = _gradients(
             worker,
             list(chain.from_iterable(replicas))
@@ -101,7 +104,8 @@ def train(
             skipped += 1
         weights = _copy_weights(masters, worker)
         record = StepRecord(loss=loss, norm=norm, gradients=gradients, weights=weights)
-        records.append(replace(record, loss_scale=scale, skipped=skipped))
+        reported = 1.0 if dtype is torch.float32 else scale
+        records.append(replace(record, loss_scale=reported, skipped=skipped))
         if dtype is torch.float16 and not isfinite(norm):
             scale /= 2
     return records

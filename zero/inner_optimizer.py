@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cluster.gathering import require_equal
+from ..cluster.placement import shape_of_owner
 from .bucket import Bucket
 from .combined import members_of, name_of
 from .owned import OwnedParameters
@@ -140,7 +141,7 @@ def require_one_layout(groups: Sequence[Sequence[ManagedParameter]], *, group: d
         ValueError: they differ; on every rank.
     """
     lines = [
-        f"{managed.name} {tuple(managed.parameter.shape)} of group {index}"
+        f"{managed.name} {shape_of_owner(managed.parameter)} of group {index}"
         for index, members in enumerate(groups)
         for managed in members
     ]
