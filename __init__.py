@@ -20,15 +20,19 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does
         clip_grad_norm_,
         shard_model,
     )
+    from .zero.combined import CombinedOptimizer
+    from .zero.muon import Muon
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Booster",
+    "CombinedOptimizer",
     "DistCoordinator",
     "HybridParallelPlugin",
     "LazyInitContext",
     "LowLevelZeroPlugin",
+    "Muon",
     "ParallelMesh",
     "PipelineGradientCheckpointConfig",
     "Plugin",
@@ -44,10 +48,12 @@ __all__ = [
 # The module that defines each public name, and the sub-packages, which are attributes without an import of their own.
 _HOMES = {
     "Booster": "booster",
+    "CombinedOptimizer": "zero.combined",
     "DistCoordinator": "cluster.coordinator",
     "HybridParallelPlugin": "plugins",
     "LazyInitContext": "lazy",
     "LowLevelZeroPlugin": "plugins",
+    "Muon": "zero.muon",
     "ParallelMesh": "cluster.mesh",
     "PipelineGradientCheckpointConfig": "shardformer",
     "Plugin": "plugins",

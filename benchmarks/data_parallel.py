@@ -9,7 +9,7 @@ from stepped import OneBatch
 from torch import Tensor
 from workload import Workload
 
-from echelon.zero.bucket import ShardedGradient
+from echelon.zero.slot import ShardedGradient
 
 
 class DataParallel(OneBatch):

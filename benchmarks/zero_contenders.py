@@ -12,7 +12,7 @@ from workload import Workload, adamw
 from zero_peers import TorchDDP, TorchFSDP, TorchZero
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.zero.bucket import ShardedGradient
+from echelon.zero.slot import ShardedGradient
 
 STAGES = (0, 1, 2)
 

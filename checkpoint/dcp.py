@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..cluster.box import Box
 from ..cluster.gathering import joined_errors
 from ..lazy.files import open_tensors
-from .box import Box
 from .local import LocalTensor, Part
 from .tensor_file import Entry, Records, TensorFileWriter, dtype_name, dtype_of, write_small
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .box import Box, Stored, flat_boxes
+from ..cluster.box import Box, Stored, flat_boxes
 from .inspect import Opened, Progress, nbytes
 from .tensor_file import dtype_name
 

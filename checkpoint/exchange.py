@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .box import Box
+from ..cluster.box import Box
 from .local import LocalTensor
 from .tensor_file import Entry, order_in_file
 

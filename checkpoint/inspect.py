@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig
 
+from ..cluster.box import Box, Stored, coverage_errors
 from ..cluster.layout import AXES
-from .box import Box, Stored, coverage_errors
 from .dcp import INDEX, StateFiles
 from .local import TensorNames
 from .model import SAFETENSORS, TORCH

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ..cluster.box import Box, cuts_of, flat_boxes, whole_shape
 from ..cluster.placement import PlacedShard
 from ..cluster.random import ForwardRandom
 from .background import Keep
-from .box import Box, cuts_of, flat_boxes, whole_shape
 
 # Name components that peft inserts into the names of a wrapped model's own tensors.
 _WRAPPED = (".base_layer.", ".original_module.")

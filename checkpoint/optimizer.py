@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..cluster.box import coverage_errors
 from ..cluster.gathering import on_all_ranks, on_first_rank, run_or_raise_together
+from ..zero.combined import name_of
 from .background import Keep
-from .box import coverage_errors
 from .commit import Replaced
 from .dcp import INDEX, StateFiles, save_states
 from .local import LocalTensor
@@ -35,12 +36,14 @@ class TrainedPiece(NamedTuple):
     Args:
         name: the parameter's name.
         key: the tensor that the optimizer steps, its key in the optimizer's state.
-        local: makes the `LocalTensor` of a given name from a tensor of `key`'s shape.
+        local: makes the `LocalTensor` of a given name from a tensor of `key`'s shape, or of any shape if `is_full`.
+        is_full: True if `key` is the full parameter, whose states may have any shape.
     """
 
     name: str
     key: Tensor
     local: Callable[[str, Tensor], LocalTensor]
+    is_full: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,6 @@ class Trained:
         has_masters: True if the optimizer steps float32 master weights instead of the model's own parameters.
         extra: loss scale and counts, plain values; equal on all ranks.
         install: loads torch's state dict of `inner` and the extra values, after the masters were filled.
-        is_whole: True if every rank steps all parameters unsharded, so that states may have any shape.
     """
 
     inner: Optimizer
@@ -61,7 +63,6 @@ class Trained:
     has_masters: bool
     extra: Mapping[str, Any]
     install: Callable[[dict[str, Any], Mapping[str, Any]], None]
-    is_whole: bool = False
 
     @property
     def pieces(self) -> list[TrainedPiece]:
@@ -105,14 +106,14 @@ def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Wr
         collective over the group.
 
     Raises:
-        ValueError: parameters are sharded, and a state is neither a scalar nor of its parameter's shape; names the
-            state, on every rank.
+        ValueError: a rank has only a part of a parameter, of which a state is neither a scalar nor of its shape; names
+            the state, on every rank.
     """
     tensors: dict[str, LocalTensor] = {}
     every = on_all_ranks(lambda: _collect(trained, tensors), group)
     kept = {name: each.kept(keep) for name, each in tensors.items() if each.may_save}
     described = {
-        "optimizer": type(trained.inner).__name__,
+        "optimizer": name_of(trained.inner),
         "groups": [
             {"options": saved_options(options), "parameters": names}
             for options, names in zip(
@@ -143,7 +144,7 @@ def _collect(trained: Trained, tensors: dict[str, LocalTensor]) -> _Report:
             if _is_piece(key, value, piece):
                 tensors[f"{key}/{piece.name}"] = piece.local(f"{key}/{piece.name}", value)
             else:
-                scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name, trained.is_whole)
+                scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name)
     return _Report(scalars, [[piece.name for piece in pieces] for pieces in trained.groups])
 
 
@@ -182,7 +183,8 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
             state = states[piece.key] = dict(described["scalars"].get(piece.name, {}))
             for key in by_parameter.get(piece.name, ()):
                 name = f"{key}/{piece.name}"
-                state[key] = torch.zeros_like(piece.key, dtype=stored.dtype(name), requires_grad=False)
+                shape = stored.shape(name) if piece.is_full else piece.key.shape
+                state[key] = torch.zeros(shape, dtype=stored.dtype(name), device=piece.key.device)
                 tensors[name] = piece.local(name, state[key])
         run_or_raise_together(lambda: read_into(tensors, stored), group)
         trained.install(_torch_state(trained, described, states), described["extra"])
@@ -218,7 +220,7 @@ def _torch_state(
 def _errors(
     trained: Trained, described: Mapping[str, Any], members: Sequence[Sequence[str]], stored: StateFiles
 ) -> list[str]:
-    own = type(trained.inner).__name__
+    own = name_of(trained.inner)
     if described["optimizer"] != own:
         return [f"it is of {described['optimizer']}, but {own} would load it"]
     if len(described["groups"]) != len(members):
@@ -234,21 +236,13 @@ def _errors(
     ]
     if errors:
         return errors
-    if not trained.is_whole:
-        errors += [
-            f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such states load "
-            "only under TorchDDPPlugin"
-            for name, values in described["scalars"].items()
-            for key, value in values.items()
-            if isinstance(value, Tensor) and value.dim() > 0
-        ]
     by_parameter = _states_by_parameter(stored)
     for piece in trained.pieces:
         shape = piece.local(piece.name, piece.key.detach()).shape
         for name in (f"{key}/{piece.name}" for key in (*by_parameter.get(piece.name, ()), MASTER)):
             if name not in stored.names:
                 continue
-            if stored.shape(name) != shape:
+            if stored.shape(name) != shape and (not piece.is_full or name.startswith(f"{MASTER}/")):
                 errors.append(f"{name} has shape {stored.shape(name)} there and {shape} here")
             boxes = [each.box for each in stored.boxes[name]]
             errors += [f"{name}: {error}" for error in coverage_errors(stored.shape(name), boxes)]
@@ -282,8 +276,13 @@ def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
-    """Return True for a state of the parameter's shape; "step" of a scalar parameter does not count."""
-    if not isinstance(value, Tensor) or value.shape != piece.key.shape:
+    """Return True for a state of the parameter's shape, or of any shape if the rank has the full parameter.
+
+    A state of one number counts for a scalar parameter only, and "step" not even there.
+    """
+    if not isinstance(value, Tensor) or (
+        value.shape != piece.key.shape and not (piece.is_full and value.dim())
+    ):
         return False
     return value.dim() > 0 or key != "step"
 
@@ -292,12 +291,10 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.tensor() if isinstance(value, Number) else value for key, value in values.items()}
 
 
-def _scalar(key: str, value: Any, name: str, is_whole: bool) -> Any:
+def _scalar(key: str, value: Any, name: str) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor):
-        if value.dim() > 0 and is_whole:
-            return value.cpu()
         if value.dim() > 0:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such an "

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..cluster.box import Box, Stored
 from ..cluster.gathering import on_all_ranks, run_or_raise_together
 from ..cluster.transformers_api import (
     WeightConverter,
@@ -29,7 +30,6 @@ from ..cluster.transformers_api import (
 from ..lazy.context import refuse_quantized
 from ..lazy.files import open_tensors
 from ..lazy.tensor import LazyTensor, lazily, real
-from .box import Box, Stored
 from .local import LocalTensor, TensorNames
 
 # File names that are tried in a folder, in the order of `from_pretrained`.

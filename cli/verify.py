@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Options that a part inherits from the previous one unless it sets them; all others have their defaults.
 KEPT = ("precision", "microbatches", "steps")
 # Options of the run, which its parts cannot set.
-OF_THE_RUN = ("model", "head", "tied", "layers", "max_norm", "seed", "timeout", "then")
+OF_THE_RUN = ("model", "head", "tied", "layers", "optimizer", "max_norm", "seed", "timeout", "then")
 
 
 def verify(
@@ -53,6 +53,9 @@ def verify(
     wp: Annotated[int, typer.Option(help="Ranks over which weights of linear layers are sharded.")] = 1,
     ep: Annotated[int, typer.Option(help="Ranks over which experts are distributed.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage: 0, 1 or 2.")] = 0,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adafactor, or muon for hidden matrices beside adamw for the others.")
+    ] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
     chunks: Annotated[int, typer.Option(help="Pipeline stages per rank: interleaved and gpipe.")] = 1,
@@ -84,7 +87,9 @@ def verify(
 
 def run(context: typer.Context) -> None:
     """Check a run whose first part has the options of `verify`; end the command with its exit status."""
+    from ..verify.layout import Training
     from ..verify.models import ModelChoice
+    from ..verify.optimizers import OPTIMIZERS
     from ..verify.resume import Part, Relay
 
     first = context.params
@@ -93,8 +98,11 @@ def run(context: typer.Context) -> None:
     )
     further, errors = further_options(context, first["then"] or ())
     parts = tuple(Part(layout=layout_of(each), num_steps=each["steps"]) for each in (first, *further))
+    if first["optimizer"] not in OPTIMIZERS:
+        errors.append(f"optimizer={first['optimizer']!r} is not known: use one of {', '.join(OPTIMIZERS)}")
     refuse("verify", errors + part_errors(choice, parts))
-    relay = Relay(choice=choice, parts=parts, seed=first["seed"])
+    training = Training(optimizer=first["optimizer"])
+    relay = Relay(choice=choice, parts=parts, training=training, seed=first["seed"])
     report = run_relay(relay, timeout_seconds=first["timeout"])
     if isinstance(report, str):
         typer.echo(report, err=True)
@@ -103,7 +111,8 @@ def run(context: typer.Context) -> None:
     comma = "," if further else ""
     show(
         report,
-        title=f"{choice.model_type} ({choice.described_head}) under {layouts}{comma} beside one process",
+        title=f"{choice.model_type} ({choice.described_head}) under {layouts}{comma} beside one process"
+        + (f", by {training.optimizer}" if training.optimizer != "adamw" else ""),
     )
     raise typer.Exit(0 if report.agrees else 1)
 

@@ -1,9 +1,9 @@
 """Agreement of ranks on the calls of a boosted model: batches, inputs, reductions and settings.
 
-[Note: compared calls] In the first calls, and in every `check_every`-th, ranks gather and compare their batches and
-settings before they compute, and an error names the rank that differs. In all other calls nothing is sent: each rank
-records checksums of its batch and settings. Sums of the checksums are part of the all-reduce of the gradients' norm.
-If they show a difference the full comparison runs, and the step raises before any parameter changes.
+[Note: compared calls] In the first calls, and in every `check_every`-th, ranks gather and compare their batches before
+they compute, and an error names the rank that differs. In all other calls nothing is sent: each rank records checksums
+of its batch. Sums of the checksums, and of those of the optimizer's options, are part of the all-reduce of the
+gradients' norm. If they show a difference the full comparison runs, and the step raises before any parameter changes.
 
 [Note: sums of codes] A replica of n ranks agrees if (1 − n)·(code of its first rank) + (codes of the others) is 0. The
 world agrees if all codes add up to the world size times the first one. Codes are below 2**24 and 2**32, so that these
@@ -12,7 +12,7 @@ sums are exact in float64.
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -81,7 +81,8 @@ class Agreement:
         self._check_every = check_every
         self._ranks = ranks = mesh.replica_ranks()
         self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
-        self._num_calls = self._num_steps = 0
+        self._batches, self._inputs = count(), count()  # replicas may differ in calls of the model
+        self._num_steps = 0
         # The kind of the last compared training call, as this rank and as its replica requested it.
         self._rank_kind = self._replica_kind = CallKind(
             trains=True, loss=True, outputs=False, outputs_everywhere=False, training_mode=True
@@ -108,7 +109,7 @@ class Agreement:
             StopIteration: the data of all ranks has ended.
             ValueError: that of some ranks has ended, batches differ within a replica, or only some ranks train.
         """
-        if self._is_due() or not kind.trains or always:
+        if self._is_due(next(self._batches)) or not kind.trains or always:
             return self._compared(batch, kind, samples)
         if batch is ENDED:
             wait_for_all_ranks("execute_pipeline at the end of its data")
@@ -124,9 +125,8 @@ class Agreement:
         rename_call("execute_pipeline in training")  # a rank that evaluates has another name
         return AgreedCall(self._replica_kind, None)
 
-    def _is_due(self) -> bool:
-        """Count a call. Return True if it is compared beforehand; equal on all ranks."""
-        number, self._num_calls = self._num_calls, self._num_calls + 1
+    def _is_due(self, number: int) -> bool:
+        """Return True if the call of this number is compared beforehand."""
         return self._mesh.world_size == 1 or is_compared(number, self._check_every)
 
     def _compared(self, batch: Any, kind: CallKind, samples: int) -> AgreedCall:
@@ -174,7 +174,7 @@ class Agreement:
         Raises:
             ValueError: inputs or modes differ; on every rank of the axis.
         """
-        if not (self._is_due() or always):
+        if not (self._is_due(next(self._inputs)) or always):
             self.note([tensors, training])
             return
         for axis in ("tp", "sp"):

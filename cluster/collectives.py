@@ -14,7 +14,7 @@ section 4.2).
 A group of one rank communicates nothing. Every rank of a group must call, in the same order. Gradients of gradients
 raise.
 
-All reductions and gathers over a group go through this file, on CPUs and on CUDA. Communication in flight is a
+Activations, their gradients and flat buffers go through this file, on CPUs and on CUDA. Communication in flight is a
 `Handle`. On CUDA it starts after all work enqueued on the current stream, and `wait` blocks the stream, not the host.
 
 [Note: compiled collectives] While torch.compile traces a layer nothing is in flight: torch's functional collectives
@@ -73,8 +73,8 @@ class InFlight(Generic[Result]):
             self.handle.wait()
         return self.finish(self.tensor)
 
-    def then(self, finish: Callable[[Tensor], Result]) -> "InFlight[Result]":
-        """Apply a function to the tensor once it has arrived."""
+    def finished_by(self, finish: Callable[[Tensor], Result]) -> "InFlight[Result]":
+        """Apply this function to the tensor once it has arrived, in place of another one."""
         return replace(self, finish=finish)
 
 

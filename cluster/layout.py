@@ -13,8 +13,9 @@ from .launch import torchrun_command
 
 # The primary axes, outermost first: their sizes multiply to the number of ranks.
 AXES = ("pp", "dp", "sp", "tp")
-# Several primary axes taken as one. Over "data", gradients of the same parameters are reduced.
-JOINED = {"data": ("dp", "sp")}
+# Several primary axes taken as one. Over "data", gradients of the same parameters are reduced. The ranks
+# of "stage" have all parameters of a pipeline stage together.
+JOINED = {"data": ("dp", "sp"), "stage": ("dp", "sp", "tp")}
 # Axes of neighbors on "data". A parameter placed on one is replicated over the rest of "data".
 SUB_AXES = ("wp", "ep")
 # Those over which backward leaves the sum of a parameter's gradients; over the others it leaves their mean.

@@ -135,7 +135,7 @@ class ParallelMesh:
         self._groups: dict[tuple[str, Any], dist.ProcessGroup | None] = {
             (axis, 0): self._mesh.get_group(axis) for axis in AXES
         }
-        for axis in (*JOINED, *SUB_AXES):
+        for axis in ("data", *SUB_AXES):
             # A separate group even if it spans all of "data": its traffic is counted separately.
             if self.size(axis) > 1 and self._simplest(axis) == axis:
                 self._groups[axis, 0] = self._new_group(
@@ -227,7 +227,8 @@ class ParallelMesh:
     def subgroup(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
         """The group of this rank among groups over parts of an axis.
 
-        Collective over the world: every rank calls with equal arguments. Equal arguments return the same group.
+        Collective over the world: every rank calls with equal arguments. Equal arguments return the same group, and a
+        single part of all coordinates the group of the axis, where there is one.
 
         Args:
             axis: the axis of the coordinates.
@@ -236,10 +237,12 @@ class ParallelMesh:
         Returns:
             The group, in the order of coordinates, or None if this rank is in no part.
         """
-        key = (self._simplest(axis), tuple(tuple(part) for part in parts))
-        if key not in self._groups:
-            self._groups[key] = self._new_group(*key, use=GROUPS[PART])
-        return self._groups[key]
+        name, coordinates = self._simplest(axis), tuple(tuple(part) for part in parts)
+        if coordinates == (tuple(range(self.size(axis))),) and (name, 0) in self._groups:
+            return self._groups[name, 0]
+        if (name, coordinates) not in self._groups:
+            self._groups[name, coordinates] = self._new_group(name, coordinates, use=GROUPS[PART])
+        return self._groups[name, coordinates]
 
     def _simplest(self, axis: str) -> str:
         """The single axis that a joined axis consists of, if all its other axes have size 1."""

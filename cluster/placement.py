@@ -48,6 +48,7 @@ class Shard:
             ranks.
         axis: mesh axis: one of `LAYER_AXES`, or a sub-axis of "data", over which backward leaves the gradient's mean or
             sum (`SUMMED`).
+        owner: the rank that has the full tensor, while all others have no entries; None shards it evenly.
     """
 
     size: int
@@ -57,6 +58,7 @@ class Shard:
     replicas: int = 1
     stretches: int = 1
     axis: str = "tp"
+    owner: int | None = None
 
     def __post_init__(self) -> None:
         if self.size % self.replicas:
@@ -71,7 +73,7 @@ class Shard:
                 f"{self.size // self.replicas} shards"
             )
         shards = self._shards_of_stretch
-        for length in self._padded_blocks():
+        for length in self._padded_blocks() if self.owner is None else ():
             if length % shards:
                 fitting = [each for each in range(1, min(length, _MOST_RANKS) + 1) if length % each == 0]
                 raise ValueError(
@@ -83,6 +85,8 @@ class Shard:
         """Copy this rank's shard from the full tensor."""
         if whole.shape[self.dim] != sum(self.blocks):
             raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
+        if self.owner is not None:
+            return whole.narrow(self.dim, 0, whole.shape[self.dim] if rank == self.owner else 0).clone()
         stretch, index = divmod(rank // self.replicas, self._shards_of_stretch)
         blocks = list(whole.split(list(self.blocks), self.dim))
         blocks = [
@@ -95,6 +99,8 @@ class Shard:
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
         """The full tensor from the shards of all ranks of the axis, in their order, without padding."""
+        if self.owner is not None:
+            return locals_[self.owner]
         shards, count = self._shards_of_stretch, len(self.blocks) // self.stretches
         lengths = [length // shards for length in self._padded_blocks()[:count]]
         split = [shard.split(lengths, self.dim) for shard in locals_[:: self.replicas]]
@@ -108,6 +114,8 @@ class Shard:
 
     def intervals_of(self, rank: int) -> list[Interval]:
         """The intervals of the full tensor that a rank's shard consists of, in its order, without padding."""
+        if self.owner is not None:
+            return [Interval(0, 0, sum(self.blocks))] if rank == self.owner else []
         own, index = divmod(rank // self.replicas, self._shards_of_stretch)
         count = len(self.blocks) // self.stretches
         found, in_shard = [], 0
@@ -223,6 +231,15 @@ def shards_of(tensor: Tensor, layout: MeshLayout) -> tuple[PlacedShard, ...]:
         for axis, placement in placements_of(tensor).items()
         if isinstance(placement, Shard)
     )
+
+
+def shape_of_owner(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor on the rank that owns it, equal on all ranks; of a tensor without an owner, its shape."""
+    shape = list(tensor.shape)
+    for placement in placements_of(tensor).values():
+        if isinstance(placement, Shard) and placement.owner is not None:
+            shape[placement.dim] = sum(placement.blocks)
+    return tuple(shape)
 
 
 def num_parts(parameter: Tensor, axis: str) -> int:

@@ -228,21 +228,21 @@ class SplitRandom:
         self._rank = rank
         self._device = torch.device("cpu")
         # One slot, not a stack: regions do not nest, and recomputation may stop between enter and leave.
-        self._common: TorchState | None = None
+        self._other: TorchState | None = None  # inside a region: the state that is not in use
 
     @not_compiled
     def enter(self, device: torch.device) -> None:
         """Switch the generators of the CPU and of the region's device to this rank's own state."""
         drawn, self._device = _drawn(), device
-        self._common = torch_state(self._device)
+        self._other = torch_state(self._device)
         seed_torch(split_seed(drawn, self._rank), self._device)
 
     @not_compiled
     def leave(self) -> None:
         """Switch back to the common state of the axis."""
-        if self._common is None:
+        if self._other is None:
             raise AssertionError("a region was left that was not entered")
-        common, self._common = self._common, None
+        common, self._other = self._other, None
         set_torch_state(common, self._device)
 
     def around(self, module: nn.Module) -> None:
@@ -261,15 +261,15 @@ class SplitRandom:
 
     def note(self) -> Callable[[], None]:
         """Return a function that restores the present state, entered or left, for recomputation inside a region."""
-        return partial(setattr, self, "_common", self._common)
+        return partial(setattr, self, "_other", self._other)
 
     @not_compiled
     def exchange(self) -> None:
-        """Inside a region, swap the rank's own state and the common one; outside, do nothing."""
-        if self._common is not None:
+        """Inside a region, swap the rank's own state and the common one; outside, do nothing. Called in pairs."""
+        if self._other is not None:
             present = torch_state(self._device)
-            set_torch_state(self._common, self._device)
-            self._common = present
+            set_torch_state(self._other, self._device)
+            self._other = present
 
 
 def device_of_call(args: tuple, kwargs: dict[str, Any]) -> torch.device:

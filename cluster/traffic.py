@@ -31,6 +31,7 @@ _KINDS = {
     "send": ("send", 0),
     "recv_": ("recv", 0),
 }
+_UNEVEN = "alltoall_base_"
 # By kind: the factor of (d-1)/d by which a rank sends the tensor in a ring of d ranks.
 _RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "broadcast": 1}
 
@@ -74,7 +75,9 @@ class Traffic(TorchDispatchMode):
         if operation in _KINDS and not Traffic.pauses:  # others, such as barriers, move no data
             kind, place = _KINDS[operation]
             nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
-            self.count(kind, nbytes, _group_of(args))
+            self.count(
+                kind, nbytes, _group_of(args), sent=_sent_unevenly(args) if operation == _UNEVEN else None
+            )
         return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> "Traffic":
@@ -88,12 +91,12 @@ class Traffic(TorchDispatchMode):
         Traffic.open.remove(self)
         super().__exit__(*error)
 
-    def count(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
-        """Count one message or collective with full tensors of `nbytes` bytes."""
+    def count(self, kind: str, nbytes: int, group: dist.ProcessGroup, sent: int | None = None) -> None:
+        """Count one message or collective with full tensors of `nbytes` bytes; `sent` None is as in a ring."""
         count = self.counts[self._mesh.axis_of(group), f"small {kind}" if nbytes < SMALL_BYTES else kind]
         count.calls += 1
         count.nbytes += nbytes
-        count.sent += nbytes * _share_sent(kind, group.size())
+        count.sent += nbytes * _share_sent(kind, group.size()) if sent is None else sent
 
 
 @contextmanager
@@ -112,6 +115,15 @@ def one_collective(kind: str, nbytes: int, group: dist.ProcessGroup) -> Iterator
         yield
     finally:
         Traffic.pauses = False
+
+
+def _sent_unevenly(args: Any) -> int | None:
+    """Return the bytes that an all-to-all sends to other ranks; None if all ranks get equally many."""
+    _, rows, group, _, lengths, *_ = args
+    if not lengths:
+        return None
+    rank = dist.ProcessGroup.unbox(group).rank()
+    return int(rows.nbytes * (sum(lengths) - lengths[rank]) // max(1, sum(lengths)))
 
 
 def _share_sent(kind: str, size: int) -> float:

@@ -110,7 +110,7 @@ class StagePlan:
         missing = [name for name in self.optional if not _has(model, name)]
         return replace(self, entry=tuple(name for name in self.entry if name not in missing), optional=())
 
-    def lists(self, model: nn.Module) -> list[str]:
+    def list_paths(self, model: nn.Module) -> list[str]:
         """Return the paths of the lists of layers: one, or one for each entry that a `*` stands for."""
         outer, star, inner = self.layers.partition(".*.")
         if not star:
@@ -143,7 +143,7 @@ class StagePlan:
     def _paths(self, model: nn.Module) -> list[str]:
         """Return the path of every layer of this plan without its encoder; once for each run of a layer."""
         paths = []
-        for each in self.lists(model):
+        for each in self.list_paths(model):
             paths += [f"{each}.{name}" for name in model.get_submodule(each)._modules]
             after = f"{each.rpartition('.')[0]}.{self.between}"
             paths += [after] if self.between and _has(model, after) else []
@@ -171,7 +171,7 @@ class StagePlan:
         ]
         if self.layers.partition(".*.")[0] not in names:
             return found
-        if missing := [each for each in self.lists(model) if each not in names]:
+        if missing := [each for each in self.list_paths(model) if each not in names]:
             return [*found, f"the stage plan names {self.layers!r}, and there is no {missing[0]!r}"]
         paths = self._paths(model)
         if not paths:
@@ -194,7 +194,7 @@ class StagePlan:
     def kept_paths(self, model: nn.Module) -> list[str]:
         """Return all paths that the plan places: layers, modules before them, and modules of every stage."""
         of_encoder = [] if self.encoder is None else self.encoder.kept_paths(model)
-        return [*of_encoder, *self.lists(model), *self._paths(model), *self.before, *self.everywhere]
+        return [*of_encoder, *self.list_paths(model), *self._paths(model), *self.before, *self.everywhere]
 
     def layers_of(self, model: nn.Module, name: str) -> list[int]:
         """Return the layers whose stages have the parameter or module of this name."""
@@ -229,9 +229,10 @@ class StagePlan:
         return sorted({bisect_right(bounds, layer) - 1 for layer in self.layers_of(model, name)})
 
     def stage_size(self, model: nn.Module) -> StageSize:
-        """Return a function from layers to the number of parameters of their stage; tied ones count once.
+        """Return a function of a stage's layers, from `start` to before `stop`: its number of parameters.
 
-        Embedding and head are included. The model is complete, not cut, and may be on the meta device.
+        Tied ones count once, the embedding with the first layer, the head with the last one. The model is complete, not
+        cut, and may be on the meta device.
         """
         layers: dict[Parameter, set[int]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -243,7 +244,7 @@ class StagePlan:
             if len(used_by) > 1:
                 several.append((parameter.numel(), used_by))
             else:
-                sums[used_by.pop() + 1] += parameter.numel()
+                sums[next(iter(used_by)) + 1] += parameter.numel()
         sums = list(accumulate(sums))
 
         def size(start: int, stop: int) -> int:

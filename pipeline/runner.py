@@ -302,6 +302,11 @@ class ScheduleRun:
                 "or item(), or evaluate under torch.no_grad()"
             )
         for given in weight:
+            if isinstance(given, Tensor) and given.requires_grad:
+                raise ValueError(
+                    "the criterion's weight has a graph, which no gradient would follow: detach it, or return a loss "
+                    "that is divided by it, alone"
+                )
             # A Python number would get torch's default format, which may be too short for it.
             dtype = given.dtype if isinstance(given, Tensor) else torch.float64
             self._weights[microbatch] = torch.as_tensor(given, dtype=dtype, device=loss.device).detach()

@@ -243,10 +243,13 @@ class Transport:
                 "for an earlier one of the same names, shapes and dtypes: outputs of a stage must depend only on the "
                 "shapes of the microbatch"
             )
-        self.send_gradients(action, tensors)
+        self._send(action, tensors)
 
     def send_gradients(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
         """Start sending the gradients of a stage's inputs, which must not be changed before `flush`."""
+        self._send(action, tensors)
+
+    def _send(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
         channel = self._channels[action.op, action.stage]
         channel.send(action, tuple([tensor.detach().contiguous() for tensor in tensors]))
         if not self._overlap:

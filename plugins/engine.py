@@ -326,13 +326,16 @@ class PipelineEngine:
                 number * (num_replicas - number), _TWO_KINDS.format(some), waits=waits
             )
 
-    def _returned_outputs(self, result: RunResult, asked: CallKind, wanted: CallKind) -> Any:
-        """Return the outputs that this rank requested. Broadcast over pp if a rank wants them on all ranks."""
+    def _returned_outputs(self, result: RunResult, of_rank: CallKind, of_replica: CallKind) -> Any:
+        """Return the outputs that this rank requested.
+
+        All-gather of sharded logits; broadcast over pp if a rank of the replica wants outputs on all ranks.
+        """
         outputs = None if result.outputs is None else merge([_unsharded(output) for output in result.outputs])
         is_last = self.mesh.rank("pp") == self._last_rank
-        if wanted.outputs_everywhere:
+        if of_replica.outputs_everywhere:
             outputs = broadcast_object(outputs, self._last_rank, self.mesh.group("pp"), self.mesh.device)
-        return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
+        return outputs if of_rank.outputs and (is_last or of_rank.outputs_everywhere) else None
 
 
 def _refuse_gradients_of(batch: Any) -> None:

@@ -268,7 +268,7 @@ class HybridConfig(ShardOptions, DataOptions):
         )
 
     def _compile_rules(self) -> Iterator[tuple[bool, str]]:
-        """List the options that cannot be combined with compiled layers."""
+        """Yield conditions that are errors with compiled layers if true, with their messages."""
         yield (
             self.compile_layers and self.overlap_allgather,
             "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters in "

@@ -181,7 +181,7 @@ def plan_boost(
     if config.wp_size > 1:
         weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
     if config.ep_size > 1:
-        errors += expert_errors(model, config.ep_size)
+        errors += expert_errors(model, config.ep_size, zero_stage=config.zero_stage)
     if mesh.size("tp", "pp", "sp") > 1:
         sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
         if config.custom_policy is None:  # a custom policy may replicate experts
@@ -239,7 +239,7 @@ def managed_parameters(
 
     Args:
         local: this rank's parameters by name.
-        ties: the parameters shared by several stages, as `ShardFormer.optimize` returns them.
+        ties: the parameters shared by several stages, as `ModelSharder.cut_stages` returns them.
         mesh: all ranks.
         stage_manager: the assignment of stages to ranks.
         stages: by stage of this rank, the parameters that no other stage uses.

@@ -182,28 +182,28 @@ class HybridParallelPlugin(Plugin):
         boosted = self._boosted(model, optimizer, "execute_pipeline")
         boosted.engine.check_open()
         trains = torch.is_grad_enabled()
-        if trains and optimizer is None:
-            with naming_failures("execute_pipeline"):
+        with naming_failures("execute_pipeline"):
+            if trains and optimizer is None:
                 raise ValueError(
                     "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
                 )
-        if return_outputs not in (True, False, "all_ranks"):
-            raise ValueError(f"return_outputs={return_outputs!r} must be True, False or 'all_ranks'")
-        if criterion is not None and not callable(criterion):
-            raise TypeError(
-                f"criterion={criterion!r} is not callable: give a function of (outputs, inputs), or None for the "
-                "model's own loss"
-            )
-        calls = optimizer.accumulate_and_reduce() if trains and optimizer is not None else nullcontext()
-        with naming_failures("execute_pipeline"), calls:
-            return boosted.engine.run(
-                data_iter,
-                criterion,
-                optimizer,
-                return_loss=return_loss,
-                return_outputs=return_outputs,
-                average_loss=average_loss,
-            )
+            if return_outputs not in (True, False, "all_ranks"):
+                raise ValueError(f"return_outputs={return_outputs!r} must be True, False or 'all_ranks'")
+            if criterion is not None and not callable(criterion):
+                raise TypeError(
+                    f"criterion={criterion!r} is not callable: give a function of (outputs, inputs), or None for the "
+                    "model's own loss"
+                )
+            calls = optimizer.accumulate_and_reduce() if trains and optimizer is not None else nullcontext()
+            with calls:
+                return boosted.engine.run(
+                    data_iter,
+                    criterion,
+                    optimizer,
+                    return_loss=return_loss,
+                    return_outputs=return_outputs,
+                    average_loss=average_loss,
+                )
 
     def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:
         """Return the model; require that this plugin boosted it, together with the optimizer if one is given."""

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -30,9 +31,8 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import shards_of
 from ..cluster.random import ForwardRandom
 from ..shardformer.refusals import is_partial
-from ..zero.bucket import Slot
-from ..zero.inner_optimizer import layout_lines
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.slot import Slot
 
 
 def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
@@ -71,12 +71,13 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             if slot.piece is not None:
-                local = partial(_local_piece, slot=slot, mesh=mesh)
-                groups[bucket.group_index].append(TrainedPiece(slot.managed.name, slot.piece, local))
+                local = local_shard if slot.is_full else partial(_local_piece, slot=slot, mesh=mesh)
+                piece = TrainedPiece(slot.managed.name, slot.piece, local, is_full=slot.is_full)
+                groups[bucket.group_index].append(piece)
     return Trained(
         inner=optimizer.inner,
         groups=groups,
-        has_masters=any(bucket.parameters.dtype != bucket.masters.dtype for bucket in optimizer.buckets),
+        has_masters=any(bucket.parameters.dtype != torch.float32 for bucket in optimizer.buckets),
         extra={"scaler": optimizer.scaler_state(), "skipped_steps": optimizer.skipped_steps},
         install=partial(_install, optimizer),
     )
@@ -98,8 +99,7 @@ def _install(optimizer: ShardedOptimizer, state: dict[str, Any], extra: Mapping[
     optimizer.load_state_dict(
         {
             **state,
-            "masters": [bucket.masters for bucket in optimizer.buckets],
-            "layout": layout_lines(optimizer.buckets),
+            **optimizer.local_masters(),
             "scaler": extra["scaler"],
             "skipped_steps": extra["skipped_steps"],
         }
@@ -115,9 +115,10 @@ def trained_parameters(
     install: Callable[[dict[str, Any], Mapping[str, Any]], None],
 ) -> Trained:
     """Describe the tensors that a torch optimizer updates on this rank: local parameters, without master weights."""
+    is_full = not any(isinstance(each, DTensor) or is_partial(each) for each in names)
     groups = [
         [
-            TrainedPiece(names[each], each, partial(local_of, like=each, mesh=mesh))
+            TrainedPiece(names[each], each, partial(local_of, like=each, mesh=mesh), is_full=is_full)
             for each in group["params"]
             if each.requires_grad and each.numel()
         ]
@@ -129,7 +130,6 @@ def trained_parameters(
         has_masters=False,
         extra=extra,
         install=install,
-        is_whole=not any(isinstance(each, DTensor) or is_partial(each) for each in names),
     )
 
 

@@ -31,8 +31,8 @@ from ..pipeline.stage import with_known_cache_name
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
-from ..zero.elementwise import require_elementwise
 from ..zero.inner_optimizer import PARTIAL_STATE
+from ..zero.kinds import require_elementwise
 from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision
 from .base import optimizer_errors, taking
 from .colossalai import FSDP

@@ -1,8 +1,8 @@
 """Choice of the experts that are distributed over the expert axis (ep_size).
 
-Every module with the interface of transformers' experts is distributed: it is called with tokens, the indices of their
-experts and weights, and all its parameters have a row for each expert. Routers, shared experts and all other modules
-stay as they are.
+Every module with an interface is distributed: the common one of transformers' experts (called with tokens, the indices
+of their experts and weights; all parameters have rows for each expert), or one of tables/experts.py. Routers, shared
+experts and all other modules stay as they are.
 """
 
 from typing import Any
@@ -12,30 +12,60 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..cluster.placement import Shard, place
-from ..cluster.transformers_api import is_experts
-from .layers.expert_parallel import ExpertParallel
+from .layers.expert_parallel import ExpertParallel, Interface
 from .layers.lora import is_adapted_parameter
+from .tables.experts import REFUSED, interface_of
 
 
-def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
+def expert_errors(model: nn.Module, ep_size: int, *, zero_stage: int = 0) -> list[str]:
     """List reasons why the experts of a full model cannot be distributed over `ep_size` ranks; empty if they can."""
-    experts: dict[str, Any] = {path: each for path, each in model.named_modules() if is_experts(each)}
+    refused = {type(each).__name__ for each in model.modules()} & REFUSED.keys()
+    if refused:
+        return [
+            f"ep_size={ep_size} cannot distribute the {name} of a {type(model).__name__}: use ep_size=1; "
+            + REFUSED[name]
+            for name in sorted(refused)
+        ]
+    experts = {path: (each, found) for path, each in model.named_modules() if (found := interface_of(each))}
     if not experts:
         return [
             f"ep_size={ep_size} distributes the experts of a mixture, but a {type(model).__name__} has none with the "
             "interface of transformers' experts: use ep_size=1"
         ]
-    found = []
-    for path, module in experts.items():
-        count = module.num_experts
-        if count % ep_size:
-            found.append(f"ep_size={ep_size} does not divide the {count} experts of {path}: use a divisor")
-        found += [
-            f"{path}.{name} of shape {tuple(parameter.shape)} has no row for each of {count} experts: use ep_size=1"
-            for name, parameter in module.named_parameters()
-            if parameter.shape[:1] != (count,)
+    errors = []
+    for path, (module, interface) in experts.items():
+        errors += [
+            f"ep_size={ep_size} does not divide the {count} experts of {path}: use a divisor"
+            for count in _numbers(module, interface)
+            if count % ep_size
         ]
-    return list(dict.fromkeys(found))
+        errors += [
+            f"{path}.{name} of shape {tuple(parameter.shape)} has no rows for each of "
+            f"{_numbers(module, interface)[0]} experts: use ep_size=1"
+            for name, parameter in module.named_parameters()
+            if not interface.is_apart and _blocks(parameter, _numbers(module, interface)) is None
+        ]
+    if zero_stage == 2 and any(interface.is_apart for _, interface in experts.values()):
+        # A backward would wait for averages of ranks that wait for its tokens.
+        errors.append(
+            f"zero_stage=2 averages gradients in backward, and an expert of a {type(model).__name__} has one only if "
+            "a token chose it: use zero_stage=1"
+        )
+    return list(dict.fromkeys(errors))
+
+
+def _numbers(experts: nn.Module, interface: Interface) -> list[int]:
+    """Return the number of experts with parameters, and that of all others if a parameter has rows for them."""
+    first, *others = (getattr(experts, name) for name in interface.counts)
+    return [first, *(each - first for each in others if each > first)]
+
+
+def _blocks(parameter: Parameter, numbers: list[int]) -> tuple[int, ...] | None:
+    """Return the blocks of rows that are sharded separately; None if there are no rows for each expert."""
+    rows = len(parameter) if parameter.ndim else 0
+    if rows == sum(numbers):
+        return tuple(numbers)
+    return (rows,) if rows and rows % numbers[0] == 0 else None
 
 
 def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -48,17 +78,31 @@ def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
         group: the expert axis, `mesh.group("ep")`.
     """
     for module in model.modules():
-        if is_experts(module):
-            _distribute(module, group)
+        interface = interface_of(module)
+        if interface is not None:
+            _distribute(module, interface, group)
         elif is_adapted_parameter(module):
             _place_adapters(module, group)
 
 
-def _distribute(experts: Any, group: dist.ProcessGroup) -> None:
-    for parameter in experts.parameters():
-        _place(parameter, group, dim=0, blocks=(experts.num_experts,))
-    experts.num_experts //= group.size()
-    ExpertParallel(experts, group)
+def _distribute(experts: Any, interface: Interface, group: dist.ProcessGroup) -> None:
+    numbers = _numbers(experts, interface)
+    if interface.is_apart:
+        for index, expert in enumerate(experts.children()):
+            _own(expert, index * group.size() // numbers[0], group)
+    else:
+        for parameter in experts.parameters():
+            _place(parameter, group, dim=0, blocks=_blocks(parameter, numbers))
+        for name in interface.counts:
+            setattr(experts, name, getattr(experts, name) // group.size())
+    ExpertParallel(experts, group, interface)
+
+
+def _own(expert: nn.Module, owner: int, group: dist.ProcessGroup) -> None:
+    """Leave an expert's parameters to one rank."""
+    for parameter in expert.parameters():
+        shard = Shard(size=group.size(), dim=0, blocks=(len(parameter),), axis="ep", owner=owner)
+        place(parameter, shard, group.rank())
 
 
 def _place_adapters(wrapper: Any, group: dist.ProcessGroup) -> None:
@@ -73,5 +117,8 @@ def _place_adapters(wrapper: Any, group: dist.ProcessGroup) -> None:
     wrapper.num_experts = count // group.size()
 
 
-def _place(parameter: Parameter, group: dist.ProcessGroup, *, dim: int, blocks: tuple[int, ...]) -> None:
+def _place(
+    parameter: Parameter, group: dist.ProcessGroup, *, dim: int, blocks: tuple[int, ...] | None
+) -> None:
+    assert blocks is not None  # expert_errors
     place(parameter, Shard(size=group.size(), dim=dim, blocks=blocks, axis="ep"), group.rank())

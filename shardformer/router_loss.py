@@ -134,6 +134,8 @@ class RouterLoss:
         attention_mask: Tensor | None = None,
     ) -> Any:
         """Return the loss; arguments as of transformers' function. In forward and backward one all-reduce."""
+        if gate_logits is None and self._travels:
+            gate_logits = ()  # a last stage without mixtures, before transformers 5.1 gave it this
         if not isinstance(gate_logits, tuple) or num_experts is None:
             return self._native(gate_logits, num_experts, top_k, attention_mask)
         if self._sizes not in (None, (num_experts, top_k)):

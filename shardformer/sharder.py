@@ -304,7 +304,7 @@ def _apply_policy(
                     for each in descriptions[key].sub_module_replacement
                     if each.target_module is Region
                 ]
-                marked |= _apply(module, path, descriptions[key], groups, errors)
+                marked |= _apply_description(module, path, descriptions[key], groups, errors)
     _place_others(model, policy, groups, errors)
     return marked
 
@@ -333,13 +333,14 @@ def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], e
             )
 
 
-def _apply(
+def _apply_description(
     module: nn.Module,
     path: str,
     description: ModulePolicyDescription,
     groups: Mapping[str, Any],
     errors: Errors,
 ) -> set[nn.Module]:
+    """Apply one description to a module or a stand-in; return the modules that were changed and not replaced."""
     replacements = list(description.sub_module_replacement)
     if isinstance(module, StandIn):  # some sub-modules of its native module may be local
         local = {name for name, each in module.named_modules() if not isinstance(each, StandIn)}

@@ -318,7 +318,7 @@ class TablePolicy(Policy):
         if not isinstance(self.table.stage, StagePlan):
             return []
         stacks = self.stage_plan().stacks(self.model)
-        return [path for stack in stacks for path in stack.plan.lists(self.model)]
+        return [path for stack in stacks for path in stack.plan.list_paths(self.model)]
 
     def _from_model(self, path: str) -> str:
         """Return the path from the full model of a path in the base model."""

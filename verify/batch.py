@@ -68,6 +68,7 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     tokens = integers(3, VOCABULARY, *lead, LENGTH).masked_fill(mask == 0, -100)
     labels: dict[str, dict[str, Tensor]] = {
         "causal": {"labels": ids.masked_fill(mask == 0, -100)},
+        "image_text": {"labels": ids.masked_fill(mask == 0, -100)},  # text alone
         "masked": {"labels": tokens},
         "pretraining": {"labels": ids.masked_fill(mask == 0, -100)},
         "classification": {"labels": integers(0, 3, num_samples)},

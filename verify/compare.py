@@ -72,6 +72,7 @@ def compare_float32(
     learning_rate: float,
     epsilon: float,
     bitwise: bool,
+    rounding: Mapping[str, float] | None = None,
     rounded: Iterable[Sequence[StepRecord]] = (),
 ) -> list[StepComparison]:
     """Compare float32 runs tensor by tensor.
@@ -80,22 +81,25 @@ def compare_float32(
     all). A tensor whose entries are all below 1e-6 × largest of all may differ by that: such a gradient is
     mathematically zero (a key's bias in BERT, the bias of its span head), and its values are noise of a sum. So may one
     whose entries are all below 2**-23 times the loss.
-    Weights: 1e-5 × largest entry + 1e-3 × learning rate, since AdamW divides gradients by their own size. To this add
-    the effect of gradient distances, which were compared themselves: distance / epsilon × learning rate for an entry
-    near epsilon. At most 1e-1 × learning rate, as for divided noise.
+    Weights: 1e-5 × largest entry + 1e-3 × learning rate, since AdamW divides gradients by their own size. To
+    this add the effect of gradient distances, which were compared themselves: distance / epsilon × learning rate for an
+    entry near epsilon. At most 1e-1 × learning rate, as for divided noise.
 
     Args:
         epsilon: AdamW's.
         bitwise: loss and gradients of the first step must be equal (a pipeline alone, nothing tied). Weights, and
             so later steps, may differ: an update in another memory layout may round differently.
-        rounded: runs of the reference from weights that were moved by a unit in the last place. A float32 computation
-            gives at best the exact result for weights this near. From the second step on, where AdamW has divided by
-            gradients, a quantity may be off by 8 times the distance between these runs and the reference; a gradient
-            of the first step by twice that distance. Of a run only its distances are kept.
+        rounding: by name, the fraction of the learning rate by which a weight may differ though gradients agree, if it
+            is not 1e-3.
+        rounded: runs of the reference from weights that were moved by a unit in the last place, with another scale of
+            the loss. A float32 computation gives at best the exact result for weights this near. From the second step
+            on, where AdamW has divided by gradients, a quantity may be off by 8 times the distance between these runs
+            and the reference; a gradient of the first step by twice that distance. Of a run only its distances are
+            kept.
     """
     effects = [[_distances(*both) for both in zip(run, expected, strict=True)] for run in rounded]
     compared: list[StepComparison] = []
-    shares: dict[str, float] = {}
+    shares = dict(rounding or {})
     for index, (own, other) in enumerate(zip(found, expected, strict=True)):
         exact = bitwise and index == 0
         loss = _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss)))

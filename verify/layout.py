@@ -131,6 +131,7 @@ class Training:
         extra_samples: samples of a replica's batch beyond two for each microbatch, used in turn, by step + replica.
             1 makes microbatches of unequal size.
         criterion: of outputs and microbatch, the loss or (loss_sum, weight).
+        optimizer: "adamw", "adafactor", or "muon" for hidden matrices beside AdamW for other parameters.
     """
 
     vector_rate: float = LEARNING_RATE
@@ -138,6 +139,7 @@ class Training:
     overflow_step: int | None = None
     extra_samples: tuple[int, ...] = (1,)
     criterion: Criterion = loss_of
+    optimizer: str = "adamw"
 
     def freeze(self, model: nn.Module) -> None:
         """Disable the gradients of frozen parameters."""

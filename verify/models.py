@@ -25,11 +25,12 @@ NUM_PATCHES = 4  # the same if neighbouring patches of an image are averaged, (4
 # The usual head of a model type, if it is not "causal".
 DEFAULT_HEAD = {
     **dict.fromkeys(("bart", "marian", "mbart", "mt5", "pegasus", "t5", "umt5"), "seq2seq"),
+    **dict.fromkeys(("nllb-moe", "switch_transformers"), "seq2seq"),
     **dict.fromkeys(
         ("albert", "bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta"), "classification"
     ),
     **dict.fromkeys(("beit", "deit", "swin", "swinv2", "vit"), "image_classification"),
-    "blip-2": "image_text",
+    **dict.fromkeys(("blip-2", "step3p7"), "image_text"),
     **dict.fromkeys(("clip", "siglip"), "zero_shot_image"),
     "sam": "mask_generation",
     "sam_vision_model": "base",
@@ -113,7 +114,21 @@ _STEADY: dict[str, object] = {"initializer_range": 0.2}
 _GEMMA: dict[str, object] = {"sliding_window": 5, "final_logit_softcapping": 2.0, **_STEADY}
 SETTINGS: dict[str, dict[str, object]] = {
     "afmoe": _STEADY,
+    # Older names of settings, in nested configs without defaults that run.
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_top_k": 2},
+    },
     "deepseek_v3": {"n_routed_experts": 8, "n_group": 2},
+    "longcat_flash": {"zero_expert_num": 2},  # experts without parameters
+    # A capacity that no batch uses up: it is counted over the samples of a microbatch and replica.
+    "nllb-moe": {"expert_capacity": 10_000, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "switch_transformers": {"router_jitter_noise": 0.0, **_T5},
+    "step3p5": {
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "share_expert_dim": 12,
+        "sliding_window": 5,
+    },
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "kolibri1": _STEADY,

@@ -35,6 +35,7 @@ from .batch import make_batch
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
+from .optimizers import combined, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
 
 LOSS_SCALE = 2.0**8  # the initial scale of fp16 runs: large enough that a missing division is found
@@ -42,10 +43,13 @@ ROUNDINGS = (1, 2, 3)  # seeds of references with moved weights, which measure h
 # Size of the change of weights in 16 bits, in units in the last place. Every eighth weight is then rounded to the other
 # side. This is enough to change all later roundings, and no more than rounding itself changes the weights.
 MOVED_16_BIT = 1 / 8
+# Scale of these references in float32: moved weights change the roundings of forward, this one those of backward. (In
+# one process without parallelism, it changes a gradient of Qwen3-Next's decays by more than moved weights do.)
+OTHER_SCALE = 3.0
 AS_USUAL = Training()
 
 Batches = list[dict[str, Tensor]]  # the batches of a step, by replica
-_Train = Callable[[Sequence[torch.dtype], nn.Module], list[StepRecord]]
+_Train = Callable[..., list[StepRecord]]  # formats of steps, model, scale in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,29 +149,51 @@ def compare_with_one_process(
     if weighed_by is not None or bitwise or any(isinstance(each, _BatchNorm) for each in model.modules()):
         weigh = _samples if weighed_by == "samples" else _counted
 
-    def train(dtypes: Sequence[torch.dtype], model: nn.Module) -> list[StepRecord]:
+    def train(
+        dtypes: Sequence[torch.dtype], model: nn.Module, float32_scale: float = 1.0
+    ) -> list[StepRecord]:
         return reference.train(
             model,
             steps[: len(dtypes)],
             # The kernel that boosted optimizers choose: another rounding can change the sign of a number near zero.
-            make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate, fused=True),
+            make_optimizers=partial(
+                optimizers_of, kind=training.optimizer, vector_rate=training.vector_rate, fused=True
+            ),
             criterion=training.criterion,
             dtypes=dtypes,
             max_norm=first.max_norm,
             loss_scale=LOSS_SCALE,
+            float32_scale=float32_scale,
             overflow_step=training.overflow_step,
             weigh=weigh,
         )
 
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
-    compared = _compare_float32(model, found[:exact], train, rate, bitwise=bitwise) if exact else []
+    compared = (
+        _compare_float32(
+            model,
+            found[:exact],
+            train,
+            rate,
+            bitwise=bitwise,
+            rounding=rounding_of(model, training.optimizer),
+        )
+        if exact
+        else []
+    )
     if exact < len(steps):
         compared += _compare_16_bit(model, found, dtypes, train, rate)[exact:]
     return compared
 
 
 def _compare_float32(
-    model: nn.Module, found: Sequence[StepRecord], train: _Train, rate: float, *, bitwise: bool
+    model: nn.Module,
+    found: Sequence[StepRecord],
+    train: _Train,
+    rate: float,
+    *,
+    bitwise: bool,
+    rounding: Mapping[str, float],
 ) -> list[StepComparison]:
     """Compare steps in float32 with one process."""
     dtypes = [torch.float32] * len(found)
@@ -178,11 +204,12 @@ def _compare_float32(
         learning_rate=rate,
         epsilon=EPSILON,
         bitwise=bitwise,
+        rounding=rounding,
     )
     compared = compare()
     if first_departure(compared) is not None:
         near = _moved(model, torch.finfo(torch.float32).eps)
-        compared = compare(rounded=(train(dtypes, each) for each in near))
+        compared = compare(rounded=(train(dtypes, each, OTHER_SCALE) for each in near))
     return compared
 
 
@@ -256,8 +283,8 @@ def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model
     )
     booster = Booster(plugin=plugin)
-    given = make_optimizer(model, vector_rate=training.vector_rate)
-    boosted, optimizer, *_ = booster.boost(model, given)
+    optimizers = optimizers_of(model, training.optimizer, vector_rate=training.vector_rate)
+    boosted, optimizer, *_ = booster.boost(model, combined(optimizers))
     booster.seed(boosted, 0)  # two runs of one process would drop different entries
     assert isinstance(boosted, HybridParallelModule) and isinstance(optimizer, ShardedOptimizer)
     return Run(layout, booster, boosted, optimizer)
@@ -311,16 +338,7 @@ def make_optimizer(
     model: nn.Module, *, vector_rate: float = LEARNING_RATE, fused: bool | None = None
 ) -> torch.optim.Optimizer:
     """Return AdamW with weight decay on matrices only, as in fine-tuning scripts."""
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "lr": vector_rate},
-        ],
-        lr=LEARNING_RATE,
-        eps=EPSILON,
-        fused=fused,
-    )
+    return optimizers_of(model, "adamw", vector_rate=vector_rate, fused=fused)[0]
 
 
 def gather_whole(
@@ -350,7 +368,11 @@ def gather_whole(
 def _over_axes(local: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
     """All-gather the shards of a tensor over its axes; return the full tensor."""
     for shard, _ in reversed(shards_of(like, mesh.layout)):
-        pieces = [local] if shard.size == 1 else begin_gather(local, mesh.group(shard.axis)).wait().unbind(0)
+        group = mesh.group(shard.axis)
+        if shard.owner is not None:  # shards of unequal length
+            local = shard.whole(gather_objects(local, group))
+            continue
+        pieces = [local] if shard.size == 1 else begin_gather(local, group).wait().unbind(0)
         local = shard.whole(pieces)
     return local
 

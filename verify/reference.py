@@ -50,11 +50,12 @@ def train(
     model: nn.Module,
     steps: Sequence[Sequence[Sequence[dict[str, Tensor]]]],
     *,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_optimizers: Callable[[nn.Module], Sequence[torch.optim.Optimizer]],
     criterion: Criterion,
     dtypes: Sequence[torch.dtype],
     max_norm: float = 0.0,
     loss_scale: float = 1.0,
+    float32_scale: float = 1.0,
     overflow_step: int | None = None,
     weigh: Weigh | None = None,
 ) -> list[StepRecord]:
@@ -67,23 +68,25 @@ def train(
     Args:
         model: float32, on the device of the computation; not changed. Records are on the CPU.
         steps: by step and by replica, the microbatches.
-        make_optimizer: builds the optimizer for a model.
+        make_optimizers: builds the optimizers of a model, which step in a row.
         criterion: a function of outputs and microbatch that returns a loss, or (loss_sum, weight).
         dtypes: by step, its format. The loss scale of fp16 is new where the format changes.
         max_norm: clip to this norm; 0 disables clipping.
         loss_scale: the initial loss scale in fp16; gradients are divided by it.
+        float32_scale: the scale in float32; one that is no power of two changes the roundings of backward.
         overflow_step: the step in which the last replica's gradients are not finite.
         weigh: weighs a microbatch whose criterion does not. Microbatches are then computed one by one: for losses that
             are no sum over samples, or for equal bits.
     """
     masters = copy.deepcopy(model)
-    optimizer = make_optimizer(masters)
+    optimizers = make_optimizers(masters)
     records: list[StepRecord] = []
     skipped = 0
     for index, (replicas, dtype) in enumerate(zip(steps, dtypes, strict=True)):
         if index == 0 or dtype is not dtypes[index - 1]:
             worker = _worker(masters, dtype)
             scale = loss_scale if dtype is torch.float16 else 1.0
+            scale = float32_scale if dtype is torch.float32 else scale
         loss, gradients = _gradients(
             worker,
             list(chain.from_iterable(replicas))
@@ -96,12 +99,13 @@ def train(
         )
         norm = _norm(gradients)
         if isfinite(norm):
-            _update(masters, optimizer, gradients, max_norm=max_norm)
+            _update(masters, optimizers, gradients, max_norm=max_norm)
         else:
             skipped += 1
         weights = _copy_weights(masters, worker)
         record = StepRecord(loss=loss, norm=norm, gradients=gradients, weights=weights)
-        records.append(replace(record, loss_scale=scale, skipped=skipped))
+        reported = 1.0 if dtype is torch.float32 else scale
+        records.append(replace(record, loss_scale=reported, skipped=skipped))
         if dtype is torch.float16 and not isfinite(norm):
             scale /= 2
     return records
@@ -230,14 +234,19 @@ def _norm(gradients: Mapping[str, Tensor]) -> float:
 
 
 def _update(
-    masters: nn.Module, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor], *, max_norm: float
+    masters: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    gradients: dict[str, Tensor],
+    *,
+    max_norm: float,
 ) -> None:
     for name, parameter in masters.named_parameters():
         parameter.grad = gradients[name].to(parameter.device, copy=True) if name in gradients else None
     if max_norm > 0:
         torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+    masters.zero_grad()
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from ..checkpoint.optimizer import saved_options
 from ..cluster.gathering import gather_objects
 from ..pipeline.microbatch import merge, split
 from ..plugins.hybrid_model import HybridParallelModule
-from ..zero.bucket import Bucket, Slot
+from ..zero.bucket import Bucket
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.slot import Slot
 from .compare import StepComparison, first_departure
 from .layout import Layout, Training
 from .models import ModelChoice
@@ -232,6 +233,7 @@ def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Con
     tensors = _whole(model, PARAMETER, model.tensors())
     for prefix, local in kinds.items():
         tensors |= _whole(model, prefix, local)
+    tensors |= _full_states(optimizer)
     values: dict[str, Any] = {name: sorted(found) for name, found in numbers.items()}
     values |= {f"group {index}": saved_options(group) for index, group in enumerate(optimizer.param_groups)}
     values |= {"loss scaler": optimizer.scaler_state(), "skipped steps": optimizer.skipped_steps}
@@ -303,6 +305,21 @@ def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], 
     return {f"{kind}/": _gathered(optimizer, kind, of) for kind, of in sorted(names.items())}, numbers
 
 
+def _full_states(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    """Return the tensor states of full parameters on global rank 0, from their owners. Collective over the world."""
+    own = {
+        f"{kind}/{slot.managed.name}": value.cpu()
+        for bucket in optimizer.buckets
+        for slot in bucket.slots
+        for kind, value in (_state(optimizer, slot).items() if slot.is_full else ())
+        if isinstance(value, Tensor) and value.dim()
+    }
+    every = gather_objects(own)
+    return (
+        {name: value for of_rank in every for name, value in of_rank.items()} if dist.get_rank() == 0 else {}
+    )
+
+
 def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], list[tuple[str, float]]]:
     """Return kind and parameter of this rank's tensor states, and names and values of its scalar states."""
     tensors, scalars = [], []
@@ -310,7 +327,7 @@ def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], lis
         for slot in bucket.slots:
             for kind, value in _state(optimizer, slot).items():
                 if isinstance(value, Tensor) and value.dim():
-                    tensors.append((kind, slot.managed.name))
+                    tensors += [(kind, slot.managed.name)] * (not slot.is_full)
                 else:
                     scalars.append((f"{kind}/{slot.managed.name}", float(value)))
     return tensors, scalars
@@ -329,7 +346,7 @@ def _flat(optimizer: ShardedOptimizer, bucket: Bucket, kind: str) -> Tensor:
     """Return this rank's states of a kind in one tensor, each at the offset of its master in the bucket's slice."""
     flat = torch.zeros_like(bucket.masters)
     first = bucket.partition.index * bucket.masters.numel()
-    for slot in bucket.slots:
+    for slot in bucket.slots if not bucket.is_full else ():
         if (value := _state(optimizer, slot).get(kind)) is not None:
             start = slot.start + slot.piece_start - first
             flat[start : start + value.numel()] = value

@@ -8,7 +8,9 @@ A bucket sharded over two ranks (| bounds a slice, . is padding):
     pieces       [m0 m0 m0] [m1 m1]                     1-D views of the masters: what the optimizer steps
 
 In float32 the masters are the slice of the parameters itself. Padding is zero and stays zero. With offload the masters
-are on the CPU under every precision. So is a copy of the slice's gradients, made for each step.
+are on the CPU under every precision. So is a copy of the slice's gradients, made for each step. An optimizer that needs
+full parameters steps them on their owners (owned.py); then the masters of a bucket are its slice of the parameters in
+any format.
 
 [Note: gradient sharding] At stage 2 unsharded gradients have no permanent memory. A bucket borrows a buffer when a
 backward computes its first gradient. It returns the buffer once the gradients were averaged into the slice, which
@@ -16,12 +18,9 @@ accumulates over backwards. Usually two buffers exist: one bucket is in flight w
 three where gradients of neighbouring buckets arrive interleaved.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
-from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from ..cluster.collectives import InFlight
 from ..cluster.device import host_memory
 from .buffers import BufferPool
 from .partition import ManagedParameter, Partition
+from .slot import Slot, view_like
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
 # that no vector load of a kernel or a collective straddles two of them.
@@ -44,122 +44,6 @@ class GradientState(Enum):
     LOCAL = auto()  # local gradients accumulate; the mean of earlier ones is kept aside
     REDUCING = auto()  # their mean over the replicas is in flight
     REDUCED = auto()  # this rank's slice holds the mean
-
-
-class ShardedGradient(Tensor):
-    """Placeholder in `parameter.grad` for a gradient that exists only in the ranks' slices; refuses to be read.
-
-    With None, torch's clipping would silently skip the parameter. The placeholder has a shape and no memory.
-
-    Args:
-        like: a tensor of the gradient's shape.
-        name: the parameter's name.
-    """
-
-    parameter_name: str
-
-    def __new__(cls, like: Tensor, name: str) -> "ShardedGradient":
-        """Make a float32 placeholder on the device of `like`."""
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=torch.float32, device=like.device
-        )
-        made.parameter_name = name
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> Any:
-        """Refuse every operation."""
-        raise RuntimeError(
-            "at stage 2 gradients are sharded over the replicas, and parameter.grad cannot be read: call "
-            "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) to clip, or give the "
-            "plugin max_norm; optimizer.zero_grad() to drop them; and to read them optimizer.reduce_gradients() and "
-            "optimizer.gradients()"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedGradient({self.parameter_name!r}, shape={tuple(self.shape)})"
-
-
-@dataclass(kw_only=True, eq=False)
-class Slot:
-    """One parameter's place in a bucket.
-
-    Args:
-        managed: the parameter and how its gradient is reduced.
-        start, stop: bounds of its elements in the unsharded buffers.
-        weight: the view into the unsharded parameters, in the parameter's shape.
-        gradient: the view into the unsharded gradients, in the same shape; None while a stage-2 bucket has no buffer.
-        piece: the 1-D overlap of the parameter with this rank's slice of masters; None where they do not overlap.
-        piece_start: index of the first entry of `piece` among the parameter's entries.
-        piece_gradient: the gradient of `piece` in the slice's gradients; None where `piece` is.
-        version: the parameter's version counter when its master was last known to agree with it.
-        was_reduced: True if this rank contributed a gradient to a reduction since gradients were last dropped.
-
-    Attributes:
-        parameter: the model's parameter.
-    """
-
-    managed: ManagedParameter
-    start: int
-    stop: int
-    weight: Tensor
-    gradient: Tensor | None
-    piece: Parameter | None
-    piece_start: int
-    piece_gradient: Tensor | None
-    version: int
-    was_reduced: bool = False
-
-    def __post_init__(self) -> None:
-        self.parameter = self.managed.parameter
-        self._address, self._dtype = self.weight.data_ptr(), self.weight.dtype
-
-    @property
-    def has_gradient(self) -> bool:
-        """Return True if a backward computed a gradient of the parameter."""
-        return self.local_gradient is not None or self.was_reduced
-
-    @property
-    def local_gradient(self) -> Tensor | None:
-        """Return `parameter.grad` while it is unsharded on this rank."""
-        gradient = self.parameter.grad
-        return None if isinstance(gradient, ShardedGradient) else gradient
-
-    @cached_property
-    def sharded_gradient(self) -> ShardedGradient:
-        """Return the placeholder for `parameter.grad` once it is sharded."""
-        return ShardedGradient(self.weight, self.managed.name)
-
-    def view(self, flat: Tensor) -> Tensor:
-        """Return the parameter's view into an unsharded buffer, in its shape."""
-        return _view(flat, self.weight, self.start)  # the parameter itself may be in flight
-
-    def show(self, gradient: Tensor | None) -> None:
-        """Set `parameter.grad`."""
-        if self.parameter.grad is not gradient:
-            self.parameter.grad = gradient
-
-    def collect(self) -> None:
-        """Make the parameter's gradient the view into the bucket, copying in a gradient stored elsewhere.
-
-        Autograd makes a new tensor for the first gradient after `zero_grad`, and adds in place from then on.
-        """
-        gradient = self.parameter.grad
-        if gradient is None or gradient is self.gradient or isinstance(gradient, ShardedGradient):
-            return
-        assert self.gradient is not None  # borrowed before accumulation
-        if gradient.layout is not torch.strided:
-            raise ValueError(
-                f"the gradient of {self.managed.name} is {gradient.layout} and only dense ones can be "
-                "reduced: build the embedding with sparse=False"
-            )
-        self.gradient.copy_(gradient.detach())
-        self.parameter.grad = self.gradient
-
-    @property
-    def is_in_place(self) -> bool:
-        """Return True if the parameter is still the view into the bucket."""
-        return self.parameter.data_ptr() == self._address and self.parameter.dtype is self._dtype
 
 
 class Bucket:
@@ -177,6 +61,8 @@ class Bucket:
         pool: lends memory for unsharded gradients (stage 2); None keeps them allocated.
         communication_dtype: the format in which gradients are reduced over the data axis.
         is_offloaded: True to keep masters, and gradients for the step, on the CPU.
+        is_full: True if the optimizer steps full parameters: as views of the masters where one rank has them all, else
+            on their owners.
 
     Attributes:
         state: the state of the gradients.
@@ -185,6 +71,8 @@ class Bucket:
         gradients: the unsharded float32 buffer of gradients; None while it is not borrowed.
         own_gradients: this rank's slice of their mean, once REDUCED.
         masters: this rank's slice of the weights in float32.
+        is_owned: True if owners keep the masters, and step them.
+        unrounded: this rank's slice of the parameters as they were given, until owners have taken it.
         stepped_gradients: `own_gradients`, or with offload their copy on the CPU.
         counted, watched: ranges of `own_gradients` that this rank counts in the norm, and that other ranks count.
     """
@@ -199,11 +87,14 @@ class Bucket:
         pool: BufferPool | None = None,
         communication_dtype: torch.dtype = torch.float32,
         is_offloaded: bool = False,
+        is_full: bool = False,
+        is_owned: bool = False,
     ) -> None:
         self.state = GradientState.NONE
         self.group_index = group_index
         self.partition = partition
-        self.is_offloaded = is_offloaded
+        self.is_full, self.is_owned = is_full, is_owned
+        self.is_offloaded = is_offloaded and not is_owned
         self.sum_groups = members[0].sum_groups if members[0].needs_sum else ()
         self._pool = pool
         self._wire_dtype = communication_dtype
@@ -213,9 +104,9 @@ class Bucket:
         device = members[0].parameter.device
         values = torch.zeros(length, dtype=torch.float32, device=device)
         for managed, start in zip(members, starts, strict=True):
-            _view(values, managed.parameter, start).copy_(managed.parameter.detach())
+            view_like(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
-        self._allocate(values, dtype, is_offloaded=is_offloaded)
+        self._allocate(values, dtype)
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
         ends = [0, *(slot.stop for slot in self.slots)]
         begins = [*(slot.start for slot in self.slots), length]
@@ -223,7 +114,7 @@ class Bucket:
         self.counted = list(self._runs(primary=True)) if partition.is_counted else []
         self.watched = list(self._runs(primary=False)) if partition.is_counted else []
 
-    def _allocate(self, values: Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> None:
+    def _allocate(self, values: Tensor, dtype: torch.dtype) -> None:
         """Allocate the flat memory from float32 values of the parameters."""
         own = self.partition.own(values)
         self.parameters = values if dtype == torch.float32 else values.to(dtype)
@@ -234,17 +125,18 @@ class Bucket:
         else:
             self.gradients = torch.zeros_like(values)
             self.own_gradients = self.partition.own(self.gradients)
-        if is_offloaded:
-            self.masters = _host_copy(own)
+        self.unrounded = (own if dtype == torch.float32 else own.clone()) if self.is_owned else None
+        if self.is_offloaded:
+            self.masters = host_copy(own)
         else:
             self.masters = own.clone() if self.has_masters else self.partition.own(self.parameters)
         # Read by the inner optimizer in a step.
-        self.stepped_gradients = _host_copy(self.own_gradients) if is_offloaded else self.own_gradients
+        self.stepped_gradients = host_copy(self.own_gradients) if self.is_offloaded else self.own_gradients
 
     @property
     def has_masters(self) -> bool:
         """Return True if masters have memory of their own."""
-        return self.is_offloaded or self.parameters.dtype != torch.float32
+        return self.is_offloaded or (self.parameters.dtype != torch.float32 and not self.is_owned)
 
     @property
     def has_room(self) -> bool:
@@ -381,34 +273,48 @@ class Bucket:
 
     def _slot(self, managed: ManagedParameter, start: int) -> Slot:
         parameter, stop = managed.parameter, start + managed.parameter.numel()
-        weight = _view(self.parameters, parameter, start)
+        weight = view_like(self.parameters, parameter, start)
         # None: autograd accumulates gradients of any format, here of the activations' into the bucket's float32.
         parameter.grad_dtype = None
         parameter.data = weight
         first = self.partition.index * self.masters.numel()
         begin, end = max(start, first), min(stop, first + self.masters.numel())
-        owned = begin < end
+        in_slice = slice(begin - first, max(begin, end) - first)
+        piece, gradient = None, None
+        if begin < end and not self.is_owned:
+            shape = parameter.shape if self.is_full else (-1,)
+            piece = Parameter(self.masters[in_slice].view(shape))
+            gradient = self.stepped_gradients[in_slice].view(shape)
         return Slot(
             managed=managed,
             start=start,
             stop=stop,
             weight=weight,
-            gradient=None if self.gradients is None else _view(self.gradients, parameter, start),
-            piece=Parameter(self.masters[begin - first : end - first]) if owned else None,
+            gradient=None if self.gradients is None else view_like(self.gradients, parameter, start),
+            in_slice=in_slice,
+            piece=piece,
             piece_start=begin - start,
-            piece_gradient=self.stepped_gradients[begin - first : end - first] if owned else None,
+            piece_gradient=gradient,
+            is_full=self.is_full,
             version=parameter._version,
         )
 
     def _runs(self, *, primary: bool) -> Iterator[Tensor]:
         """Yield ranges of this rank's gradients for which it is the primary rank, or is not."""
-        first, length = self.partition.index * self.masters.numel(), self.masters.numel()
-        owned = [slot for slot in self.slots if slot.piece is not None]
-        for key, run in groupby(owned, key=lambda slot: slot.managed.is_primary):
+        local = [slot for slot in self.slots if slot.in_slice.start < slot.in_slice.stop]
+        for key, run in groupby(local, key=lambda slot: slot.managed.is_primary):
             if key == primary:
                 slots = list(run)
-                begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
-                yield self.own_gradients[begin - first : end - first]
+                yield self.own_gradients[slots[0].in_slice.start : slots[-1].in_slice.stop]
+
+
+def gathered(buckets: Iterable[Bucket], flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
+    """Gather slices, and return views by parameter name in the parameters' shapes. Collective over the data axis."""
+    return {
+        name: view
+        for bucket in buckets
+        for name, view in bucket.unflattened(bucket.partition.gathered(flat(bucket))).items()
+    }
 
 
 def round_masters(buckets: Sequence[Bucket]) -> None:
@@ -428,6 +334,8 @@ def make_buckets(
     pool: BufferPool | None = None,
     communication_dtype: torch.dtype = torch.float32,
     is_offloaded: bool = False,
+    full: Collection[int] = (),
+    is_owned: bool = False,
 ) -> list[Bucket]:
     """Make buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
@@ -438,6 +346,8 @@ def make_buckets(
         partitions: by `ManagedParameter.sharded_over`.
         bucket_size: in elements.
         dtype, pool, communication_dtype, is_offloaded: see `Bucket`.
+        full: indices of the groups whose parameters are stepped in full.
+        is_owned: True if owners step them; see `Bucket`.
     """
     buckets = []
     for index, group in enumerate(groups):
@@ -458,6 +368,8 @@ def make_buckets(
                     pool=pool,
                     communication_dtype=communication_dtype,
                     is_offloaded=is_offloaded,
+                    is_full=index in full,
+                    is_owned=is_owned and index in full,
                 )
                 buckets.append(bucket)
     return buckets
@@ -489,10 +401,6 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _view(flat: Tensor, like: Tensor, start: int) -> Tensor:
-    return flat[start : start + like.numel()].view(like.shape)
-
-
-def _host_copy(values: Tensor) -> Tensor:
+def host_copy(values: Tensor) -> Tensor:
     """Return a copy in CPU memory, pinned where the values are on CUDA."""
-    return host_memory(values.nbytes, values.device).view(values.dtype).copy_(values)
+    return host_memory(values.nbytes, values.device).view(values.dtype).view(values.shape).copy_(values)

@@ -36,17 +36,20 @@ class ReducedGradients:
 
     Attributes:
         factor: a pending factor of the gradients besides the loss scale, None for none; applied by `measure`.
+        has_plain: True if the gradients contain those of a `backward`, without a factor.
         norm: the 2-norm of the true gradients before any clipping; None until it is measured.
         has_gradients: for each of the reducer's slots, True if any rank had a gradient at the last measurement.
         is_agreed: True if all ranks agreed at the last measurement.
+        flags: sums over all ranks of the last flags given to `measure`.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
-        self._has_plain = False  # accumulated gradients of `backward`, without a factor
+        self.has_plain = self._accumulates = False
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
+        self.flags: list[float] = []
         self._slices = [bucket.own_gradients for bucket in buckets]
         self._counted = [run for bucket in buckets for run in bucket.counted]
         self._watched = [run for bucket in buckets for run in bucket.watched]
@@ -68,15 +71,14 @@ class ReducedGradients:
         """
         reduce()
         previous, factor = self._reducer.take_reduced(), self.factor
-        self.factor = None
+        self.factor, self.has_plain = None, False
         yield
         reduce()
         new = 1.0 if self.factor is None else self.factor
         # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
         self.factor = torch.where(new != 0, new, 1.0) if isinstance(new, Tensor) else new
-        assert factor is not None
         with torch.no_grad():
-            self._reducer.add(previous, factor / self.factor)
+            self._reducer.add(previous, (1.0 if factor is None else factor) / self.factor)
 
     def renew(self) -> None:
         """Reset the state, after new gradients were reduced or all were dropped."""
@@ -91,46 +93,56 @@ class ReducedGradients:
         """
         if accumulation_steps > 1 and isinstance(self.factor, Tensor):
             raise ValueError(_TWO_KINDS)
-        self._has_plain = accumulation_steps > 1
+        self.has_plain, self._accumulates = True, accumulation_steps > 1
 
     def note_factor(self, factor: float | Tensor | None) -> None:
         """Set the factor; raise ValueError after a `backward` that is accumulated for the same step."""
-        if self._has_plain and isinstance(factor, Tensor):
+        if self.has_plain and self._accumulates and isinstance(factor, Tensor):
             raise ValueError(_TWO_KINDS)
         self.factor = factor
 
     def finish(self) -> None:
         """End a step; another step on the same gradients measures them as this step left them."""
-        self.factor, self._has_plain = None, False
+        self.factor, self.has_plain = None, False
         self.norm = None
 
-    def measure(self, norm_type: float = 2.0, *, code: int = 0, share: float | Tensor = 0.0) -> float:
+    def measure(
+        self,
+        norm_type: float = 2.0,
+        *,
+        code: int = 0,
+        share: float | Tensor = 0.0,
+        flags: Sequence[float] = (),
+    ) -> float:
         """Return the norm of the true gradients as they are now; infinite or NaN if any gradient of any rank is.
 
         One all-reduce over the world, and one wait of the host for the device.
 
         Args:
             norm_type: the p of the norm.
-            code, share: see `norm_over_all_ranks`.
+            code, share, flags: see `norm_over_all_ranks`. The sums of the flags become `flags`.
         """
         assert self._reducer.is_reduced
-        norm, is_agreed = norm_over_all_ranks(
+        norm, is_agreed, *sums = norm_over_all_ranks(
             self._counted,
             self._watched,
             norm_type=norm_type,
             device=self._device,
             code=code,
             share=share,
+            flags=flags,
         )
         factor = 1.0 if self.factor is None else self.factor
         if not isinstance(factor, Tensor):
             (factor,) = numbers_on(self._device, [factor], torch.float64)
-        figures = torch.cat([torch.stack([norm, factor, is_agreed]), self._reducer.has_gradients])
-        measured, factor_, agreed, *flags = figures.tolist()
+        figures = torch.cat([torch.stack([norm, factor, is_agreed, *sums]), self._reducer.has_gradients])
+        measured, factor_, agreed, *others = figures.tolist()
+        if flags:
+            self.flags = others[: len(flags)]
         self.is_agreed = agreed > 0
         self._reducer.multiply(factor_)
         self.factor = 1.0  # not None: the next gradients must know that a factor was applied
-        self.has_gradients = [flag > 0 for flag in flags]
+        self.has_gradients = [flag > 0 for flag in others[len(flags) :]]
         true = measured * abs(self._reducer.unscale_factor)
         if self.norm is None and norm_type == 2:
             self.norm = true
@@ -175,7 +187,8 @@ def norm_over_all_ranks(
     device: torch.device,
     code: int = 0,
     share: float | Tensor = 0.0,
-) -> tuple[Tensor, Tensor]:
+    flags: Sequence[float] = (),
+) -> tuple[Tensor, ...]:
     """Return the norm of the gradients of all ranks. One all-reduce over the world, two for the maximum norm.
 
     Args:
@@ -187,12 +200,13 @@ def norm_over_all_ranks(
         code: below 2**32; compared between all ranks in the same all-reduce.
         share: summed over all ranks in the same all-reduce; the sum is 0 where they agree. See [Note: sums of codes]
             in cluster/agreement.py.
+        flags: summed over all ranks in the same all-reduce.
 
     Returns:
         The norm, 0-d float64, equal on all ranks; infinite or NaN if any gradient of any rank is. Then a 0-d tensor,
-        True if all ranks agree.
+        True if all ranks agree, and the sums of the flags.
     """
-    codes = numbers_on(device, [code, code if dist.get_rank() == 0 else 0, 0], torch.float64)
+    codes = numbers_on(device, [code, code if dist.get_rank() == 0 else 0, 0, *flags], torch.float64)
     codes[2] += share
     norms = torch.stack([codes.new_zeros(()), *_norms(counted, norm_type)])
     if watched:
@@ -206,8 +220,8 @@ def norm_over_all_ranks(
         figures = torch.cat([norms.pow(norm_type).sum().view(1), codes])
         dist.all_reduce(figures)
         norm, codes = figures[0].pow(1 / norm_type), figures[1:]
-    total, first, shares = codes.unbind()
-    return norm, (total == first * dist.get_world_size()) & (shares == 0)
+    total, first, shares, *sums = codes.unbind()
+    return norm, (total == first * dist.get_world_size()) & (shares == 0), *sums
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cluster.gathering import require_equal
-from .bucket import Bucket, Slot
+from ..cluster.placement import shape_of_owner
+from .bucket import Bucket
+from .combined import members_of, name_of
+from .owned import OwnedParameters
 from .partition import ManagedParameter
 from .precision import DynamicScaler
 from .reducer import sums_in_order
+from .slot import Slot
 
 EQUAL_OPTIONS = (  # the rule for all ranks, quoted in errors
     "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
@@ -41,7 +45,8 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._is_entered = False
-        optimizer.register_step_pre_hook(self._require_entered)
+        for each in {optimizer, *members_of(optimizer)}:
+            each.register_step_pre_hook(self._require_entered)
 
     def __enter__(self) -> None:
         self._is_entered = True
@@ -136,7 +141,7 @@ def require_one_layout(groups: Sequence[Sequence[ManagedParameter]], *, group: d
         ValueError: they differ; on every rank.
     """
     lines = [
-        f"{managed.name} {tuple(managed.parameter.shape)} of group {index}"
+        f"{managed.name} {shape_of_owner(managed.parameter)} of group {index}"
         for index, members in enumerate(groups)
         for managed in members
     ]
@@ -161,15 +166,15 @@ def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
         for name, value in group.items()
         if name not in ("params", "param_names")
     }
-    return {"class": None if optimizer is None else type(optimizer).__qualname__, **options}
+    return {"class": None if optimizer is None else name_of(optimizer), **options}
 
 
 def replace_by_slices(optimizer: Optimizer, buckets: Sequence[Bucket], *, device: torch.device) -> None:
-    """Replace the optimizer's parameters by this rank's slices of the masters, in the same group dicts.
+    """Replace the optimizer's parameters by this rank's masters of them, in the same group dicts.
 
     Args:
         optimizer: not stepped yet.
-        buckets: the buckets with the slices.
+        buckets: the buckets with the masters.
         device: the device on which the optimizer steps.
     """
     for index, group in enumerate(optimizer.param_groups):
@@ -188,14 +193,19 @@ def replace_by_slices(optimizer: Optimizer, buckets: Sequence[Bucket], *, device
     choose_fused_kernels(optimizer, device)
 
 
-def choose_fused_kernels(optimizer: Optimizer, device: torch.device) -> None:
+def choose_fused_kernels(combined: Optimizer, device: torch.device) -> None:
     """Select the fused kernel of a torch optimizer, where the device has one and the user selected no other.
 
     An explicit `fused`, `foreach`, `capturable` or `differentiable` is kept. On CUDA torch's default is `foreach`,
     which needs additional memory of the size of one state.
     """
-    operator, key = _FUSED.get(type(optimizer)), torch._C._dispatch_key_for_device(device.type)
-    has_kernel = operator is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    for optimizer in members_of(combined):
+        operator, key = _FUSED.get(type(optimizer)), torch._C._dispatch_key_for_device(device.type)
+        has_kernel = operator is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+        _choose_fused_kernel(optimizer, device, has_kernel=has_kernel)
+
+
+def _choose_fused_kernel(optimizer: Optimizer, device: torch.device, *, has_kernel: bool) -> None:
     for group in optimizer.param_groups:
         # The first two are None and the others False unless they were given.
         is_chosen = any(group.get(option) is not None for option in ("fused", "foreach"))
@@ -209,33 +219,40 @@ def choose_fused_kernels(optimizer: Optimizer, device: torch.device) -> None:
                 state["step"] = state["step"].to(device, torch.float32)
 
 
-def local_state(inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None) -> dict[str, Any]:
-    """Return the inner optimizer's state dict, and with it masters, loss scale and layout.
+def local_state(inner: Optimizer, scaler: DynamicScaler | None) -> dict[str, Any]:
+    """Return the inner optimizer's state dict, and with it the loss scale.
 
     As in torch, the tensors are not copies: copy or save them before the next step.
     """
-    return {
-        **inner.state_dict(),
-        "masters": [bucket.masters for bucket in buckets],
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "layout": layout_lines(buckets),
-    }
+    return {**inner.state_dict(), "scaler": None if scaler is None else scaler.state_dict()}
 
 
 def load_local_state(
-    inner: Optimizer,
-    buckets: Sequence[Bucket],
-    scaler: DynamicScaler | None,
-    state: dict[str, Any],
-    *,
-    device: torch.device,
+    inner: Optimizer, scaler: DynamicScaler | None, state: dict[str, Any], *, device: torch.device
 ) -> None:
-    """Load the result of `local_state` for steps on `device`. The parameters do not change.
+    """Load the result of `local_state` for steps on `device`."""
+    inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    choose_fused_kernels(inner, device)  # the state may come from a run without fused kernels
+    if scaler is not None and state["scaler"] is not None:  # otherwise it was saved under another precision
+        scaler.load_state_dict(state["scaler"])
+
+
+def local_masters(buckets: Sequence[Bucket], owned: OwnedParameters) -> dict[str, Any]:
+    """Return the masters of this rank, and "layout", one line per parameter; equal lines mean that they fit."""
+    full = [slot.piece.detach() for slot in owned.slots if slot.piece is not None]
+    return {
+        "masters": [bucket.masters for bucket in buckets if not bucket.is_owned] + full,
+        "layout": [line for bucket in buckets for line in bucket.describe()] + owned.describe(),
+    }
+
+
+def load_local_masters(present: dict[str, Any], state: dict[str, Any]) -> None:
+    """Copy another result of `local_masters` into this rank's. The parameters do not change.
 
     Raises:
         ValueError: it was saved under another layout or precision.
     """
-    saved, own = state.get("layout", ["a state dict of another optimizer"]), layout_lines(buckets)
+    saved, own = state.get("layout", ["a state dict of another optimizer"]), present["layout"]
     if saved != own:
         shorter, longer = sorted((saved, own), key=len)
         at = next((i for i, line in enumerate(shorter) if line != longer[i]), len(shorter))
@@ -244,17 +261,8 @@ def load_local_state(
             f"the optimizer state was saved under another layout: entry {at} of its layout is {there}, not {here}. Use "
             "booster.save_optimizer and booster.load_optimizer, which convert between layouts"
         )
-    inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
-    choose_fused_kernels(inner, device)  # the state may come from a run without fused kernels
-    for bucket, masters in zip(buckets, state["masters"], strict=True):
-        bucket.masters.copy_(masters)
-    if scaler is not None and state["scaler"] is not None:  # otherwise it was saved under another precision
-        scaler.load_state_dict(state["scaler"])
-
-
-def layout_lines(buckets: Sequence[Bucket]) -> list[str]:
-    """Return one line per parameter; equal lines mean that a saved state fits."""
-    return [line for bucket in buckets for line in bucket.describe()]
+    for masters, values in zip(present["masters"], state["masters"], strict=True):
+        masters.copy_(values)
 
 
 def _by_identity(parameters: Sequence[ManagedParameter]) -> dict[int, ManagedParameter]:
@@ -277,7 +285,7 @@ def _is_fresh(state: dict[str, Any]) -> bool:
 
 
 def _state_of_piece(optimizer: Optimizer, slot: Slot) -> dict[str, Any]:
-    """Return the constant state that a constructor made for a parameter, in the shape of its local slice."""
+    """Return the constant state that a constructor made for a parameter, in the shape of its master on this rank."""
     assert slot.piece is not None
     state = dict(optimizer.state[slot.parameter])
     for key, value in state.items():

@@ -21,21 +21,25 @@ from ..cluster.device import numbers_on, wait_for_stream
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
-from .bucket import Bucket, make_buckets
+from .bucket import gathered, make_buckets
 from .buffers import BufferPool
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
-from .elementwise import require_elementwise
 from .inner_optimizer import (
     EQUAL_OPTIONS,
     PARTIAL_STATE,
     OptimizerWrapper,
+    load_local_masters,
     load_local_state,
+    local_masters,
     local_state,
     managed_groups,
     optimizer_options,
     replace_by_slices,
     require_one_layout,
 )
+from .kinds import UpdateKind, update_kinds
+from .memory import bytes_by_kind
+from .owned import OwnedParameters, team_of
 from .parameter_gather import ParameterGather
 from .partition import ManagedParameter, Partition, default_bucket_size
 from .precision import DynamicScaler, PrecisionConfig
@@ -43,18 +47,19 @@ from .reducer import Reducer
 
 
 class ShardedOptimizer(OptimizerWrapper):
-    """Plain data parallelism (stage 0), ZeRO-1 or ZeRO-2 around any element-wise optimizer (arXiv:1910.02054).
+    """Plain data parallelism (stage 0), ZeRO-1 or ZeRO-2 around an optimizer (arXiv:1910.02054).
 
     The inner optimizer stays the user's object, with the same group dicts, so schedulers built on it before or after
-    keep working. Its parameters are replaced by 1-D float32 masters, those in this rank's slices. Frozen parameters and
-    those of other pipeline stages are removed from it.
+    keep working. Its parameters are replaced by 1-D float32 masters, those in this rank's slices; in a group whose
+    update needs full parameters, by the full masters that this rank owns, see owned.py. Frozen parameters and those of
+    other pipeline stages are removed from it.
 
     The constructor is collective over the world. All ranks of the data axis start from the parameters of its first
     rank.
 
     Args:
-        optimizer: any torch optimizer that updates every entry on its own, not stepped yet. It steps by torch's fused
-            kernel where there is one, see `choose_fused_kernels`.
+        optimizer: any torch optimizer that updates every parameter on its own, not stepped yet. It steps by torch's
+            fused kernel where there is one, see `choose_fused_kernels`.
         parameters: the local parameters of the model, in one order on all ranks of the data axis. Those that are not in
             the optimizer stay as they are.
         mesh: the processes. A stage above 0 shards over neighbors as many as its layout's axis "zero"; gradients are
@@ -102,7 +107,7 @@ class ShardedOptimizer(OptimizerWrapper):
         agreement: Agreement | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
-        require_elementwise(optimizer)
+        kinds = update_kinds(optimizer)
         self.accumulation_steps = accumulation_steps
         self.last_norm: float | None = None
         self.skipped_steps = 0
@@ -119,6 +124,8 @@ class ShardedOptimizer(OptimizerWrapper):
         require_one_layout(groups, group=replicas.group)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
         self._pool = BufferPool() if stage == 2 and replicas.num_slices > 1 else None
+        full = [index for index, kind in enumerate(kinds) if kind is UpdateKind.PARAMETER]
+        team = team_of(mesh, list(self._partitions.values())) if full else None
         self.buckets = make_buckets(
             groups,
             partitions=self._partitions,
@@ -127,6 +134,8 @@ class ShardedOptimizer(OptimizerWrapper):
             pool=self._pool,
             communication_dtype=communication_dtype,
             is_offloaded=cpu_offload,
+            full=full,
+            is_owned=team is not None,
         )
         self.reducer = Reducer(
             self.buckets,
@@ -139,6 +148,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
         self.parameter_gather = ParameterGather(self.buckets)
         self._step_device = torch.device("cpu") if cpu_offload else mesh.device
+        self._owned = OwnedParameters(self.buckets, mesh=mesh, team=team, device=self._step_device)
         replace_by_slices(optimizer, self.buckets, device=self._step_device)
         super().__init__(optimizer)  # at the end: an optimizer that is refused stays unchanged
 
@@ -167,7 +177,8 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
         Below stage 2 gradients are reduced only in the last of several calls. After a call that left a
-        `gradient_factor`, the gradients of a further call are reduced separately, inside `no_sync` too, and added.
+        `gradient_factor`, or before one that leaves it, gradients are reduced separately, inside `no_sync` too, and
+        added.
 
         Args:
             name: the name of the call, if ranks are to compare their calls.
@@ -181,7 +192,8 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"{self.accumulation_steps}: call optimizer.step() and optimizer.zero_grad() after every "
                 f"{self.accumulation_steps} calls, or drop their gradients by optimizer.zero_grad()"
             )
-        if self.accumulation_steps == 1 and self.gradient_factor is not None:
+        is_after_backward = name is None and self._gradients.has_plain  # this call will leave a factor
+        if self.accumulation_steps == 1 and (self.gradient_factor is not None or is_after_backward):
             with self._gradients.added_afterwards(self._reduce):
                 yield
             return
@@ -363,7 +375,9 @@ class ShardedOptimizer(OptimizerWrapper):
     def _agreed_norm(self, **arguments: float) -> float:
         """Return the norm of the gradients; compare batches, arguments and options. One all-reduce over the world."""
         settings = {**arguments, **optimizer_options(self.inner)}
-        norm = self._gradients.measure(code=self._agreement.code(settings), share=self._agreement.share)
+        norm = self._gradients.measure(
+            code=self._agreement.code(settings), share=self._agreement.share, flags=self._owned.flags
+        )
         if not self._gradients.is_agreed:
             require_equal(settings, what="the optimizer", rule=EQUAL_OPTIONS)
             self._agreement.explain()
@@ -379,6 +393,9 @@ class ShardedOptimizer(OptimizerWrapper):
             if bucket.was_written:
                 bucket.refresh_()
             bucket.send_gradients()
+        if any(self._gradients.flags):
+            self._owned.refresh()
+        self._owned.collect_gradients()
         for slot, has_gradient in zip(self.reducer.slots, self._gradients.has_gradients, strict=True):
             if slot.piece is not None:
                 slot.piece.grad = slot.piece_gradient if has_gradient else None
@@ -386,6 +403,7 @@ class ShardedOptimizer(OptimizerWrapper):
             wait_for_stream(self._mesh.device)
         with self._guard:
             self.inner.step()
+        self._owned.spread()
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -402,7 +420,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if not self.reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
-        named = self._named(lambda bucket: bucket.partition.gathered(bucket.own_gradients) * multiplier)
+        named = gathered(self.buckets, lambda bucket: bucket.own_gradients * multiplier)
         flags = self.reducer.has_gradients.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
@@ -412,13 +430,9 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:
-        """Return unsharded copies of the float32 weights by name. Collective over the data axis."""
-        return self._named(lambda bucket: bucket.partition.gathered(bucket.masters.to(self._mesh.device)))
-
-    def _named(self, flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
-        return {
-            name: part for bucket in self.buckets for name, part in bucket.unflattened(flat(bucket)).items()
-        }
+        """Return unsharded copies of the float32 weights by name. Collective over the data axis, and over teams."""
+        owned, device = self._owned.slices(), self._mesh.device
+        return gathered(self.buckets, lambda bucket: owned.get(bucket, bucket.masters).to(device))
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -426,10 +440,11 @@ class ShardedOptimizer(OptimizerWrapper):
 
         A step does it itself after in-place writes that torch counts, such as `load_state_dict` and
         `parameter.copy_()`, but not after `parameter.data.copy_()`. Masters that still round to their parameter keep
-        their low bits.
+        their low bits. Collective over the team where ranks own full parameters, see owned.py.
         """
         for bucket in self.buckets:
             bucket.refresh_()
+        self._owned.refresh()
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank by kind, padding included.
@@ -438,28 +453,14 @@ class ShardedOptimizer(OptimizerWrapper):
         those for unsharded gradients at stage 2. "scalars" are optimizer states of one entry. Memory that `cpu_offload`
         keeps on the CPU is listed separately, if there is any.
         """
-        tensors = [
-            each for state in self.state.values() for each in state.values() if isinstance(each, Tensor)
-        ]
-        masters = sum(bucket.masters.nbytes for bucket in self.buckets if bucket.has_masters)
-        states = sum(each.nbytes for each in tensors if each.numel() > 1)
-        gradients = [
-            bucket.own_gradients if bucket.shards_gradients or bucket.gradients is None else bucket.gradients
-            for bucket in self.buckets
-        ]
-        held = {
-            "parameters": sum(bucket.parameters.nbytes for bucket in self.buckets)
-            + sum(managed.parameter.nbytes for managed in self._frozen),
-            "gradients": sum(each.nbytes for each in gradients),
-            "buffers": 0 if self._pool is None else self._pool.nbytes,
-            "masters": 0 if self._is_offloaded else masters,
-            "states": 0 if self._is_offloaded else states,
-            "scalars": sum(each.nbytes for each in tensors if each.numel() <= 1),
-        }
-        if self._is_offloaded:
-            held["offloaded_gradients"] = sum(bucket.stepped_gradients.nbytes for bucket in self.buckets)
-            held["offloaded_masters"], held["offloaded_states"] = masters, states
-        return held
+        return bytes_by_kind(
+            self.buckets,
+            self._owned,
+            frozen=self._frozen,
+            states=[each for state in self.state.values() for each in state.values()],
+            pool=self._pool,
+            is_offloaded=self._is_offloaded,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return `local_state`, if every rank has all states.
@@ -474,7 +475,12 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard: the inner optimizer's state and groups, masters, loss scale and layout."""
-        return local_state(self.inner, self.buckets, self._scaler) | {"skipped_steps": self.skipped_steps}
+        state = local_state(self.inner, self._scaler)
+        return state | self.local_masters() | {"skipped_steps": self.skipped_steps}
+
+    def local_masters(self) -> dict[str, Any]:
+        """Return the masters of this rank and the layout, as in `local_state`."""
+        return local_masters(self.buckets, self._owned)
 
     def scaler_state(self) -> dict[str, Any] | None:
         """Return the loss scale of fp16 and its counters; None under other precisions."""
@@ -488,6 +494,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         with torch.no_grad():
             self.parameter_gather.wait()
-            load_local_state(self.inner, self.buckets, self._scaler, state_dict, device=self._step_device)
+            load_local_masters(self.local_masters(), state_dict)
+            load_local_state(self.inner, self._scaler, state_dict, device=self._step_device)
+            self._owned.spread()
             self.parameter_gather.gather()
         self.skipped_steps = state_dict["skipped_steps"]

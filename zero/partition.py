@@ -151,6 +151,7 @@ class Partition:
         copies: the replicas that own the same slice as this rank, the same number for each slice; None if this rank is
             the only owner.
         beside: the stream on which the sum over `copies` waits for the one over `slices`; None where the host waits.
+        apart: the distance between neighboring replicas on the data axis.
     """
 
     group: ProcessGroup
@@ -158,6 +159,7 @@ class Partition:
     divisor: int
     copies: ProcessGroup | None
     beside: AbstractContextManager[Any] | None = None
+    apart: int = 1
 
     @staticmethod
     def of(mesh: ParallelMesh, zero_size: int, *, sharded_over: str | None = None) -> "Partition":
@@ -184,6 +186,7 @@ class Partition:
             divisor=whole if sharded_over in SUMMED else size,
             copies=_group(mesh, across) if num_slices < size else None,
             beside=side_stream(mesh.device) if 1 < num_slices < size else None,
+            apart=apart,
         )
 
     @staticmethod
@@ -201,6 +204,15 @@ class Partition:
     def index(self) -> int:
         """Index of this rank's slice."""
         return 0 if self.slices is None else self.slices.rank()
+
+    def index_of(self, coordinate: int) -> int:
+        """Index of the slice of the rank with this coordinate on the data axis."""
+        return coordinate // self.apart % self.num_slices
+
+    @property
+    def span(self) -> int:
+        """The number of neighbors on the data axis that have all slices, and all shards over a sub-axis, together."""
+        return self.num_slices * self.apart
 
     @property
     def is_counted(self) -> bool:
@@ -285,11 +297,11 @@ def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[Proces
         size = num_parts(parameter, axis)
         if size > 1:
             parts = [range(first, first + size) for first in range(0, placement.size, size)]
-            yield mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
+            yield mesh.subgroup(axis, parts)
 
 
 def _group(mesh: ParallelMesh, parts: list[range]) -> ProcessGroup:
     """Return the group of this rank's part of the data axis. Collective over the world."""
-    group = mesh.group("data") if len(parts) == 1 else mesh.subgroup("data", parts)
+    group = mesh.subgroup("data", parts)
     assert group is not None  # every rank is in a part
     return group

@@ -26,9 +26,10 @@ from torch.nn import Parameter
 
 from ..cluster.device import numbers_on
 from ..cluster.hooks import has_foreign_last_hooks, mark_internal
-from .bucket import Bucket, GradientState, Slot
+from .bucket import Bucket, GradientState
 from .partition import ManagedParameter
 from .precision import DynamicScaler
+from .slot import Slot
 from .writes import WriteWatch
 
 

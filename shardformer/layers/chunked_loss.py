@@ -19,10 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from ...cluster.collectives import begin_gather, copy_to
+from ...cluster.collectives import (
+    begin_gather,
+    copy_to,
+    once_differentiable,
+)
 from ...cluster.device import is_cuda
 from .deferred_linear import OwnLinear
 from .embedding import VocabParallelLMHead1D, VocabRange

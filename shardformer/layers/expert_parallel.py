@@ -15,13 +15,20 @@ forward, and the numbers of rows; recomputation takes them from there, without a
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.overrides import (
+    TorchFunctionMode,
+    _pop_mode,
+    _push_mode,
+    handle_torch_function,
+    has_torch_function_unary,
+)
 
 from ...cluster.collectives import exchange_rows, paired
 from .parallel_module import change_inputs
@@ -34,11 +41,13 @@ class Rows(NamedTuple):
         sent: number of rows sent to each rank.
         received: number of rows received from each rank.
         counts_PE: rows received from each rank P for each expert E of this rank.
+        most: number of rows received for the expert with most of them.
     """
 
     sent: list[int]
     received: list[int]
     counts_PE: Tensor
+    most: int
 
 
 def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
@@ -53,30 +62,84 @@ def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
         return rows
     ones = [1] * group.size()
     arrived_PE = exchange_rows(counts_PE, ones, ones, group)
-    sent, received = torch.stack([counts_PE.sum(1), arrived_PE.sum(1)]).tolist()
-    return Rows(sent, received, arrived_PE)
+    sizes = torch.cat([counts_PE.sum(1), arrived_PE.sum(1), arrived_PE.sum(0).max().unsqueeze(0)]).tolist()
+    return Rows(sizes[: group.size()], sizes[group.size() : -1], arrived_PE, sizes[-1])
+
+
+class Call(NamedTuple):
+    """A call of experts: tokens (N, H), the indices of their experts (N, K), and weights (N, K) of the results.
+
+    Pairs whose index is the number of experts, or above, stay where they are, and add nothing.
+    """
+
+    hidden_NH: Tensor
+    index_NK: Tensor
+    weights_NK: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """Calls of a class of experts, in terms of `Call`.
+
+    Args:
+        counts: attributes with numbers of experts: of those with parameters, and of all with a row in some parameter.
+        is_apart: every expert is a module, which one rank has. The module's forward is given indices of all experts.
+        is_identity_above: tokens of experts without parameters are their results.
+        call: returns the call that inputs (by name, in the order of the signature) stand for, of that many experts.
+        inputs: returns the inputs by which a module's forward computes a call of one expert for each row, and the
+            place of each row in its output.
+    """
+
+    counts: tuple[str, ...] = ("num_experts",)
+    is_apart: bool = False
+    is_identity_above: bool = False
+    call: Callable[[dict[str, Any], int], Call] = lambda inputs, count: Call(*list(inputs.values())[:3])
+    inputs: Callable[[Any, Call, Rows], tuple[tuple[Tensor, ...], Tensor | None]] = lambda _, call, __: (
+        call,
+        None,
+    )
+
+
+COMMON = Interface()
 
 
 class _Dispatched(NamedTuple):
-    """A dispatch, for the way back: rows, order of the pairs, place of each pair in it, and weights (N, K)."""
+    """A dispatch, for the way back.
+
+    Args:
+        rows: of the exchange.
+        order: the pairs of a token and an expert, sorted by expert.
+        places: the place of each pair in this order.
+        weights_NK: of the pairs.
+        in_output: the place of each row in the output of the experts' forward; None if they are in order.
+        shape: of the tokens in the call.
+        unused_RH: the rows that the experts compute if none arrive and nobody uses the result; else None.
+        kept_NH: what is added for pairs that are not sent; None for nothing.
+    """
 
     rows: Rows
     order: Tensor
     places: Tensor
     weights_NK: Tensor
+    in_output: Tensor | None
+    shape: torch.Size
+    unused_RH: Tensor | None
+    kept_NH: Tensor | None
 
 
 class ExpertParallel:
     """The hooks by which the tokens of all ranks travel to a rank's experts; see [Note: dispatch]. No communication.
 
     Args:
-        experts: a module whose parameters are sharded already. It is called with tokens (N, H), the indices of their
-            experts (N, K) and their weights (N, K); `num_experts` is the number of this rank's.
+        experts: a module whose parameters are sharded already, and whose numbers of experts are those of this rank.
         group: the expert axis.
+        interface: how the module is called.
     """
 
-    def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
-        self._group, self._num_local = group, experts.num_experts
+    def __init__(self, experts: Any, group: dist.ProcessGroup, interface: Interface = COMMON) -> None:
+        self._group, self._interface = group, interface
+        count: int = getattr(experts, interface.counts[0])
+        self._num_local = count // group.size() if interface.is_apart else count
         self._dispatched: _Dispatched | None = None  # between the two hooks
         change_inputs(experts, self._dispatch)
         # Before the hook that sums the partial results of sharded experts.
@@ -85,50 +148,77 @@ class ExpertParallel:
     @torch.compiler.disable
     def _dispatch(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """Replace the tokens by the rows for this rank's experts."""
-        names = list(inputs)[:3]
-        hidden_NH, index_NK, weights_NK = (inputs[name] for name in names)
-        num_choices = index_NK.shape[1]
-        expert_R = index_NK.reshape(-1)
+        num_experts = self._group.size() * self._num_local
+        call = self._interface.call(inputs, num_experts)
+        shape, num_choices = call.hidden_NH.shape, call.index_NK.shape[-1]
+        hidden_NH, weights_NK = call.hidden_NH.flatten(0, -2), call.weights_NK.flatten(0, -2)
+        expert_R = call.index_NK.reshape(-1)
+        if weights_NK.shape[1] != num_choices:  # of all experts, as Phi-MoE's in transformers 5.0
+            weights_NK = weights_NK.gather(1, expert_R.view(-1, num_choices))
         order = torch.argsort(expert_R, stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = expert_R.new_zeros(self._group.size() * self._num_local)
-        counts.scatter_add_(0, expert_R, torch.ones_like(expert_R))
-        rows = exchange_counts(counts.view(self._group.size(), -1), self._group)
-        self._dispatched = _Dispatched(rows, order, places, weights_NK)
+        counts = expert_R.new_zeros(num_experts + 1)
+        counts.scatter_add_(0, expert_R.clamp(max=num_experts), torch.ones_like(expert_R))
+        rows = exchange_counts(counts[:-1].view(self._group.size(), -1), self._group)
+        kept_NH = None
+        if self._interface.is_identity_above:
+            is_kept_NK = (expert_R >= num_experts).view_as(weights_NK)
+            kept_NH = hidden_NH * (weights_NK * is_kept_NK).sum(1, keepdim=True)
 
-        tokens = order // num_choices
+        tokens = order[: sum(rows.sent)] // num_choices
 
         def send(x: Tensor) -> Tensor:
             return exchange_rows(x[tokens], rows.sent, rows.received, self._group)
 
         def take_back(gradient: Tensor) -> Tensor:
             arrived = exchange_rows(gradient, rows.received, rows.sent, self._group)
-            return arrived[places].unflatten(0, (-1, num_choices)).sum(1)
+            return _lengthened(arrived, len(places))[places].unflatten(0, (-1, num_choices)).sum(1)
 
         rows_RH = paired(hidden_NH, send, take_back)
         local = torch.arange(self._num_local, device=order.device).repeat(self._group.size())
         expert_R = local.repeat_interleave(rows.counts_PE.view(-1), output_size=len(rows_RH))
+        unused_RH = None
         if not len(rows_RH):
-            rows_RH = torch.cat([rows_RH, rows_RH.new_zeros(1, rows_RH.shape[1])])
+            rows_RH = unused_RH = torch.cat([rows_RH, rows_RH.new_zeros(1, rows_RH.shape[1])])
             expert_R = expert_R.new_zeros(1)
+        if self._interface.is_apart:
+            expert_R = expert_R + self._group.rank() * self._num_local
         ones = weights_NK.new_ones(len(rows_RH), 1)
-        inputs.update(zip(names, (rows_RH, expert_R[:, None], ones), strict=True))
+        computed, in_output = self._interface.inputs(module, Call(rows_RH, expert_R[:, None], ones), rows)
+        inputs.update(zip(list(inputs), computed, strict=False))
+        self._dispatched = _Dispatched(rows, order, places, weights_NK, in_output, shape, unused_RH, kept_NH)
 
     @torch.compiler.disable
-    def _combine(self, module: nn.Module, args: Any, output_RH: Tensor) -> Tensor:
-        """Return the weighted sums (N, H) of the experts' results."""
+    def _combine(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Return the weighted sums (N, H) of the experts' results, in the shape of the tokens."""
         assert self._dispatched is not None
-        (rows, order, places, weights_NK), self._dispatched = self._dispatched, None
+        rows, order, places, weights_NK, in_output, shape, unused_RH, kept_NH = self._dispatched
+        self._dispatched = None
+        output_RH = output.flatten(0, -2)
+        if unused_RH is not None and self._interface.is_apart:  # an expert without tokens gets no gradient
+            output_RH = output_RH.detach() + 0 * unused_RH
+        if in_output is not None:
+            output_RH = output_RH[in_output]
 
         def send_back(x: Tensor) -> Tensor:
-            return exchange_rows(x[: sum(rows.received)], rows.received, rows.sent, self._group)[places]
+            arrived = exchange_rows(x[: sum(rows.received)], rows.received, rows.sent, self._group)
+            return _lengthened(arrived, len(places))[places]
 
         def take(gradient: Tensor) -> Tensor:
-            arrived = exchange_rows(gradient[order], rows.sent, rows.received, self._group)
+            sent = gradient[order[: sum(rows.sent)]]
+            arrived = exchange_rows(sent, rows.sent, rows.received, self._group)
             return arrived if len(arrived) == len(output_RH) else torch.zeros_like(output_RH)
 
         pairs_NKH = paired(output_RH, send_back, take).unflatten(0, weights_NK.shape)
-        return (pairs_NKH * weights_NK.unsqueeze(-1)).sum(1).to(output_RH.dtype)
+        sums_NH = (pairs_NKH * weights_NK.unsqueeze(-1)).sum(1)
+        if kept_NH is not None:
+            sums_NH = sums_NH + kept_NH
+        return sums_NH.to(output_RH.dtype).unflatten(0, shape[:-1])
+
+
+def _lengthened(x: Tensor, length: int) -> Tensor:
+    """Return rows followed by zeros, of this length."""
+    return x if len(x) == length else torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
 
 
 # Functions by which routers choose experts, and the kinds of their results.
@@ -152,6 +242,14 @@ class Choices(TorchFunctionMode):
         self._replayed = iter(self._saved) if self._saved else None
         super().__enter__()
         return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave this context alone: hooks of the layer may have entered others, which stay. Private torch API."""
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; save or replay what it chose."""

@@ -19,11 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scatter
+from ...cluster.collectives import (
+    InFlight,
+    begin_all_gather,
+    begin_reduce_scatter,
+    once_differentiable,
+)
 from ...cluster.placement import Shard, place
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients

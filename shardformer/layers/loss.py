@@ -14,9 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from ...cluster.collectives import all_reduce
+from ...cluster.collectives import (
+    all_reduce,
+    once_differentiable,
+)
 from ...cluster.transformers_api import ForCausalLMLoss
 from ...pipeline.counted_loss import divided
 from .embedding import VocabParallelLMHead1D, VocabRange

@@ -13,11 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
-from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, paired
+from ...cluster.collectives import (
+    InFlight,
+    begin_gather,
+    begin_sum_of_rows,
+    once_differentiable,
+    paired,
+)
 from ...pipeline.weight_gradients import WeightGradients
 from .deferred_linear import Crossing, gradient_or_deferred, weight_gradient
 from .parallel_module import change_inputs, first_tensor
@@ -47,7 +52,7 @@ class RegionSequence:
 
     def begin_whole(self, part_BsH: Tensor, length: int) -> InFlight[Tensor]:
         """Start to gather a sequence of this length (B, S, H). One all-gather."""
-        return begin_gather(part_BsH, self.axis.group).then(partial(_in_order, length=length))
+        return begin_gather(part_BsH, self.axis.group).finished_by(partial(_in_order, length=length))
 
     def begin_own_sum(self, partial_BSH: Tensor) -> InFlight[Tensor]:
         """Start to sum over the ranks and scatter to this rank's shard (B, s, H). One reduce-scatter."""
@@ -70,7 +75,9 @@ class RegionSequence:
             whole = self.crossing(part_BsH.unflatten(0, by_sample))
             return Crossing(
                 lambda part: whole.forward(part.unflatten(0, by_sample)).flatten(0, 1),
-                lambda gradient: self.begin_own_sum(gradient.unflatten(0, (-1, length))).then(_in_one_row),
+                lambda gradient: self.begin_own_sum(gradient.unflatten(0, (-1, length))).finished_by(
+                    _in_one_row
+                ),
             )
         length = self.length_of(part_BsH)
         return Crossing(lambda part: self.begin_whole(part, length).wait(), self.begin_own_sum)

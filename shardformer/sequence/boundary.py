@@ -81,10 +81,13 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
                 local.append(layer)
         if not isinstance(layers[-1], StandIn):
             boundary.leave(layers[-1])
+    outer = _around(model, [path for stack in plan.stacks(model) for path in stack.paths])
+    running = _track_running(outer)
+    for layer in local:
+        layer.register_forward_pre_hook(partial(_refuse_outside, running=running))
     if is_data:
         assert split.settings.mode is not None
-        paths = [path for stack in plan.stacks(model) for path in stack.paths]
-        _average_entering_gradients(_around(model, paths), split.group)
+        _average_entering_gradients(outer, running, split.group)
         is_flash_ring = split.settings.mode == RING and not attention_kernels(model).isdisjoint(
             FLASH_PACKAGES
         )
@@ -159,14 +162,29 @@ def _around(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     return [model.get_submodule(path) for path in sorted(outer)]
 
 
-def _average_entering_gradients(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+def _track_running(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return a list to which hooks add those of these modules that run, the outermost first."""
+    running: list[nn.Module] = []
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        if running and running[-1] is module:  # not if another hook has raised before
+            running.pop()
+
+    for each in modules:
+        each.register_forward_pre_hook(lambda module, args: running.append(module))
+        each.register_forward_hook(leave, always_call=True)
+    return running
+
+
+def _average_entering_gradients(
+    modules: Sequence[nn.Module], running: Sequence[nn.Module], group: dist.ProcessGroup
+) -> None:
     """Average the gradients of the tensors that enter a model, as the optimizer does with those of parameters.
 
     A script may call the model, or a module in it that runs the layers: the outermost one that runs averages. In
     backward one all-reduce for each tensor; none if no tensor enters with a gradient. See
     [Note: gradients over the sequence axis].
     """
-    running: list[nn.Module] = []
 
     def entering(x: Tensor) -> Tensor:
         # A placeholder comes from the model's embedding, whose parameters the optimizer averages.
@@ -175,19 +193,22 @@ def _average_entering_gradients(modules: Sequence[nn.Module], group: dist.Proces
         return paired(x, lambda x: x.view_as(x), lambda gradient: all_reduce(gradient, group) / group.size())
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        running.append(module)
         if len(running) > 1:
             return args, kwargs
         changed: tuple[tuple, dict[str, Any]] = tree_map_only(Tensor, entering, (args, kwargs))
         return changed
 
-    def leave(module: nn.Module, args: tuple, output: Any) -> None:
-        if running and running[-1] is module:  # not if another hook has raised before `enter`
-            running.pop()
-
     for each in modules:
         each.register_forward_pre_hook(enter, with_kwargs=True)
-        each.register_forward_hook(leave, always_call=True)
+
+
+def _refuse_outside(layer: nn.Module, args: Any, *, running: Sequence[nn.Module]) -> None:
+    """Refuse the call of a layer by the script: its hooks expect those of the model around it."""
+    if not running and torch._C._current_graph_task_id() == -1:  # backward recomputes layers
+        raise ValueError(
+            f"a {type(layer).__name__} was called outside of its model, but computes on a shard of the "
+            "sequences: call the model, or leave enable_sequence_parallelism out"
+        )
 
 
 def _without_cache(

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from ...cluster.collectives import once_differentiable
 from ...cluster.ring import circulate, round_trip
 from ...cluster.transformers_api import bidirectional_mask_function, causal_mask_function
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from echelon.checkpoint.box import Box, flat_boxes
 from echelon.checkpoint.steps import begin_step, commit_step
 from echelon.checkpoint.tensor_file import (
     Entry,
@@ -21,6 +20,7 @@ from echelon.checkpoint.tensor_file import (
     write_small,
     write_values,
 )
+from echelon.cluster.box import Box, flat_boxes
 
 Cut = Callable[[Sequence[int], int], list[list[Box]]]
 

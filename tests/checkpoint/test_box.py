@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.box import Box, coverage_errors, flat_boxes
 from echelon.checkpoint.exchange import Offer, entries_of, plan_files, split_into_files
 from echelon.checkpoint.local import LocalTensor, local_piece, local_shard
 from echelon.checkpoint.tensor_file import Entry
+from echelon.cluster.box import Box, coverage_errors, flat_boxes
 from echelon.cluster.placement import PlacedShard, Shard
 
 from .handmade import columns, flat_slices

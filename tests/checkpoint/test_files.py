@@ -9,11 +9,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from echelon.checkpoint.box import Box
 from echelon.checkpoint.dcp import StateFiles, save_states
 from echelon.checkpoint.local import LocalTensor, local_piece
 from echelon.checkpoint.pretrained import Weights, read_into
 from echelon.checkpoint.tensor_file import damage_of_tensors, read_values, write_values
+from echelon.cluster.box import Box
 
 from ..pool import Pool
 from .handmade import write_tensors

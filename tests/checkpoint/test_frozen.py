@@ -12,8 +12,8 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.checkpoint.box import Box
 from echelon.checkpoint.dcp import StateFiles
+from echelon.cluster.box import Box
 from echelon.cluster.mesh import ParallelMesh
 from echelon.plugins.state import SplitCheckpoints
 

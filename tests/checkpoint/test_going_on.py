@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from echelon.checkpoint.difference import Comparison
 from echelon.checkpoint.inspect import Findings, examine, open_folder
@@ -134,6 +135,26 @@ def reported(pool: Pool, relay: Relay, folder: Path, *runs: Callable[..., None])
 )
 def test_any_layout_resumes_from_any_other(pool: Pool, tmp_path: Path, name: str) -> None:
     reported(pool, (RELAYS | CHANGES)[name], tmp_path)
+
+
+# Experts over ranks: of common parameters, of one with rows that no expert uses, and a module for each expert.
+EXPERTS = [
+    ("mixtral", Layout(dp=4, ep=4), Layout(tp=2, pp=2)),
+    ("longcat_flash", Layout(dp=4, ep=2, zero=1), Layout(dp=2)),
+    ("switch_transformers", Layout(dp=2, ep=2), Layout(dp=4, ep=4, zero=1)),
+    ("switch_transformers", Layout(dp=4, ep=2, zero=1), Layout()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "before", "after"), EXPERTS, ids=str)
+def test_experts_resume_on_other_ranks(
+    pool: Pool, tmp_path: Path, model_type: str, before: Layout, after: Layout
+) -> None:
+    if model_type != "mixtral" and "step3p7" not in CONFIG_MAPPING:
+        pytest.skip("before 5.24, transformers calls these experts in another way")
+    parts = (Part(layout=before, num_steps=2), Part(layout=after, num_steps=2))
+    reported(pool, Relay(choice=ModelChoice(model_type=model_type), parts=parts), tmp_path)
 
 
 def test_the_drawn_pairs_cover_all_features() -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from echelon.checkpoint.box import Box, Stored
 from echelon.checkpoint.pretrained import open_pretrained
+from echelon.cluster.box import Box, Stored
 from echelon.verify.models import ModelChoice
 
 State = dict[str, Tensor]

@@ -18,6 +18,7 @@ from .expert_rows import expert_rows
 from .loss_rows import loss_rows
 from .matrix_rows import TIED_HEADS, missing, types_with_tables
 from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, Occasional
+from .owner_rows import owner_rows
 from .router_loss_rows import router_loss_rows
 from .row import ParityRow
 from .variant_rows import batch_rows, flash_rows, variant_rows
@@ -376,6 +377,7 @@ def parity_rows() -> Iterator[ParityRow]:
     yield from batch_rows()
     yield from flash_rows()
     yield from expert_rows()
+    yield from owner_rows()
     yield from loss_rows()
     yield from router_loss_rows()
     for layout in (Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=2)):

@@ -34,7 +34,7 @@ def plain_losses(choice: ModelChoice) -> list[float]:
     records = reference.train(
         choice.build(),
         [[[batch_of(choice, step)]] for step in range(NUM_STEPS + 1)],
-        make_optimizer=make_optimizer,
+        make_optimizers=lambda model: [make_optimizer(model)],
         criterion=loss_of,
         dtypes=[torch.float32] * (NUM_STEPS + 1),
     )

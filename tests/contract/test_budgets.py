@@ -37,7 +37,12 @@ class Measured(NamedTuple):
 
 
 def measure_warm_step(
-    layout: Layout, *, lengthens: bool = False, padding: int = 0, num_experts: int = 0
+    layout: Layout,
+    *,
+    lengthens: bool = False,
+    padding: int = 0,
+    num_experts: int = 0,
+    make: Any = torch.optim.AdamW,
 ) -> Measured:
     """Measure a warm step on one rank of the pool.
 
@@ -45,6 +50,7 @@ def measure_warm_step(
         lengthens: every batch is longer than the previous one.
         padding: masked tokens at the end of every row; 0 is a batch without a mask.
         num_experts: of a Mixtral; 0 is a Llama.
+        make: builds the optimizer.
     """
     torch.manual_seed(0)
     sizes = dict(
@@ -59,7 +65,7 @@ def measure_warm_step(
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     plugin = HybridParallelPlugin(**layout.arguments)
     booster = Booster(plugin=plugin)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    boosted, stepped, *_ = booster.boost(model, make(model.parameters()))
     for step in range(COMPARED + 1):
         generator = torch.Generator().manual_seed(10 * step + plugin.data_rank[0])
         length = LENGTH + lengthens * (step - COMPARED)
@@ -68,10 +74,10 @@ def measure_warm_step(
         if padding:
             seen = torch.arange(length) < length - padding
             batch["attention_mask"] = seen.long().expand_as(ids).contiguous()
-        with plugin.ledger(optimizer) as ledger, host_reads() as reads:
-            booster.execute_pipeline(iter([batch]), boosted, optimizer=optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+        with plugin.ledger(stepped) as ledger, host_reads() as reads:
+            booster.execute_pipeline(iter([batch]), boosted, optimizer=stepped)
+            stepped.step()
+            stepped.zero_grad()
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for (axis, kind), count in ledger.traffic.items():
         _add(found, axis, kind if lengthens else kind.removeprefix("small "), count.calls, count.nbytes)
@@ -163,3 +169,18 @@ def test_experts_send_and_read_as_much_as_the_page_says(pool: Pool) -> None:
     for each in measured:
         extra = each.reads - budget(terms)[1]
         assert extra == {("layers/expert_parallel.py", "exchange_counts"): terms["L"] * terms["m"]}
+
+
+def test_owners_send_and_read_as_much_as_the_page_says(pool: Pool) -> None:
+    """Bytes are those of all ranks together, since a rank gets the parameters that it owns. No host reads are added."""
+    layout = Layout(dp=2, zero=1, precision="bf16", microbatches=MICROBATCHES)
+    measured = pool.run(2, measure_warm_step, layout, make=torch.optim.Adafactor)
+    ((_, kind, _, _, calls, nbytes),) = table("What owners communicate")
+    terms = measured[0].terms
+    traffic = [each.traffic["dp", kind] for each in measured]
+    assert {each[0] for each in traffic} == {value(calls, terms)}
+    assert sum(each[1] for each in traffic) == value(nbytes, {**terms, "F": terms["Ψ"]})
+    for each in measured:
+        assert each.reads == budget(terms)[1]
+        beside = budget(terms)[0].keys()
+        assert each.traffic.keys() == beside | {("dp", kind)}

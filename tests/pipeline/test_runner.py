@@ -332,3 +332,12 @@ def some_weights(outputs: Any, microbatch: Batch) -> Any:
 def test_a_criterion_that_returns_no_scalar_is_refused(returned: Callable, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         run_alone(gpipe(1, 2)[0], 1, pieces(5, 2), criterion=returned)
+
+
+def test_a_weight_with_a_graph_is_refused() -> None:
+    def by_confidence(outputs: Any, microbatch: Batch) -> tuple[Tensor, Tensor]:
+        loss = criterion(outputs, microbatch)
+        return loss, outputs["out"].sigmoid().sum()
+
+    with pytest.raises(ValueError, match="the criterion's weight has a graph"):
+        run_alone(gpipe(1, 2)[0], 1, pieces(5, 2), criterion=by_confidence)

@@ -175,3 +175,26 @@ def mix_kinds() -> list[str]:
 def test_calls_of_two_kinds_are_not_accumulated(pool: Pool) -> None:
     for error in pool.run(2, mix_kinds)[0]:
         assert "execute_pipeline and backward were both called for one step" in error
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int) -> None:
+    for alone, *mixed in pool.run(2, norms_of_mixtures, stage):
+        assert mixed == pytest.approx([2 * alone, 2 * alone, 3 * alone, 3 * alone], rel=1e-5)
+
+
+def norms_of_mixtures(stage: int) -> list[float]:
+    """Return the norms of a call (c) alone and after and before backwards (b), all of one batch on every replica."""
+    norms = []
+    for order in ("c", "cb", "bc", "bbc", "cbc"):
+        booster = hybrid(zero_stage=stage, num_microbatches=2)
+        model, optimizer = boosted(booster, LLAMA)
+        batch = make_batch(LLAMA, num_samples=3, seed=0)
+        for kind in order:
+            if kind == "c":
+                booster.execute_pipeline(iter([batch]), model, None, optimizer)
+            else:
+                booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        norms.append(optimizer.last_norm)
+    return norms

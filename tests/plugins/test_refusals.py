@@ -335,13 +335,9 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         ),
         "its sequences": (hybrid_boost(plain, sp_size=2, **SEQUENCES), ("leave enable_sequence",)),
         "stepped": (sharded(stepped), ("AdamW already has state for",)),
-        "adafactor": (
-            sharded(lambda m: torch.optim.Adafactor(m.parameters())),
-            ("Adafactor is not element-wise",),
-        ),
-        "muon": (
-            sharded(lambda m: torch.optim.Muon(each for each in m.parameters() if each.ndim == 2)),
-            ("Muon could not be tried",),
+        "coupled": (
+            sharded(lambda m: torch.optim.LBFGS(m.parameters())),
+            ("LBFGS could not be tried on a matrix",),
         ),
         "foreign": (
             sharded(lambda _: make_optimizer(GPT2.build())),

@@ -75,7 +75,7 @@ def reference(
             [microbatches(choice, step, rank, replicas, count) for rank in range(replicas)]
             for step in range(NUM_STEPS)
         ],
-        make_optimizer=make_optimizer,
+        make_optimizers=lambda model: [make_optimizer(model)],
         criterion=lambda outputs, _: outputs.loss,
         dtypes=[DTYPES[precision]] * NUM_STEPS,
         max_norm=max_norm,

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon import Booster, TorchDDPPlugin
+from echelon.cluster.agreement import COMPARED_CALLS
 from echelon.cluster.errors import UnmatchedCall
 from echelon.pipeline.action import Schedule
 from echelon.pipeline.schedules import gpipe, one_f_one_b
@@ -55,6 +56,24 @@ def train_on_the_first(sizes: dict[str, Any]) -> None:
     model, optimizer = boosted(booster, LLAMA)
     with torch.set_grad_enabled(dist.get_rank() == 0):
         booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
+
+
+def train_and_evaluate_one_replica() -> float:
+    booster = hybrid()
+    model, optimizer = boosted(booster, LLAMA)
+    for step in range(COMPARED_CALLS + 2):
+        if dist.get_rank() == 0 and step == 1:
+            with torch.no_grad():
+                model(**make_batch(LLAMA, num_samples=2, seed=7))
+        loss = booster.execute_pipeline(share(booster, LLAMA, step), model, loss_of, optimizer)["loss"]
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+def test_a_replica_may_evaluate_by_itself_between_steps(pool: Pool) -> None:
+    first, second = pool.run(2, train_and_evaluate_one_replica)
+    assert first == second
 
 
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}])

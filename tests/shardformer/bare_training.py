@@ -93,7 +93,7 @@ def departure(
     expected = reference.train(
         model,
         steps,
-        make_optimizer=make_optimizer,
+        make_optimizers=lambda model: [make_optimizer(model)],
         criterion=loss_of,
         dtypes=[torch.float32] * len(steps),
         max_norm=MAX_NORM,

@@ -167,7 +167,7 @@ def order(build: Callable[[], nn.Module]) -> str:
         return result
 
     def begun(*given: Any, **named: Any) -> Any:
-        return note("begin", begin(*given, **named)).then(lambda total: note("end", total))
+        return note("begin", begin(*given, **named)).finished_by(lambda total: note("end", total))
 
     def computed(*given: Any, **named: Any) -> Any:
         return note("product", compute(*given, **named))

@@ -1,5 +1,6 @@
 """Experts of several ranks, on blocks of transformers, against all experts on one rank."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from echelon.shardformer.layers.expert_parallel import ExpertParallel, replaying
 
@@ -63,6 +65,7 @@ def sharded(mixture: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def output_of(mixture: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(0)  # Phi-MoE draws its choices
     output = mixture(x)
     return output[0] if isinstance(output, tuple) else output
 
@@ -148,7 +151,20 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> float:
         return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-2))
 
 
-TYPES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "phimoe")
+TYPES = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(name not in CONFIG_MAPPING, reason=f"no {name} in this transformers")
+    )
+    for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "phimoe")
+]
+
+
+def skip_misread_weights(model_type: str, implementation: str) -> None:
+    """Skip where transformers itself takes the first columns of all experts' weights for those of the choices."""
+    if (model_type, implementation) == ("phimoe", "eager") and "scatter_" in inspect.getsource(
+        PhimoeTopKRouter.forward
+    ):
+        pytest.skip("eager experts of Phi-MoE read wrong weights in this transformers")
 
 
 def allowed(model_type: str, implementation: str) -> float:
@@ -159,6 +175,7 @@ def allowed(model_type: str, implementation: str) -> float:
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_gradients_are_those_of_one_rank(pool: Pool, model_type: str, implementation: str) -> None:
+    skip_misread_weights(model_type, implementation)
     for worst in pool.run(2, compared, model_type, implementation, [5, 9], 0):
         assert max(worst.values()) < allowed(model_type, implementation), worst
 
@@ -177,5 +194,6 @@ def test_ranks_without_tokens_and_experts_without_rows(
 def test_recomputation_replays_the_choices(
     pool: Pool, model_type: str, implementation: str, flips: float
 ) -> None:
+    skip_misread_weights(model_type, implementation)
     for worst in pool.run(2, compared, model_type, implementation, [5, 9], 0, flips):
         assert max(worst.values()) < allowed(model_type, implementation), worst

@@ -49,7 +49,7 @@ def test_a_criterions_weight_counts_at_once_and_one_by_one(weigh: Any) -> None:
     (record,) = train(
         model := BERT.build(),
         [[microbatches]],
-        make_optimizer=make_optimizer,
+        make_optimizers=lambda model: [make_optimizer(model)],
         criterion=halves,
         dtypes=[torch.float32],
         weigh=weigh,

@@ -19,14 +19,16 @@ PSI = 3 * 64 * 64  # three layers, in buckets of their own: no padding on any nu
 BUCKET = 64 * 64
 
 
-def train(stage: int, precision: Precision, backwards: int, zero_size: int) -> tuple[dict[Any, Any], Any]:
+def train(
+    stage: int, precision: Precision, backwards: int, zero_size: int, make: Any = torch.optim.AdamW
+) -> tuple[dict[Any, Any], Any]:
     """Return the traffic of one step by axis and kind as (calls, bytes, bytes sent), and the bytes held after it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     mesh = ParallelMesh(zero=zero_size)
     optimizer = shard(
         model,
-        torch.optim.AdamW,
+        make,
         stage=stage,
         precision=precision,
         bucket_size=BUCKET,
@@ -100,6 +102,25 @@ def test_a_part_of_the_ranks_averages_its_slice_with_the_others(pool: Pool, stag
             ("dp", "all_gather"): (3, 4 * PSI, 2 * PSI),
         }
         assert held["states"] == 4 * PSI
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_owners_cost_as_much_as_the_formulas_say(pool: Pool, precision: Precision) -> None:
+    """Each way an entry crosses once, unless its owner has it; a rank sends 1/n of that on average."""
+    ranks, width = 2, 4 if precision == "fp32" else 2
+    part = (ranks - 1) / ranks
+    sent, masters, states = 0.0, 0, 0
+    for counts, held in pool.run(ranks, train, 1, precision, 1, -1, torch.optim.Muon):
+        calls, _, sent_here = counts.pop(("dp", "all_to_all"))
+        assert calls == 2
+        sent += sent_here
+        assert counts == {
+            ("dp", "reduce_scatter"): (3, 4 * PSI, 4 * PSI * part),
+            ("dp", "all_gather"): (3, width * PSI, width * PSI * part),
+        }
+        masters, states = masters + held["masters"], states + held["states"]
+    assert sent == (4 + width) * PSI * part
+    assert masters == states == 4 * PSI
 
 
 def test_small_messages_and_transfers_are_distinguished(pool: Pool) -> None:

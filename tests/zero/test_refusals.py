@@ -138,9 +138,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "stepped AdamW": (lambda: stepped(torch.optim.AdamW), BEFORE_STEP),
     "stepped SGD": (lambda: stepped(lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9)), BEFORE_STEP),
     "stepped Adagrad": (lambda: stepped(torch.optim.Adagrad), BEFORE_STEP),
-    "not element-wise": (
-        lambda: shard(small_model(), torch.optim.Adafactor),
-        "Adafactor is not element-wise",
+    "coupled": (
+        lambda: shard(small_model(), torch.optim.LBFGS),
+        "LBFGS could not be tried on a matrix",
     ),
     "complex": (
         lambda: shard(nn.ParameterDict({"phase": torch.ones(3, dtype=torch.complex64)})),

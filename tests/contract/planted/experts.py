@@ -1,13 +1,20 @@
 """Faults of experts that are distributed over ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from echelon.cluster.placement import Replicated
+from echelon.shardformer.layers import expert_parallel
+from echelon.shardformer.layers.expert_parallel import Interface
 from echelon.verify.layout import Layout
 
-from ...shardformer.test_expert_parallel import compared
+from ...shardformer.test_expert_parallel import HIDDEN, block, compared, output_of, sharded
 from ..mutations import around, fault
 
 EP2 = Layout(dp=2, ep=2)
@@ -39,12 +46,85 @@ def unweighted(combine: Callable[..., Any]) -> Callable[..., Any]:
     return added
 
 
+def sent_elsewhere(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Send every token to the expert after its own."""
+
+    def to_next(self: Any, module: nn.Module, inputs: dict[str, Any]) -> None:
+        name = list(inputs)[1]
+        inputs[name] = (inputs[name] + 1) % (self._num_local * self._group.size())
+        dispatch(self, module, inputs)
+
+    return to_next
+
+
+def without_second(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """Drop the weight of each token's last expert."""
+
+    def added(self: Any, *args: Any) -> Any:
+        weights_NK = self._dispatched.weights_NK.clone()
+        weights_NK[:, -1] = 0
+        self._dispatched = self._dispatched._replace(weights_NK=weights_NK)
+        return combine(self, *args)
+
+    return added
+
+
+def left_out(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """Cut the graph of a rank whose experts get no rows."""
+
+    def of_some(self: Any, module: nn.Module, args: Any, output: Any) -> Any:
+        is_empty = not sum(self._dispatched.rows.received)
+        return combine(self, module, args, output.detach() if is_empty else output)
+
+    return of_some
+
+
+def exchanges_without_rows() -> str | None:
+    """Count the exchanges of a rank without tokens in backward; with fewer than its peers, they would wait forever."""
+    group = dist.group.WORLD
+    assert group is not None
+    mixture, x = sharded(block("mixtral", "grouped_mm"), group), torch.zeros(1, 0, HIDDEN, requires_grad=True)
+    with patch.object(expert_parallel, "exchange_rows", wraps=expert_parallel.exchange_rows) as counted:
+        output = output_of(mixture, x)
+        in_forward = counted.call_count
+        output.sum().backward()
+    found = counted.call_count - in_forward
+    return None if found == 2 else f"{found} exchanges in backward, not 2"
+
+
+def without_identity(interfaces: dict[str, Interface]) -> dict[str, Interface]:
+    """Add nothing for experts without parameters."""
+    return {name: replace(each, is_identity_above=False) for name, each in interfaces.items()}
+
+
 FAULTS = {
     "gradients of experts are divided by the number of their replicas": fault(
         "zero.partition:SUMMED", (), "mixtral", EP2, quick=True
     ),
     "rows are computed by other experts": fault(
         "shardformer.layers.expert_parallel:exchange_counts", around(of_other_experts), "mixtral", EP2
+    ),
+    "tokens are sent to other experts": fault(
+        "shardformer.layers.expert_parallel:ExpertParallel._dispatch", around(sent_elsewhere), "mixtral", EP2
+    ),
+    "a combine weight is dropped": fault(
+        "shardformer.layers.expert_parallel:ExpertParallel._combine", around(without_second), "mixtral", EP2
+    ),
+    "a rank without rows is left out of backward": fault(
+        "shardformer.layers.expert_parallel:ExpertParallel._combine",
+        around(left_out),
+        check=exchanges_without_rows,
+        num_ranks=1,
+        quick=True,
+    ),
+    "partial gradients of routers are taken for replicated ones": fault(
+        "shardformer.layer_split:PartialGrad",
+        Replicated,
+        "mixtral",
+        Layout(dp=2, ep=2, tp=2, sequence="split_gather"),
+    ),
+    "results of experts without parameters are lost": fault(
+        "shardformer.tables.experts:INTERFACES", around(without_identity), "longcat_flash", EP2
     ),
     "results of experts are not weighted": fault(
         "shardformer.layers.expert_parallel:ExpertParallel._combine", around(unweighted), "mixtral", EP2

@@ -99,6 +99,20 @@ OPTIMIZER = "zero.optimizer:ShardedOptimizer"
 BUCKET = "zero.bucket:Bucket"
 ZERO1, ZERO2 = Layout(dp=2, zero=1), Layout(dp=2, zero=2)
 
+
+def stale(collect: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Leave the gradient of the previous step in one piece of a parameter, a row."""
+
+    def collected(self: Any) -> None:
+        collect(self)
+        slot = self.slots[0]
+        fresh = slot.piece_gradient[0].clone()
+        slot.piece_gradient[0] = getattr(self, "previous", fresh)
+        self.previous = fresh
+
+    return collected
+
+
 FAULTS = {
     "one gradient is scaled": fault(
         f"{OPTIMIZER}._reduce",
@@ -177,6 +191,23 @@ FAULTS = {
     ),
     "offloaded gradients are those of the previous step": fault(
         f"{BUCKET}.send_gradients", returning(None), LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))
+    ),
+    "an owner steps a stale piece": fault(
+        "zero.owned:OwnedParameters.collect_gradients",
+        around(stale),
+        LLAMA,
+        ZERO1,
+        training=Training(optimizer="adafactor"),
+        num_steps=2,
+        notice="^step 2: weight",
+    ),
+    "updated pieces do not return from their owners": fault(
+        "zero.owned:OwnedParameters.spread",
+        returning(None),
+        LLAMA,
+        ZERO1,
+        training=Training(optimizer="adafactor"),
+        num_steps=2,
     ),
     "updated parameters are not gathered": fault(
         "zero.partition:Partition.gather_", around(only_the_slice), LLAMA, ZERO1, num_steps=2

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..cluster.placement import PlacedShard
+from .placement import PlacedShard
 
 
 class Box(NamedTuple):

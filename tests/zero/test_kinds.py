@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from echelon.zero.elementwise import KNOWN, require_elementwise
+from echelon.zero.combined import CombinedOptimizer
+from echelon.zero.kinds import KNOWN, UpdateKind, require_elementwise, update_kinds
+
+from .owners import OPTIMIZERS, SHAPES
 
 # Divisor of a parameter's gradient, from its group and all parameters of the optimizer.
 Size = Callable[[dict[str, Any], Parameter, list[Parameter]], Tensor | float]
@@ -64,10 +67,13 @@ def matrix() -> list[Parameter]:
     return [Parameter(torch.ones(8, 8))]
 
 
+ELEMENT, PARAMETER = UpdateKind.ELEMENT, UpdateKind.PARAMETER
+
+
 @pytest.mark.parametrize("known", sorted(KNOWN, key=lambda kind: kind.__name__))
 def test_known_optimizers_pass_the_trial(known: type[Optimizer]) -> None:
     unknown = type("Subclass", (known,), {})
-    require_elementwise(unknown(matrix(), lr=0.01))
+    assert update_kinds(unknown(matrix(), lr=0.01)) == [ELEMENT]
 
 
 def test_unknown_optimizer_that_is_elementwise_passes() -> None:
@@ -76,23 +82,40 @@ def test_unknown_optimizer_that_is_elementwise_passes() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", ["TrustRatio", "WholeNorm", "OfLargeMatrices"])
-def test_optimizer_that_mixes_entries_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["TrustRatio", "OfLargeMatrices"])
+def test_optimizer_that_mixes_entries_of_a_parameter_needs_full_ones(name: str) -> None:
+    optimizer = kind(name)(matrix(), lr=0.01)
+    assert update_kinds(optimizer) == [PARAMETER]
     with pytest.raises(ValueError, match=rf"{name} is not element-wise.*torch.optim's .*AdamW"):
-        require_elementwise(kind(name)(matrix(), lr=0.01))
+        require_elementwise(optimizer)
+
+
+def test_optimizer_that_couples_parameters_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"WholeNorm couples parameters.*TorchDDPPlugin.*AdamW"):
+        update_kinds(kind("WholeNorm")(matrix(), lr=0.01))
+
+
+def test_muon_adafactor_and_lamb_need_full_parameters() -> None:
+    named = {name: Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+    for name, expected in {
+        "adafactor": [PARAMETER],
+        "lamb": [PARAMETER],
+        "muon": [PARAMETER, ELEMENT],
+        "muon of stacks": [PARAMETER] * 4,
+    }.items():
+        assert update_kinds(OPTIMIZERS[name](named)) == expected, name
 
 
 def test_each_group_is_tried_with_its_options() -> None:
     groups = [{"params": matrix()}, {"params": matrix(), "lr": 0.0, "mixes": True}]
-    with pytest.raises(ValueError, match="ByGroup is not element-wise"):
-        require_elementwise(kind("ByGroup")(groups, lr=0.01))
+    assert update_kinds(kind("ByGroup")(groups, lr=0.01)) == [ELEMENT, PARAMETER]
     groups[1]["mixes"] = False
-    require_elementwise(kind("ByGroup")(groups, lr=0.01))
+    assert update_kinds(kind("ByGroup")(groups, lr=0.01)) == [ELEMENT, ELEMENT]
 
 
 def test_optimizer_that_cannot_be_tried_is_refused_by_name() -> None:
-    for own in (torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam):
-        with pytest.raises(ValueError, match=rf"{own.__name__} could not be tried on slices"):
-            require_elementwise(own(matrix(), lr=0.01))
+    for own in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        with pytest.raises(ValueError, match=rf"{own.__name__} could not be tried on a matrix"):
+            update_kinds(own(matrix(), lr=0.01))
     with pytest.raises(ValueError, match=r"Unusual could not be tried.*'model'"):
-        require_elementwise(Unusual(matrix(), lr=0.1, model=None))
+        update_kinds(CombinedOptimizer([Unusual(matrix(), lr=0.1, model=None)]))

@@ -1,0 +1,68 @@
+"""Every mixture of transformers is distributed by `ep_size`, or refused with the reason."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from echelon.shardformer.expert_sharding import expert_errors
+from echelon.shardformer.tables.experts import INTERFACES, REFUSED
+from echelon.verify.models import ModelChoice
+
+MODELS = Path(transformers.__file__).parent / "models"
+# Classes of experts, of blocks that contain them, and of routers.
+MIXTURE = re.compile(r"^class (\w*(?:Expert|MoE|Moe|MoA|TopK\w*Router|Top\dRouter)\w*)\(nn\.", re.MULTILINE)
+SIZES = re.compile(r"self\.(num_experts|experts)\b")
+COMMON = "\n@use_experts_implementation"
+IS_OLDER = "step3p7" not in (path.name for path in MODELS.iterdir())
+
+
+def outcomes() -> dict[str, list[str]]:
+    """Return what becomes of the experts of every file with a mixture."""
+    found = {}
+    for path in MODELS.glob("*/modeling_*.py"):
+        source = path.read_text()
+        classes = MIXTURE.findall(source)
+        if not classes and not SIZES.search(source):
+            continue
+        is_named = [name for name in classes if name in INTERFACES or name in REFUSED]
+        found[path.stem] = ["common"] * (COMMON in source) + is_named
+    return found
+
+
+@pytest.mark.skipif(IS_OLDER, reason="the table is that of transformers 5.24")
+def test_every_mixture_is_distributed_or_refused() -> None:
+    found = outcomes()
+    assert [name for name, outcome in found.items() if len(outcome) != 1] == []
+    assert {name for (name,) in found.values()} == {"common", *INTERFACES, *REFUSED}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "reason"),
+    [
+        ("jetmoe", None, "cannot distribute the JetMoeParallelExperts of a JetMoeForCausalLM: use ep_size=1"),
+        ("doge", None, "cannot distribute the DogeCDMoE of a DogeForCausalLM: use ep_size=1"),
+        ("vitpose_backbone", "backbone", "cannot distribute the VitPoseNaiveMoe of a VitPoseBackbone"),
+        ("longcat_flash", None, "ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts"),
+    ],
+)
+def test_experts_that_cannot_be_distributed_are_refused(
+    model_type: str, head: str | None, reason: str
+) -> None:
+    settings = {
+        "doge": {"is_moe": True, "num_experts": 16},
+        "vitpose_backbone": {"num_experts": 2, "part_features": 8},
+        "longcat_flash": {"zero_expert_num": 3},
+    }
+    chosen = tuple(settings.get(model_type, {}).items())
+    model = ModelChoice(model_type=model_type, head=head, settings=chosen).build_on_meta()
+    error, *_ = expert_errors(model, 2)
+    assert reason in error
+
+
+def test_gradients_that_depend_on_tokens_are_not_averaged_in_backward() -> None:
+    model = ModelChoice(model_type="switch_transformers").build_on_meta()
+    assert expert_errors(model, 2, zero_stage=1) == []
+    (error,) = expert_errors(model, 2, zero_stage=2)
+    assert "zero_stage=2 averages gradients in backward" in error and "use zero_stage=1" in error

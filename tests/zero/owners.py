@@ -1,0 +1,174 @@
+"""Placed parameters of odd shapes, and optimizers that need full parameters, for the tests of owned updates."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.cluster.placement import PartialGrad, Placement, Replicated, Shard, place
+from echelon.verify.parity import gather_whole
+from echelon.zero.combined import CombinedOptimizer
+from echelon.zero.muon import Muon
+from echelon.zero.optimizer import ShardedOptimizer
+from echelon.zero.partition import ManagedParameter
+from echelon.zero.precision import PrecisionConfig
+
+# Names of matrices begin with "m": Muon takes them alone.
+SHAPES = {
+    "m_qkv": (18, 7),
+    "m_out": (7, 6),
+    "m_padded": (5, 9),
+    "m_keys": (4, 7),
+    "m_router": (3, 7),
+    "m_plain": (11, 5),
+    "stack": (5, 6, 3),
+    "norm": (13,),
+    "scalar": (),
+}
+
+
+class Lamb(Optimizer):
+    """LAMB (arXiv:1904.00962) with bias correction: the trust ratio is that of a full parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-6, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._update(each, each.grad, group)
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (first, second) = self.state[weight], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+        state["step"] += 1
+        mean = state["exp_avg"].lerp_(gradient, 1 - first) / (1 - first ** state["step"])
+        square = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        square = square / (1 - second ** state["step"])
+        update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * weight
+        norm, length = weight.norm(), update.norm()
+        ratio = torch.where((norm > 0) & (length > 0), norm / length, 1.0)
+        weight.sub_(update * ratio * group["lr"])
+
+
+def muon(named: dict[str, Parameter]) -> Optimizer:
+    matrices = [each for name, each in named.items() if name.startswith("m_")]
+    rest = [each for name, each in named.items() if not name.startswith("m_")]
+    return CombinedOptimizer(
+        [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, fused=False)]
+    )
+
+
+def muon_of_stacks(named: dict[str, Parameter]) -> Optimizer:
+    groups = [
+        {"params": [named["m_qkv"]], "blocks": (6, 8, 4)},
+        {"params": [named["m_out"]], "blocks": (2, 4), "transposed": True},
+        {"params": [named["stack"], named["m_padded"], named["m_plain"]]},
+    ]
+    others = [named[name] for name in ("m_keys", "m_router", "norm", "scalar")]
+    return CombinedOptimizer([Muon(groups, lr=0.02), Lamb(others)])
+
+
+OPTIMIZERS: dict[str, Callable[[dict[str, Parameter]], Optimizer]] = {
+    "muon": muon,
+    "muon of stacks": muon_of_stacks,
+    "adafactor": lambda named: torch.optim.Adafactor(list(named.values()), lr=0.02),
+    "lamb": lambda named: Lamb(list(named.values())),
+}
+
+
+def placements(name: str, mesh: ParallelMesh) -> tuple[Placement, ...]:
+    """Return the placements of a parameter, outermost first."""
+    ep, tp = mesh.size("ep"), mesh.size("tp")
+    placed: dict[str, tuple[Placement, ...]] = {
+        "m_qkv": (Shard(size=tp, dim=0, blocks=(6, 8, 4)),),
+        "m_out": (Shard(size=tp, dim=1, blocks=(6,)),),
+        "m_padded": (Shard(size=tp, dim=0, blocks=(5,), padded=(-(-5 // tp) * tp,)),),
+        "m_keys": (Shard(size=tp, dim=0, blocks=(4,), replicas=tp),),
+        "m_router": (PartialGrad(size=tp),),
+        "stack": (
+            Shard(size=ep, dim=0, blocks=(5,), padded=(-(-5 // ep) * ep,), axis="ep"),
+            Shard(size=tp, dim=1, blocks=(4, 2)),
+        ),
+    }
+    return placed.get(name, (Replicated(size=tp),))
+
+
+def drawn(name: str, seed: int) -> Tensor:
+    """Return entries that are multiples of 2^-8: their sums over a few ranks are exact in any order."""
+    generator = torch.Generator().manual_seed(97 * seed + sum(map(ord, name)))
+    return (torch.randn(SHAPES[name], generator=generator) * 2**8).round() / 2**8
+
+
+def placed(name: str, values: Tensor, mesh: ParallelMesh) -> Parameter:
+    parameter = Parameter(values)
+    for placement in placements(name, mesh):
+        place(parameter, placement, mesh.rank(placement.axis))
+    return parameter
+
+
+def reference(make: Callable[..., Optimizer], data: int, steps: Iterable[int]) -> dict[str, Tensor]:
+    """Return the weights of one process after these steps."""
+    named = {name: Parameter(drawn(name, 0)) for name in SHAPES}
+    optimizer = make(named)
+    for step in steps:
+        for name, each in named.items():
+            each.grad = sum(drawn(name, 10 * step + rank) for rank in range(data)) / data  # type: ignore[assignment]
+        optimizer.step()
+    return {name: each.detach().clone() for name, each in named.items()}
+
+
+class Run:
+    """Placed parameters and their sharded optimizer on a mesh."""
+
+    def __init__(
+        self, sizes: dict[str, int], stage: int, make: Callable[..., Optimizer], **options: Any
+    ) -> None:
+        self.mesh = ParallelMesh(**sizes)
+        self.model = nn.Module()
+        self.named = {name: Parameter(drawn(name, 0)) for name in SHAPES}
+        optimizer = make(self.named)  # before boost parameters are full
+        for name, each in self.named.items():
+            for placement in placements(name, self.mesh):
+                place(each, placement, self.mesh.rank(placement.axis))
+            self.model.register_parameter(name, each)
+        self.optimizer = ShardedOptimizer(
+            optimizer,
+            [ManagedParameter.of(name, each, mesh=self.mesh) for name, each in self.named.items()],
+            mesh=self.mesh,
+            stage=stage,
+            precision=PrecisionConfig(precision=options.pop("precision", "fp32")),
+            bucket_size=options.pop("bucket_size", 100),
+            **options,
+        )
+
+    def step(self, step: int) -> None:
+        """Step with the gradients that a backward leaves on this rank: summands of those that are partial over tp."""
+        data, tp = self.mesh.rank("data"), self.mesh.size("tp")
+        loss = torch.zeros(())
+        for name, parameter in self.named.items():
+            # Over ep backward leaves the sum of the gradients of its ranks.
+            ep = self.mesh.size("ep") if name == "stack" else 1
+            ranks = range(data // ep * ep, data // ep * ep + ep)
+            whole: Any = sum(drawn(name, 10 * step + rank) for rank in ranks)
+            gradient = placed(name, whole, self.mesh).detach()
+            loss = (
+                loss + (parameter * (gradient / (tp if name in ("m_keys", "m_router") else 1))).float().sum()
+            )
+        self.optimizer.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        return gather_whole(self.named, self.named, self.mesh)
+
+    def require(self, whole: dict[str, Tensor]) -> None:
+        for name, each in self.weights().items():
+            assert torch.equal(each, whole[name]), name

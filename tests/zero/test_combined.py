@@ -1,0 +1,113 @@
+"""Several optimizers as one torch optimizer, and Muon for stacks of matrices and fused projections."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from echelon import CombinedOptimizer, Muon
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make() -> tuple[list[Parameter], list[torch.optim.Optimizer]]:
+    parameters = [Parameter(drawn(6, 4)), Parameter(drawn(5)), Parameter(drawn(3))]
+    return parameters, [Muon(parameters[:1], lr=0.1), AdamW(parameters[1:2]), SGD(parameters[2:], lr=0.1)]
+
+
+def step(optimizers: list[torch.optim.Optimizer], parameters: list[Parameter], seed: int) -> None:
+    for number, each in enumerate(parameters):
+        each.grad = drawn(*each.shape, seed=10 * seed + number)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_a_combined_optimizer_steps_schedules_and_resumes_as_its_members() -> None:
+    (ours, members), (theirs, alone) = make(), make()
+    combined = CombinedOptimizer(members)
+    schedulers = [LambdaLR(each, lambda epoch: 1 / (1 + epoch)) for each in (combined, *alone)]
+    for seed in range(3):
+        step([combined], ours, seed)
+        step(alone, theirs, seed)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert all(map(torch.equal, ours, theirs))
+    resumed, others = make()
+    again = CombinedOptimizer(others)
+    for each, value in zip(resumed, ours, strict=True):
+        each.data.copy_(value.detach())
+    again.load_state_dict(deepcopy(combined.state_dict()))
+    assert [group["lr"] for group in again.param_groups] == [0.1 / 4, 1e-3 / 4, 0.1 / 4]
+    step([combined], ours, 3)
+    step([again], resumed, 3)
+    assert all(map(torch.equal, ours, resumed))
+    copied = deepcopy(combined)
+    assert copied.optimizers[0].state is copied.state
+    assert copied.param_groups[0] is copied.optimizers[0].param_groups[0]
+
+
+def test_combined_optimizers_refuse_what_they_could_not_step() -> None:
+    member = SGD([Parameter(drawn(2))], lr=1.0)
+    combined = CombinedOptimizer([member])
+    with pytest.raises(RuntimeError, match="add them to a member before combining"):
+        combined.add_param_group({"params": [Parameter(drawn(2))]})
+    others: tuple[tuple[Any, str], ...] = (
+        ([], "no optimizers"),
+        ([combined], "a CombinedOptimizer"),
+        ([member, member], "more than one parameter group"),
+    )
+    for given, message in others:
+        with pytest.raises(ValueError, match=message):
+            CombinedOptimizer(given)
+
+
+def test_a_stack_and_fused_matrices_are_updated_as_separate_matrices() -> None:
+    stack, fused, wide = drawn(3, 8, 5), drawn(12, 6), drawn(4, 9)
+    parameters = [Parameter(each.clone()) for each in (stack, fused, wide)]
+    groups = [
+        {"params": parameters[:1]},
+        {"params": parameters[1:2], "blocks": (6, 4, 2)},
+        {"params": parameters[2:], "blocks": (3, 3, 3), "transposed": True},
+    ]
+    separate = [*stack.unbind(), *fused.split((6, 4, 2)), *wide.split(3, 1)]
+    matrices = [Parameter(each.clone()) for each in separate]
+    ours, theirs = (
+        Muon(groups, lr=0.1, weight_decay=0.2),
+        torch.optim.Muon(matrices, lr=0.1, weight_decay=0.2),
+    )
+    for step in range(3):
+        for number, each in enumerate(parameters):
+            each.grad = drawn(*each.shape, seed=10 * step + number)
+        cut = [
+            *parameters[0].grad.unbind(),
+            *parameters[1].grad.split((6, 4, 2)),
+            *parameters[2].grad.split(3, 1),
+        ]  # type: ignore[union-attr]
+        for matrix, gradient in zip(matrices, cut, strict=True):
+            matrix.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    whole = [*parameters[0].unbind(), *parameters[1].split((6, 4, 2)), *parameters[2].split(3, 1)]
+    assert all(map(torch.equal, whole, matrices))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((4,), {}, "no matrix: give it to AdamW"),
+        ((4, 3), {"blocks": (2, 1)}, "do not add up to dim -2"),
+        ((4, 3), {"blocks": (2, 2), "transposed": True}, "do not add up to dim -1"),
+        ((4, 3), {"lr": -1.0}, "Learning rate"),
+    ],
+)
+def test_muon_refuses_other_shapes(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([Parameter(drawn(*shape))], **options)
+    with pytest.raises(ValueError, match="an empty list"):
+        Muon([])

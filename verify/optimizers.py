@@ -1,0 +1,67 @@
+"""The optimizers that are verified: those of the boosted run, and those of one process."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import AdamW, Optimizer
+
+from ..zero.combined import CombinedOptimizer
+from ..zero.muon import Muon
+from .layout import EPSILON, LEARNING_RATE
+
+OPTIMIZERS = ("adamw", "muon", "adafactor")
+# The fraction of the learning rate by which a matrix may be off after a step of Muon whose gradients agree. It computes
+# in bfloat16: five iterations with a slope of up to 3.44 at small singular values amplify the rounding of an entry,
+# 2^-9, by 3.44^5 = 480, to about the size of the entry.
+_ROUNDED = 1e-1
+
+
+def optimizers_of(
+    model: nn.Module, kind: str, *, vector_rate: float = LEARNING_RATE, fused: bool | None = None
+) -> list[Optimizer]:
+    """Return the optimizers that together update a model: AdamW or Adafactor, or Muon for matrices beside AdamW."""
+    parameters = list(model.parameters())
+    matrices, vectors = ([each for each in parameters if (each.ndim > 1) == large] for large in (True, False))
+    if kind == "adafactor":
+        return [torch.optim.Adafactor(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE)]
+    if kind == "adamw":
+        return [AdamW(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE, eps=EPSILON, fused=fused)]
+    hidden = _hidden(model)
+    muon = [each for name, each in model.named_parameters() if name in hidden]
+    tables = [each for name, each in model.named_parameters() if each.ndim > 1 and name not in hidden]
+    adamw = AdamW(_groups(tables, vectors, vector_rate), lr=LEARNING_RATE, eps=EPSILON, fused=fused)
+    return [Muon(muon, lr=LEARNING_RATE, weight_decay=0.01), adamw]
+
+
+def rounding_of(model: nn.Module, kind: str) -> dict[str, float]:
+    """Return by name the `rounding` that `compare_float32` takes."""
+    return dict.fromkeys(_hidden(model), _ROUNDED) if kind == "muon" else {}
+
+
+def combined(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """Return one optimizer of several."""
+    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
+
+
+def _groups(
+    matrices: list[Parameter], vectors: list[Parameter], vector_rate: float
+) -> list[dict[str, object]]:
+    """Return groups with weight decay on matrices only, as in fine-tuning scripts."""
+    return [
+        {"params": matrices, "weight_decay": 0.01},
+        {"params": vectors, "weight_decay": 0.0, "lr": vector_rate},
+    ]
+
+
+def _hidden(model: nn.Module) -> set[str]:
+    """Return the names of matrices that Muon updates: all but embeddings and the head."""
+    return {name for name, each in model.named_parameters() if each.ndim > 1 and not _is_table(model, name)}
+
+
+def _is_table(model: nn.Module, name: str) -> bool:
+    """Return True for the weight of an embedding, or of a head: of the last linear layer."""
+    path = name.rpartition(".")[0]
+    heads = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
+    return isinstance(model.get_submodule(path), nn.Embedding) or path in heads

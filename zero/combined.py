@@ -1,0 +1,100 @@
+"""Several optimizers as one: Muon for matrices beside AdamW for the other parameters."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class CombinedOptimizer(Optimizer):
+    """An optimizer whose step is that of several optimizers, with their groups in a row.
+
+    It is an ordinary torch optimizer: schedulers, loss scales and checkpoints see its groups and states, which are
+    those of its members.
+
+    Args:
+        optimizers: the members, of different parameters. Give their groups before combining them.
+
+    Attributes:
+        optimizers: the members.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        if not self.optimizers:
+            raise ValueError("CombinedOptimizer([]) has no optimizers: give at least one")
+        for each in self.optimizers:
+            if not isinstance(each, Optimizer) or isinstance(each, CombinedOptimizer):
+                raise ValueError(
+                    f"CombinedOptimizer got a {type(each).__name__}: give torch optimizers that are not combined"
+                )
+        common = set.intersection(*(set(each.defaults) for each in self.optimizers))
+        self._is_complete = False
+        super().__init__([group for each in self.optimizers for group in each.param_groups], {})
+        self.defaults = {name: self.optimizers[0].defaults[name] for name in sorted(common)}
+        self._is_complete = True
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Take over the groups and states of the members, as the same objects."""
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+        self.state = defaultdict(dict)
+        for each in self.optimizers:
+            self.state.update(each.state)
+            each.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse, except for the groups of the members: no member would step it."""
+        if self._is_complete:
+            raise RuntimeError(
+                "a combined optimizer takes no further groups: add them to a member before combining"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every member, in their order."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the groups and states of all members."""
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(saved)} parameter groups, not {len(self.param_groups)}: load it into an optimizer "
+                "of the same members"
+            )
+        for each in self.optimizers:
+            groups, saved = saved[: len(each.param_groups)], saved[len(each.param_groups) :]
+            numbers = {number for group in groups for number in group["params"]}
+            state = {number: value for number, value in state_dict["state"].items() if number in numbers}
+            each.load_state_dict({"state": state, "param_groups": groups})
+        self._adopt()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers, "_is_complete": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._adopt()
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers that step the groups: the members of a combined one, or itself."""
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """Return the class of an optimizer, with those of its members."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, CombinedOptimizer):
+        name += f"({', '.join(map(name_of, optimizer.optimizers))})"
+    return name

@@ -1,0 +1,182 @@
+"""The kind of update that an optimizer makes, by trial: of entries, of parameters, or of all parameters together."""
+
+import inspect
+from collections.abc import Sequence
+from copy import deepcopy
+from enum import Enum, auto
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .combined import members_of
+from .muon import Muon
+
+KNOWN = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+# These need full parameters, and other shapes than those of the trial if they have `blocks`.
+_FULL = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
+# Above the thresholds of optimizers: some treat small matrices differently, or quantize states of large ones in blocks.
+_SHAPE = (160, 144)
+_SIZE = 160 * 144
+_ONE, _SLICES = (
+    [_SHAPE],
+    [(10_000,), (_SIZE - 10_000,)],
+)  # slices end inside a row, so that rows and columns are cut too
+_STEPS = 3
+
+
+class UpdateKind(Enum):
+    """The entries on which the update of an entry depends."""
+
+    ELEMENT = auto()  # on no others: slices of parameters may be updated apart
+    PARAMETER = auto()  # on those of its parameter (Muon, Adafactor, LAMB): one rank updates all of them
+
+
+def update_kinds(optimizer: Optimizer) -> list[UpdateKind]:
+    """Return the kind of update of every parameter group.
+
+    An unknown class is tested with the options of every group, since they may select another update. It
+    steps a full matrix, and the same entries as two 1-D slices; if the results differ, two matrices together and apart.
+
+    Raises:
+        ValueError: updates of a parameter depend on other parameters, or the optimizer cannot be tested.
+    """
+    return [
+        kind for member in members_of(optimizer) for kind in map(_kinds(member).__getitem__, _keys(member))
+    ]
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose updates of slices of a parameter differ from those of the full parameter.
+
+    Raises:
+        ValueError: the optimizer is not element-wise, or cannot be tested.
+    """
+    for member in members_of(optimizer):
+        if any(kind is not UpdateKind.ELEMENT for kind in update_kinds(member)):
+            raise ValueError(
+                f"{_name(member)} is not element-wise: it updates a slice of a parameter differently than the full "
+                f"one, and this plugin gives it slices: use HybridParallelPlugin or TorchDDPPlugin, or {_ADVICE}"
+            )
+
+
+_ADVICE = (
+    "one that updates every element independently, such as torch.optim's "
+    f"{', '.join(sorted(each.__name__ for each in KNOWN))}"
+)
+
+
+def _name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _kinds(optimizer: Optimizer) -> dict[str, UpdateKind]:
+    """Return the kind of update by the options of a parameter group, as `_keys` lists them."""
+    for known, kind in ((KNOWN, UpdateKind.ELEMENT), (_FULL, UpdateKind.PARAMETER)):
+        if type(optimizer) in known:
+            return dict.fromkeys(_keys(optimizer), kind)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return {
+                key: _kind(optimizer, _options(group))
+                for key, group in zip(_keys(optimizer), optimizer.param_groups, strict=True)
+            }
+    except _Coupled:
+        raise ValueError(
+            f"{_name(optimizer)} couples parameters: it updates two together differently than each alone, and no rank "
+            f"has all parameters: use TorchDDPPlugin, which does not shard them, or {_ADVICE}"
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"{_name(optimizer)} could not be tried on a matrix ({type(error).__name__}: {error}), so it may couple "
+            f"parameters: use TorchDDPPlugin, which does not shard them, or {_ADVICE}"
+        ) from error
+
+
+class _Coupled(Exception):
+    """Updates of a parameter depend on other parameters."""
+
+
+def _kind(optimizer: Optimizer, options: dict[str, Any]) -> UpdateKind:
+    """Return the kind of update under these options."""
+    together = _updates(optimizer, options, [_ONE])
+    try:
+        sliced = _updates(optimizer, options, [[shape] for shape in _SLICES])
+    except Exception:  # Muon accepts no slices
+        sliced = None
+    if sliced is not None and _are_close(together, sliced):
+        return UpdateKind.ELEMENT
+    together = _updates(optimizer, options, [_ONE * 2])
+    if not _are_close(together, _updates(optimizer, options, [_ONE, _ONE])):
+        raise _Coupled
+    return UpdateKind.PARAMETER
+
+
+def _keys(optimizer: Optimizer) -> list[str]:
+    """Return one string for the options of each group."""
+    return [repr(_options(group)) for group in optimizer.param_groups]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, with a learning rate that changes parameters."""
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    if options.get("lr") == 0:
+        options["lr"] = 1e-2  # a step without an update would prove nothing
+    return options
+
+
+def _are_close(updates: Tensor, others: Tensor) -> bool:
+    return torch.allclose(updates, others, rtol=1e-4, atol=1e-4 * updates.abs().max().item())
+
+
+def _updates(
+    optimizer: Optimizer, options: dict[str, Any], shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> Tensor:
+    """Return the 1-D updates of parameters in a few steps.
+
+    Args:
+        optimizer: the optimizer, of whose class there is one for each entry of `shapes`.
+        options: the options of its only group.
+        shapes: the shapes of the parameters of every optimizer.
+    """
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    generator = torch.Generator().manual_seed(0)
+    flat = [shape for each in shapes for shape in each]
+    sizes = [prod(shape) for shape in flat]
+    start = torch.randn(sum(sizes), dtype=torch.float32, generator=generator)
+    parameters = [
+        Parameter(piece.clone().view(shape)) for piece, shape in zip(start.split(sizes), flat, strict=True)
+    ]
+    remaining = iter(parameters)
+    trials = [kind(list(islice(remaining, len(each))), **arguments) for each in shapes]
+    for trial in trials:
+        trial.param_groups[0].update(deepcopy(options))
+    torch.manual_seed(0)
+    for _ in range(_STEPS):
+        gradient = torch.randn(sum(sizes), dtype=torch.float32, generator=generator)
+        gradient[prod(_SLICES[0]) :] *= 100  # so that the slices, and two matrices, have different norms
+        for parameter, piece in zip(parameters, gradient.split(sizes), strict=True):
+            parameter.grad = piece.clone().view(parameter.shape)
+        for trial in trials:
+            trial.step()
+    return torch.cat([parameter.detach().view(-1) for parameter in parameters]) - start

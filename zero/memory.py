@@ -1,0 +1,43 @@
+"""Memory of a sharded optimizer, by kind."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from .bucket import Bucket
+from .buffers import BufferPool
+from .owned import OwnedParameters
+from .partition import ManagedParameter
+
+
+def bytes_by_kind(
+    buckets: Sequence[Bucket],
+    owned: OwnedParameters,
+    *,
+    frozen: Sequence[ManagedParameter],
+    states: Iterable[object],
+    pool: BufferPool | None,
+    is_offloaded: bool,
+) -> dict[str, int]:
+    """Return the bytes on this rank by kind, as `ShardedOptimizer.held_bytes` documents."""
+    every = [each for each in states if isinstance(each, Tensor)]
+    masters = sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters) + owned.master_bytes
+    large = sum(each.nbytes for each in every if each.numel() > 1)
+    gradients = [
+        bucket.own_gradients if bucket.shards_gradients or bucket.gradients is None else bucket.gradients
+        for bucket in buckets
+    ]
+    held = {
+        "parameters": sum(bucket.parameters.nbytes for bucket in buckets)
+        + sum(managed.parameter.nbytes for managed in frozen),
+        "gradients": sum(each.nbytes for each in gradients),
+        "buffers": 0 if pool is None else pool.nbytes,
+        "masters": 0 if is_offloaded else masters,
+        "states": 0 if is_offloaded else large,
+        "scalars": sum(each.nbytes for each in every if each.numel() <= 1),
+    }
+    if is_offloaded:
+        copies = sum(bucket.stepped_gradients.nbytes for bucket in buckets if bucket.is_offloaded)
+        held["offloaded_gradients"] = copies + owned.master_bytes
+        held["offloaded_masters"], held["offloaded_states"] = masters, large
+    return held

@@ -1,0 +1,277 @@
+"""Steps of full parameters on one owner rank each, for optimizers that need more than a slice (Muon, Adafactor, LAMB).
+
+    reduced slices    g0 g0 | g0 g1    of all ranks of a team: what bucket.py and reducer.py leave
+      all-to-all                       float32, once per step
+    owners            [g0]    [g1]     full gradients beside full float32 masters and states: the inner optimizer steps
+      all-to-all                       in the format of the parameters
+    slices            p0 p0 | p0 p1    all-gathered by parameter_gather.py as for any other optimizer
+
+[Note: teams] A team is the smallest set of ranks with all entries of every parameter of a pipeline stage: neighbors on
+the data axis as many as ZeRO, experts or weights are sharded over, times the tensor axis. Every team updates all
+parameters, as every group of `zero_size` ranks does. In a team of one rank the pieces are views of its masters, and
+nothing is sent. A piece that several ranks of a team have is sent by one of them, and returned to all.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.nn import Parameter
+
+from ..cluster.box import Box, cuts_of, flat_boxes, whole_shape
+from ..cluster.collectives import exchange_rows
+from ..cluster.layout import MeshLayout
+from ..cluster.mesh import ParallelMesh
+from ..cluster.placement import shards_of
+from .bucket import Bucket, host_copy
+from .partition import Partition
+from .slot import Slot
+
+
+class PlacedBox(NamedTuple):
+    """A box of a full parameter in the slice of a rank.
+
+    Args:
+        slot: the parameter.
+        bucket: its bucket.
+        box: the box of the full parameter.
+        start: offset in the bucket's slice of the flat box that has the entries.
+        size: shape of that flat box.
+        inside: selects the entries from it; other entries are padding.
+    """
+
+    slot: Slot
+    bucket: Bucket
+    box: Box
+    start: int
+    size: tuple[int, ...]
+    inside: tuple[slice, ...]
+
+    def of_slice(self, flat: Tensor) -> Tensor:
+        """Return the view of these entries in a slice of the bucket."""
+        return flat[self.start : self.start + prod(self.size)].view(self.size)[self.inside]
+
+    def of_full(self, full: Tensor) -> Tensor:
+        """Return the view of these entries in a tensor of the full parameter's shape."""
+        return full[self.box.within(Box.whole(full.shape))]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The parts that this rank exchanges with every rank of the team, in the same order on both sides."""
+
+    slices: list[list[PlacedBox]]  # in its own slices
+    owned: list[list[PlacedBox]]  # of the parameters that it owns
+
+
+class OwnedParameters:
+    """The parameters that ranks of this team step in full, and the exchanges between their slices and owners.
+
+    The constructor moves the unrounded values of the parameters into float32 masters, which become the `piece` of
+    their slots on the owners. Ranks choose equal owners without communication. Collective over the team.
+
+    Args:
+        buckets: all buckets, of which those with `is_owned` take part.
+        mesh: the ranks.
+        team: the group of the team; None for a team of one rank.
+        device: the device on which the inner optimizer steps.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        mesh: ParallelMesh,
+        team: ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.buckets = [bucket for bucket in buckets if bucket.is_owned]
+        self.slots: list[Slot] = []  # those that this rank owns
+        if not self.buckets:
+            return
+        assert team is not None
+        self._team, self._device, self._step_device = team, mesh.device, device
+        self._dtype = self.buckets[0].parameters.dtype
+        places = [mesh.layout.at(rank) for rank in get_process_group_ranks(team)]
+        self._plan(places)
+        for slot, values in self._collected(_unrounded).items():
+            slot.piece = Parameter(values if device == values.device else host_copy(values))
+            if device != values.device:
+                self._host_gradients[slot] = host_copy(values)
+        for bucket in self.buckets:
+            bucket.unrounded = None
+
+    def _plan(self, places: Sequence[MeshLayout]) -> None:
+        """Choose the owners, and list the parts that this rank sends and receives."""
+        number, tp = self._team.rank(), places[0].size("tp")
+        pairs = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
+        shapes = {
+            slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, places[0])) for _, slot in pairs
+        }
+        owners = balanced([prod(shapes[slot]) for _, slot in pairs], len(places))
+        self._shapes: dict[Slot, tuple[int, ...]] = {}
+        self._host_gradients: dict[Slot, Tensor] = {}
+        self._collect = _Route([[] for _ in places], [[] for _ in places])
+        self._spread = _Route([[] for _ in places], [[] for _ in places])
+        for (bucket, slot), owner in zip(pairs, owners, strict=True):
+            if owner == number:
+                self.slots.append(slot)
+                self._shapes[slot] = shapes[slot]
+            holders: dict[tuple[Box, ...], list[tuple[int, list[PlacedBox]]]] = {}
+            for index, place in enumerate(places):
+                if parts := list(_parts(bucket, slot, place)):
+                    holders.setdefault(tuple(part.box for part in parts), []).append((index, parts))
+            for equal in holders.values():
+                sender, parts = min(
+                    equal, key=lambda each: (each[0] % tp != owner % tp, abs(each[0] - owner), each[0])
+                )
+                _add(self._collect, number, sender, owner, parts)
+                for holder, parts in equal:
+                    _add(self._spread, number, holder, owner, parts)
+
+    @property
+    def flags(self) -> list[float]:
+        """Return a number above 0 if something else than a step wrote to a parameter on this rank; empty without any.
+
+        Ranks have to refresh together.
+        """
+        return [float(any(bucket.was_written for bucket in self.buckets))] if self.buckets else []
+
+    @property
+    def master_bytes(self) -> int:
+        """The bytes of this rank's full masters."""
+        return sum(4 * prod(self._shapes[slot]) for slot in self.slots)
+
+    def describe(self) -> list[str]:
+        """Return one line per parameter that this rank owns."""
+        return [f"{slot.managed.name} {self._shapes[slot]} in full" for slot in self.slots]
+
+    def collect_gradients(self) -> None:
+        """Gather the full reduced gradients at the owners. One all-to-all over the team."""
+        if not self.buckets:
+            return
+        for slot, gradient in self._collected(lambda bucket: bucket.own_gradients).items():
+            host = self._host_gradients.get(slot)
+            slot.piece_gradient = gradient if host is None else host.copy_(gradient, non_blocking=True)
+
+    def spread(self) -> None:
+        """Copy the masters into the slices of the parameters. One all-to-all over the team. Drop the gradients."""
+        if self.buckets:
+            self._spread_into(lambda bucket: bucket.masters, self._dtype)
+        for slot in self.slots:
+            assert slot.piece is not None
+            slot.piece.grad = slot.piece_gradient = None
+
+    def slices(self) -> dict[Bucket, Tensor]:
+        """Return this rank's slices of the float32 masters. One all-to-all over the team."""
+        flat = {bucket: torch.zeros_like(bucket.masters, dtype=torch.float32) for bucket in self.buckets}
+        if flat:
+            self._spread_into(flat.__getitem__, torch.float32)
+        return flat
+
+    def refresh(self) -> None:
+        """Update the masters from parameters that were written to; keep those that still round to their parameter.
+
+        One all-to-all over the team.
+        """
+        if not self.buckets:
+            return
+        for slot, present in self._collected(lambda bucket: bucket.masters).items():
+            assert slot.piece is not None
+            present = present.to(slot.piece.device)
+            stays = slot.piece.to(present.dtype) == present
+            slot.piece.copy_(torch.where(stays, slot.piece, present.float()))
+
+    def _collected(self, flat: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
+        """Return the full tensors of owned parameters from the slices of all ranks."""
+        route = self._collect
+        rows = [part.of_slice(flat(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
+        like = flat(self.buckets[0])
+        full = {slot: like.new_empty(self._shapes[slot]) for slot in self.slots}
+        arrived = self._exchanged(_joined(rows, like), route.slices, route.owned)
+        _copy([(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts], arrived)
+        return full
+
+    @torch.no_grad()
+    def _spread_into(self, flat: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
+        """Copy the masters of all owners into slices of this format."""
+        route = self._spread
+        rows = [_part_of_master(part).reshape(-1) for parts in route.owned for part in parts]
+        sent = _joined(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
+        sent = sent.to(self._device, dtype, non_blocking=True)
+        arrived = self._exchanged(sent, route.owned, route.slices)
+        _copy([(part.of_slice(flat(part.bucket)), part) for parts in route.slices for part in parts], arrived)
+
+    def _exchanged(
+        self, rows: Tensor, sent: list[list[PlacedBox]], received: list[list[PlacedBox]]
+    ) -> Tensor:
+        return exchange_rows(rows, _lengths(sent), _lengths(received), self._team)
+
+
+def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup | None:
+    """Return the group of this rank's team; None for a team of one rank. Collective over the world the first time."""
+    size = lcm(*(partition.span for partition in partitions)) * mesh.size("tp")
+    if size == 1:
+        return None
+    return mesh.subgroup(
+        "stage", [range(first, first + size) for first in range(0, mesh.size("stage"), size)]
+    )
+
+
+def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
+    """Return an owner for each parameter: the largest first, each to the owner with the fewest entries so far."""
+    load, owners = [0] * num_owners, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += sizes[index]
+    return owners
+
+
+def _parts(bucket: Bucket, slot: Slot, place: MeshLayout) -> Iterator[PlacedBox]:
+    """Yield the boxes of a parameter in the slice of the rank at a place."""
+    length = bucket.masters.numel()
+    first = bucket.partition.index_of(place.coordinate("data")) * length
+    begin, end = max(slot.start, first), min(slot.stop, first + length)
+    shards = shards_of(slot.parameter, place)
+    for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape) if begin < end else ():
+        for cut in cuts_of(flat, shards):
+            yield PlacedBox(slot, bucket, cut.whole, begin - first, flat.size, cut.shard.within(flat))
+        begin += flat.numel
+
+
+def _add(route: _Route, number: int, holder: int, owner: int, parts: list[PlacedBox]) -> None:
+    """Add the parts of a holder and an owner to the route of rank `number`."""
+    if holder == number:
+        route.slices[owner] += parts
+    if owner == number:
+        route.owned[holder] += parts
+
+
+def _unrounded(bucket: Bucket) -> Tensor:
+    assert bucket.unrounded is not None
+    return bucket.unrounded
+
+
+def _part_of_master(part: PlacedBox) -> Tensor:
+    assert part.slot.piece is not None
+    return part.of_full(part.slot.piece)
+
+
+def _lengths(of_ranks: list[list[PlacedBox]]) -> list[int]:
+    return [sum(part.box.numel for part in parts) for parts in of_ranks]
+
+
+def _joined(rows: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(rows) if rows else like.new_empty(0)
+
+
+def _copy(pairs: list[tuple[Tensor, PlacedBox]], arrived: Tensor) -> None:
+    """Copy arrived entries into views, with a few kernels."""
+    if pairs:
+        rows = arrived.split([part.box.numel for _, part in pairs])
+        boxes = [row.view(part.box.size) for row, (_, part) in zip(rows, pairs, strict=True)]
+        torch._foreach_copy_([view for view, _ in pairs], boxes)
