@@ -106,7 +106,7 @@ def make_booster(arguments: argparse.Namespace, further_errors: Sequence[str] = 
     """
     booster, plugin_errors = booster_or_errors(arguments, dist.get_world_size())
     errors = range_errors(arguments, LOWEST, HIGHEST) + refused_options(arguments)
-    errors += metrics.file_errors(arguments.metrics, arguments.curve) + saving_errors(arguments)
+    errors += metrics.file_errors(arguments.metrics, curve=arguments.curve) + saving_errors(arguments)
     errors += [*pretrained_errors(arguments.model_name_or_path), *further_errors, *plugin_errors]
     if booster is not None:
         errors += batch_errors(arguments, booster, ["batch_size"])

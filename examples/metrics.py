@@ -101,15 +101,25 @@ class JsonLines:
         self._file.flush()
 
 
-def file_errors(lines: Path | None, curve: Path | None) -> list[str]:
-    """Return errors, before training, for files that could not be written at the end."""
-    given = {name: path for name, path in (("metrics", lines), ("curve", curve)) if path is not None}
-    errors = [f"--{name} {path}: {error}" for name, path in given.items() if (error := _file_error(path))]
-    if curve is not None and curve.suffix not in PICTURES:
-        errors.append(f"--curve {curve}: the name must end in one of {', '.join(PICTURES)}")
-    if curve is not None and importlib.util.find_spec("matplotlib") is None:
+def file_errors(lines: Path | None, **pictures: Path | None) -> list[str]:
+    """Return errors, before training, for files that could not be written at the end.
+
+    Args:
+        lines: the file of `--metrics`.
+        pictures: plots, by the name of their option.
+    """
+    plots = {name: path for name, path in pictures.items() if path is not None}
+    files = plots if lines is None else {"metrics": lines, **plots}
+    errors = [f"--{name} {path}: {error}" for name, path in files.items() if (error := _file_error(path))]
+    errors += [
+        f"--{name} {path}: the name must end in one of {', '.join(PICTURES)}"
+        for name, path in plots.items()
+        if path.suffix not in PICTURES
+    ]
+    if plots and importlib.util.find_spec("matplotlib") is None:
+        names = " and ".join(f"--{name}" for name in plots)
         errors.append(
-            "--curve needs matplotlib, which is not installed: pip install 'echelon[plot]', or leave --curve out"
+            f"{names} needs matplotlib, which is not installed: pip install 'echelon[plot]', or leave it out"
         )
     return errors
 
@@ -157,6 +167,24 @@ def draw_curve(
         axes.grid(alpha=0.3)
         axes.legend()
     (others or [first])[-1].set_xlabel("step")
+    figure.savefig(path)
+
+
+def draw_imbalance(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot by step the imbalance of every layer's experts: tokens of the fullest expert over the mean of all."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    layers = list(records[0]["imbalance"])
+    for color, layer in zip(colormaps["viridis"].resampled(len(layers)).colors, layers, strict=True):
+        values = [row["imbalance"][layer] for row in records]
+        axes.plot([row["step"] for row in records], values, color=color, label=layer)
+    axes.axhline(1, linestyle="--", color="gray", label="even")
+    axes.set(xlabel="step", ylabel="tokens of the fullest expert / mean")
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(path)
 
 

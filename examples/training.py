@@ -36,6 +36,7 @@ class Run:
         num_steps: total number of steps.
         max_norm: see `train_step`.
         criterion: see `train_step`.
+        observe: further entries of a step's record; collective over the world.
         unit: unit of the throughput, in the plural.
         units_per_step: number of units in a global batch.
     """
@@ -49,6 +50,7 @@ class Run:
     num_steps: int
     max_norm: float
     criterion: Callable | None = None
+    observe: Callable[[], Record] = dict
     unit: str = "samples"
     units_per_step: int
 
@@ -181,7 +183,7 @@ def one_step(run: Run, batches: Iterator[dict[str, Tensor]], step: int) -> Recor
     record["skipped_steps"] = run.optimizer.skipped_steps  # so far, for gradients that were not finite
     record[f"{run.unit}{metrics.PER_SECOND}"] = run.units_per_step / (time.monotonic() - start)
     record["peak_memory_bytes"], record["peak_memory_of"] = metrics.highest_memory()
-    return record
+    return record | run.observe()
 
 
 def make_optimizer(

@@ -33,6 +33,7 @@ from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.compiled_layers import compile_layers, layers_to_compile
 from ..shardformer.configs import copy_configs
 from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
+from ..shardformer.expert_load import ExpertLoad, LayerLoad
 from ..shardformer.expert_sharding import apply_expert_sharding, expert_errors
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.layers.expert_parallel import replaying
@@ -94,11 +95,13 @@ def boost(
         names = ParameterNames.of(model)  # Hugging Face's names, of the full model
         if mesh.size("tp", "pp", "sp", *SUB_AXES) > 1:
             mark_all_taken(model)  # before the cut, which leaves other modules to each stage
+        load = ExpertLoad(model, mesh)
         copy_configs(model)
         config.fused.choose_attention(model, mesh.device)
         ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
+        load.count_in(model)
         if config.ep_size > 1:
             apply_expert_sharding(model, mesh.group("ep"))
         model.to(mesh.device)  # only this rank's shards
@@ -106,7 +109,7 @@ def boost(
         free_cached_memory(mesh.device)  # the full model may have been on the device
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
-        boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters)
+        boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters, load)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
         config.fused.fuse(model, config.dtype, parallel_output=config.parallel_output)
         plan.recompute_layers(config, mesh)
@@ -348,10 +351,14 @@ class HybridParallelModule(BoostedModule):
         engine: the engine that runs the sharded model.
         names: the names of the full model.
         adapters: its LoRA adapters, for saving.
+        load: counts of tokens per expert.
     """
 
-    def __init__(self, engine: PipelineEngine, names: ParameterNames, adapters: Sequence[Adapter]) -> None:
+    def __init__(
+        self, engine: PipelineEngine, names: ParameterNames, adapters: Sequence[Adapter], load: ExpertLoad
+    ) -> None:
         super().__init__(adapters)
+        self._load = load
         self.module = module = engine.module
         self.engine, self.config, self.mesh = engine, engine.config, engine.mesh
         self.random = engine.random
@@ -370,6 +377,20 @@ class HybridParallelModule(BoostedModule):
         if self.optimizer is not None:
             self.optimizer.parameter_gather.wait()
         return self._local_parameters
+
+    def expert_load(self) -> dict[str, LayerLoad]:
+        """Return tokens per expert and imbalance of every mixture layer, over all replicas, since the last call.
+
+        Steps count without messages or waiting. This call is collective over the world, and reads on the host once.
+
+        Returns:
+            By the path of the experts in the model, as "model.layers.0.mlp.experts", on every rank alike.
+
+        Raises:
+            ValueError: the model has no experts with the interface of transformers' experts.
+        """
+        with naming_failures("model.expert_load"):
+            return self._load.read()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, at pp_size=1. Inputs are first moved to the model's device and precision.

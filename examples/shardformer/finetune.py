@@ -62,7 +62,7 @@ def argument_errors(arguments: argparse.Namespace, world_size: int) -> list[str]
     """Return all errors of the arguments."""
     if found := range_errors(arguments, LOWEST, {}):
         return found
-    found += metrics.file_errors(arguments.metrics, None) + saving_errors(arguments)
+    found += metrics.file_errors(arguments.metrics) + saving_errors(arguments)
     if world_size % arguments.tp_size:
         found.append(f"--tp_size {arguments.tp_size} does not divide the {world_size} processes")
     elif arguments.batch_size % (world_size // arguments.tp_size):

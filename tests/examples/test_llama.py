@@ -282,6 +282,27 @@ def test_records_and_picture_are_written_and_the_loss_falls_below_the_unigram_en
     assert records[-1]["eval_perplexity"] == pytest.approx(math.exp(records[-1]["eval_loss"]))
 
 
+MIXTURE = ("--model_type", "mixtral", "--eval_every", "0", "--tp_size", "1", "--pp_size", "1")
+
+
+def test_the_imbalance_of_every_layer_is_recorded_and_plotted(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log, picture = tmp_path / "log.jsonl", tmp_path / "imbalance.svg"
+    words = ("--max_bytes", "60000", "--ep_size", "2", "--steps", "2", "--precision", "fp32")
+    files = ("--metrics", str(log), "--imbalance", str(picture))
+    run(pool, SCRIPT, *SIZES, *MIXTURE, *words, *files, processes=2)
+    for record in records_of(log):
+        assert list(record["imbalance"]) == [f"model.layers.{layer}.mlp.experts" for layer in range(4)]
+        assert all(1 < each <= 4 for each in record["imbalance"].values())  # 2 of 8 experts for a token
+    assert "</svg>" in picture.read_text()
+
+
+def test_an_imbalance_needs_experts(pool: Pool, tmp_path: Path) -> None:
+    words = ("--max_bytes", "60000", "--imbalance", str(tmp_path / "imbalance.svg"))
+    reported = run(pool, SCRIPT, *SIZES, *words, status=2)
+    assert reported.count("--imbalance is of a mixture of experts") == 1
+
+
 def losses(pool: Pool, log: Path, *words: str, processes: int = 1) -> tuple[list[float], list[float]]:
     """Return the losses of six steps of a small run, and of its two evaluations."""
     steps = ("--steps", "6", "--eval_every", "3", "--metrics", str(log))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from echelon import (
     PipelineGradientCheckpointConfig,
     TorchDDPPlugin,
 )
+from echelon.cluster.transformers_api import is_experts
 from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
 
 sys.path.append(str(Path(__file__).parents[2]))  # modules that all examples share
@@ -84,6 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=42)
     add("--metrics", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
     add("--curve", type=Path, metavar="FILE.svg", help="plot of the losses: .png, .svg or .pdf")
+    text = "plot of how evenly tokens choose the experts of a mixture, by step and layer; also in --metrics"
+    add("--imbalance", type=Path, metavar="FILE.svg", help=text)
     add_saving_options(parser)
     add_plugin_options(parser)
     return parser
@@ -163,7 +167,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         Refused: the arguments are invalid; all errors were reported.
     """
     errors = value_errors(arguments) + refused_options(arguments)
-    errors += metrics.file_errors(arguments.metrics, arguments.curve) + saving_errors(arguments)
+    errors += metrics.file_errors(arguments.metrics, curve=arguments.curve, imbalance=arguments.imbalance)
+    errors += saving_errors(arguments)
     errors += folder_errors(arguments, ("cache_dir",))
     if arguments.data is None:
         files, file_errors = texts.library_files(arguments.max_bytes or texts.MAX_BYTES)
@@ -293,6 +298,22 @@ def make_model(arguments: argparse.Namespace, plan: Plan) -> nn.Module:
     return model
 
 
+def imbalance_errors(arguments: argparse.Namespace, model: nn.Module) -> list[str]:
+    """Return an error if an imbalance is requested of a model without experts, or of a plugin that counts none."""
+    is_counted = arguments.plugin in ("hybrid_parallel", "low_level_zero")
+    if arguments.imbalance is None or (is_counted and any(map(is_experts, model.modules()))):
+        return []
+    return [
+        f"--imbalance is of a mixture of experts under hybrid_parallel or low_level_zero, not {type(model).__name__} "
+        f"under {arguments.plugin}: add --model_type mixtral, or leave it out"
+    ]
+
+
+def imbalance_of(model: Any) -> Record:
+    """Return the imbalance of every mixture layer since the last call, by its path. Collective over the world."""
+    return {"imbalance": {path: load.imbalance for path, load in model.expert_load().items()}}
+
+
 def train_and_evaluate(
     arguments: argparse.Namespace,
     booster: Booster,
@@ -326,6 +347,7 @@ def train_and_evaluate(
         loader=trained,
         num_steps=num_steps,
         max_norm=max_norm_of(arguments),
+        observe=dict if arguments.imbalance is None else partial(imbalance_of, model),
         unit="tokens",
         units_per_step=arguments.batch_size * arguments.sequence_length,
     )
@@ -356,6 +378,7 @@ def pretrain(arguments: argparse.Namespace) -> int:
         num_steps, errors = number_of_steps(arguments, facts.sequences)
         refuse(errors)
         model = make_model(arguments, plan)
+        refuse(imbalance_errors(arguments, model))
         coordinator.print_on_master(
             f"{facts.documents} documents, {facts.tokens} tokens of {facts.vocabulary}, {facts.sequences} sequences, "
             f"unigram entropy {facts.unigram_entropy:.4f}; "
@@ -365,6 +388,8 @@ def pretrain(arguments: argparse.Namespace) -> int:
     if arguments.curve is not None and coordinator.is_master():
         level = ("unigram entropy", facts.unigram_entropy)
         metrics.draw_curve(records, arguments.curve, unit="nats per token", level=level)
+    if arguments.imbalance is not None and coordinator.is_master():
+        metrics.draw_imbalance(records, arguments.imbalance)
     last = records[-1]
     evaluated = f" eval_loss={last['eval_loss']:.4f}" if "eval_loss" in last else ""
     coordinator.print_on_master(
