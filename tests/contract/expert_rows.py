@@ -67,14 +67,14 @@ SGD_NOT_OF_GPT_OSS = (Layout(dp=2, ep=2, tp=2),)
 SGD_OF_MIXTRAL = (Layout(dp=2, ep=2, tp=2, pp=2),)
 
 
-def plain_sgd(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+def plain_sgd(model: nn.Module, *settings: Any, **further: Any) -> list[torch.optim.Optimizer]:
     """Return SGD with a learning rate of 0.1."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    return [torch.optim.SGD(model.parameters(), lr=0.1)]
 
 
 def by_sgd() -> AbstractContextManager[Any]:
     """Let the parity check train by plain SGD."""
-    return patch("echelon.verify.parity.make_optimizer", plain_sgd)
+    return patch("echelon.verify.parity.optimizers_of", plain_sgd)
 
 
 # Model types with interfaces of their own.
