@@ -71,8 +71,8 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             if slot.piece is not None:
-                local = local_shard if slot.is_full else partial(_local_piece, slot=slot, mesh=mesh)
-                piece = TrainedPiece(slot.managed.name, slot.piece, local, is_full=slot.is_full)
+                local = local_shard if bucket.is_full else partial(_local_piece, slot=slot, mesh=mesh)
+                piece = TrainedPiece(slot.managed.name, slot.piece, local, is_full=bucket.is_full)
                 groups[bucket.group_index].append(piece)
     return Trained(
         inner=optimizer.inner,

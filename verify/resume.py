@@ -310,14 +310,15 @@ def _full_states(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     own = {
         f"{kind}/{slot.managed.name}": value.cpu()
         for bucket in optimizer.buckets
+        if bucket.is_full
         for slot in bucket.slots
-        for kind, value in (_state(optimizer, slot).items() if slot.is_full else ())
+        for kind, value in _state(optimizer, slot).items()
         if isinstance(value, Tensor) and value.dim()
     }
     every = gather_objects(own)
-    return (
-        {name: value for of_rank in every for name, value in of_rank.items()} if dist.get_rank() == 0 else {}
-    )
+    if dist.get_rank():
+        return {}
+    return {name: value for of_rank in every for name, value in of_rank.items()}
 
 
 def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], list[tuple[str, float]]]:
@@ -327,7 +328,8 @@ def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], lis
         for slot in bucket.slots:
             for kind, value in _state(optimizer, slot).items():
                 if isinstance(value, Tensor) and value.dim():
-                    tensors += [(kind, slot.managed.name)] * (not slot.is_full)
+                    if not bucket.is_full:
+                        tensors.append((kind, slot.managed.name))
                 else:
                     scalars.append((f"{kind}/{slot.managed.name}", float(value)))
     return tensors, scalars

@@ -295,7 +295,6 @@ class Bucket:
             piece=piece,
             piece_start=begin - start,
             piece_gradient=gradient,
-            is_full=self.is_full,
             version=parameter._version,
         )
 

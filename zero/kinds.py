@@ -36,10 +36,8 @@ _FULL = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
 # Above the thresholds of optimizers: some treat small matrices differently, or quantize states of large ones in blocks.
 _SHAPE = (160, 144)
 _SIZE = 160 * 144
-_ONE, _SLICES = (
-    [_SHAPE],
-    [(10_000,), (_SIZE - 10_000,)],
-)  # slices end inside a row, so that rows and columns are cut too
+_ONE = [_SHAPE]
+_SLICES = [(10_000,), (_SIZE - 10_000,)]  # the first ends inside a row, so that rows and columns are cut too
 _STEPS = 3
 
 
@@ -59,9 +57,7 @@ def update_kinds(optimizer: Optimizer) -> list[UpdateKind]:
     Raises:
         ValueError: updates of a parameter depend on other parameters, or the optimizer cannot be tested.
     """
-    return [
-        kind for member in members_of(optimizer) for kind in map(_kinds(member).__getitem__, _keys(member))
-    ]
+    return [kind for member in members_of(optimizer) for kind in _kinds(member)]
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
@@ -88,17 +84,16 @@ def _name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _kinds(optimizer: Optimizer) -> dict[str, UpdateKind]:
-    """Return the kind of update by the options of a parameter group, as `_keys` lists them."""
+def _kinds(optimizer: Optimizer) -> list[UpdateKind]:
+    """Return the kind of update of every parameter group; groups with equal options share a trial."""
     for known, kind in ((KNOWN, UpdateKind.ELEMENT), (_FULL, UpdateKind.PARAMETER)):
         if type(optimizer) in known:
-            return dict.fromkeys(_keys(optimizer), kind)
+            return [kind] * len(optimizer.param_groups)
+    options = [_options(group) for group in optimizer.param_groups]
+    distinct = {repr(each): each for each in options}
     try:
         with torch.random.fork_rng(devices=[]):
-            return {
-                key: _kind(optimizer, _options(group))
-                for key, group in zip(_keys(optimizer), optimizer.param_groups, strict=True)
-            }
+            found = {key: _kind(optimizer, each) for key, each in distinct.items()}
     except _Coupled:
         raise ValueError(
             f"{_name(optimizer)} couples parameters: it updates two together differently than each alone, and no rank "
@@ -109,6 +104,7 @@ def _kinds(optimizer: Optimizer) -> dict[str, UpdateKind]:
             f"{_name(optimizer)} could not be tried on a matrix ({type(error).__name__}: {error}), so it may couple "
             f"parameters: use TorchDDPPlugin, which does not shard them, or {_ADVICE}"
         ) from error
+    return [found[repr(each)] for each in options]
 
 
 class _Coupled(Exception):
@@ -128,11 +124,6 @@ def _kind(optimizer: Optimizer, options: dict[str, Any]) -> UpdateKind:
     if not _are_close(together, _updates(optimizer, options, [_ONE, _ONE])):
         raise _Coupled
     return UpdateKind.PARAMETER
-
-
-def _keys(optimizer: Optimizer) -> list[str]:
-    """Return one string for the options of each group."""
-    return [repr(_options(group)) for group in optimizer.param_groups]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

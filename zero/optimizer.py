@@ -107,7 +107,7 @@ class ShardedOptimizer(OptimizerWrapper):
         agreement: Agreement | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
-        kinds = update_kinds(optimizer)
+        full = [i for i, kind in enumerate(update_kinds(optimizer)) if kind is UpdateKind.PARAMETER]
         self.accumulation_steps = accumulation_steps
         self.last_norm: float | None = None
         self.skipped_steps = 0
@@ -124,7 +124,6 @@ class ShardedOptimizer(OptimizerWrapper):
         require_one_layout(groups, group=replicas.group)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
         self._pool = BufferPool() if stage == 2 and replicas.num_slices > 1 else None
-        full = [index for index, kind in enumerate(kinds) if kind is UpdateKind.PARAMETER]
         team = team_of(mesh, list(self._partitions.values())) if full else None
         self.buckets = make_buckets(
             groups,

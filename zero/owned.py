@@ -14,6 +14,7 @@ nothing is sent. A piece that several ranks of a team have is sent by one of the
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -66,6 +67,16 @@ class _Route:
 
     slices: list[list[PlacedBox]]  # in its own slices
     owned: list[list[PlacedBox]]  # of the parameters that it owns
+
+    @cached_property
+    def in_slices(self) -> list[int]:
+        """Return the number of entries of `slices`, by rank."""
+        return _lengths(self.slices)
+
+    @cached_property
+    def in_owned(self) -> list[int]:
+        """Return the number of entries of `owned`, by rank."""
+        return _lengths(self.owned)
 
 
 class OwnedParameters:
@@ -192,7 +203,7 @@ class OwnedParameters:
         rows = [part.of_slice(flat(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
         like = flat(self.buckets[0])
         full = {slot: like.new_empty(self._shapes[slot]) for slot in self.slots}
-        arrived = self._exchanged(_joined(rows, like), route.slices, route.owned)
+        arrived = exchange_rows(_joined(rows, like), route.in_slices, route.in_owned, self._team)
         _copy([(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts], arrived)
         return full
 
@@ -203,13 +214,8 @@ class OwnedParameters:
         rows = [_part_of_master(part).reshape(-1) for parts in route.owned for part in parts]
         sent = _joined(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
         sent = sent.to(self._device, dtype, non_blocking=True)
-        arrived = self._exchanged(sent, route.owned, route.slices)
+        arrived = exchange_rows(sent, route.in_owned, route.in_slices, self._team)
         _copy([(part.of_slice(flat(part.bucket)), part) for parts in route.slices for part in parts], arrived)
-
-    def _exchanged(
-        self, rows: Tensor, sent: list[list[PlacedBox]], received: list[list[PlacedBox]]
-    ) -> Tensor:
-        return exchange_rows(rows, _lengths(sent), _lengths(received), self._team)
 
 
 def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup | None:

@@ -59,7 +59,6 @@ class Slot:
             the slice of masters, or the full parameter, see owned.py.
         piece_start: index of the first entry of `in_slice` among the parameter's entries.
         piece_gradient: the gradient of `piece`; None where `piece` is, and outside of a step of a full parameter.
-        is_full: True if a rank that steps the parameter steps all of it.
         version: the parameter's version counter when its master was last known to agree with it.
         was_reduced: True if this rank contributed a gradient to a reduction since gradients were last dropped.
 
@@ -76,7 +75,6 @@ class Slot:
     piece: Parameter | None
     piece_start: int
     piece_gradient: Tensor | None
-    is_full: bool
     version: int
     was_reduced: bool = False
 
