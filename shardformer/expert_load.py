@@ -78,13 +78,16 @@ def _count_inputs(counts_E: Tensor, module: nn.Module, args: tuple, kwargs: dict
     """Count in a call of experts: tokens, indices of experts, weights."""
     if torch.is_grad_enabled():
         _, index_NK, _ = (*args, *kwargs.values())
-        _count(counts_E, index_NK)
+        (_count_in_graph if torch.compiler.is_compiling() else _count)(counts_E, index_NK)
 
 
-# An operation of its own, which a compiled layer calls in each run: a condition in Python would be read once.
-@torch.library.custom_op("echelon::count_tokens", mutates_args=("counts_E",))
 def _count(counts_E: Tensor, index_NK: Tensor) -> None:
     """Add the numbers of choices in place, except in a forward that backward recomputes."""
     if torch._C._current_graph_task_id() == -1:
         index = index_NK.reshape(-1)
         counts_E.scatter_add_(0, index, torch.ones_like(index))
+
+
+# An operation of its own, which a compiled layer calls in each run: a condition in Python would be read once. It takes
+# three times as long on the host, so other layers call the function.
+_count_in_graph = torch.library.custom_op("echelon::count_tokens", _count, mutates_args=("counts_E",))

@@ -77,6 +77,14 @@ class Call(NamedTuple):
     weights_NK: Tensor
 
 
+def _common_call(inputs: dict[str, Any], count: int) -> Call:
+    """Return the call of tokens, indices and weights; weights may be of all experts (transformers 5.0's Phi-MoE)."""
+    hidden_NH, index_NK, weights_NK = list(inputs.values())[:3]
+    if weights_NK.shape[-1] != index_NK.shape[-1]:
+        weights_NK = weights_NK.gather(-1, index_NK)
+    return Call(hidden_NH, index_NK, weights_NK)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Interface:
     """Calls of a class of experts, in terms of `Call`.
@@ -93,7 +101,7 @@ class Interface:
     counts: tuple[str, ...] = ("num_experts",)
     is_apart: bool = False
     is_identity_above: bool = False
-    call: Callable[[dict[str, Any], int], Call] = lambda inputs, count: Call(*list(inputs.values())[:3])
+    call: Callable[[dict[str, Any], int], Call] = _common_call
     inputs: Callable[[Any, Call, Rows], tuple[tuple[Tensor, ...], Tensor | None]] = lambda _, call, __: (
         call,
         None,
@@ -153,8 +161,6 @@ class ExpertParallel:
         shape, num_choices = call.hidden_NH.shape, call.index_NK.shape[-1]
         hidden_NH, weights_NK = call.hidden_NH.flatten(0, -2), call.weights_NK.flatten(0, -2)
         expert_R = call.index_NK.reshape(-1)
-        if weights_NK.shape[1] != num_choices:  # of all experts, as Phi-MoE's in transformers 5.0
-            weights_NK = weights_NK.gather(1, expert_R.view(-1, num_choices))
         order = torch.argsort(expert_R, stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = expert_R.new_zeros(num_experts + 1)
