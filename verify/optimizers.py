@@ -57,11 +57,13 @@ def _groups(
 
 def _hidden(model: nn.Module) -> set[str]:
     """Return the names of matrices that Muon updates: all but embeddings and the head."""
-    return {name for name, each in model.named_parameters() if each.ndim > 1 and not _is_table(model, name)}
-
-
-def _is_table(model: nn.Module, name: str) -> bool:
-    """Return True for the weight of an embedding, or of a head: of the last linear layer."""
-    path = name.rpartition(".")[0]
-    heads = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
-    return isinstance(model.get_submodule(path), nn.Embedding) or path in heads
+    modules = dict(model.named_modules())
+    tables = {path for path, module in modules.items() if isinstance(module, nn.Embedding)}
+    tables |= set(
+        [path for path, module in modules.items() if isinstance(module, nn.Linear)][-1:]
+    )  # the head
+    return {
+        name
+        for name, each in model.named_parameters()
+        if each.ndim > 1 and name.rpartition(".")[0] not in tables
+    }

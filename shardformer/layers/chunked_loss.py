@@ -21,11 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers import PreTrainedModel
 
-from ...cluster.collectives import (
-    begin_gather,
-    copy_to,
-    once_differentiable,
-)
+from ...cluster.collectives import begin_gather, copy_to, once_differentiable
 from ...cluster.device import is_cuda
 from .deferred_linear import OwnLinear
 from .embedding import VocabParallelLMHead1D, VocabRange

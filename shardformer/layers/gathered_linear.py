@@ -22,12 +22,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from ...cluster.collectives import (
-    InFlight,
-    begin_all_gather,
-    begin_reduce_scatter,
-    once_differentiable,
-)
+from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scatter, once_differentiable
 from ...cluster.placement import Shard, place
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients

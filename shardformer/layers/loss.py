@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ...cluster.collectives import (
-    all_reduce,
-    once_differentiable,
-)
+from ...cluster.collectives import all_reduce, once_differentiable
 from ...cluster.transformers_api import ForCausalLMLoss
 from ...pipeline.counted_loss import divided
 from .embedding import VocabParallelLMHead1D, VocabRange

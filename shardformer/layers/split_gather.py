@@ -16,13 +16,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
-from ...cluster.collectives import (
-    InFlight,
-    begin_gather,
-    begin_sum_of_rows,
-    once_differentiable,
-    paired,
-)
+from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, once_differentiable, paired
 from ...pipeline.weight_gradients import WeightGradients
 from .deferred_linear import Crossing, gradient_or_deferred, weight_gradient
 from .parallel_module import change_inputs, first_tensor

@@ -105,14 +105,14 @@ def test_flips_of_routers_are_told_from_faults(pool: Pool, fault: str | None) ->
     found: list[Found] = pool.run(4, under_the_layout, fault)
     run = Found(found[0].gradients, found[0].choices + found[2].choices)  # ranks 1 and 3 are tp neighbours
     alone, forced = in_one_process(None), in_one_process(run.choices)
-    told = (
+    report = (
         f"{flips(run.choices, alone.choices)} tokens routed to other experts: distance "
         f"{distance(run.gradients, alone.gradients):.3g}, with the same choices "
         f"{distance(run.gradients, forced.gradients):.3g}"
     )
-    print(told)
-    assert flips(run.choices, alone.choices) > 0, told
+    print(report)
+    assert flips(run.choices, alone.choices) > 0, report
     is_rounding = distance(run.gradients, forced.gradients) < ROUNDING
-    assert is_rounding == (fault is None), told
+    assert is_rounding == (fault is None), report
     if fault is None:
-        assert distance(run.gradients, alone.gradients) > 2 * ROUNDING, told
+        assert distance(run.gradients, alone.gradients) > 2 * ROUNDING, report
