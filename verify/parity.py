@@ -368,11 +368,11 @@ def gather_whole(
 def _over_axes(local: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
     """All-gather the shards of a tensor over its axes; return the full tensor."""
     for shard, _ in reversed(shards_of(like, mesh.layout)):
-        group = mesh.group(shard.axis)
+        pieces: Sequence[Tensor] = [local]
         if shard.owner is not None:  # shards of unequal length
-            local = shard.whole(gather_objects(local, group))
-            continue
-        pieces = [local] if shard.size == 1 else begin_gather(local, group).wait().unbind(0)
+            pieces = gather_objects(local, mesh.group(shard.axis))
+        elif shard.size > 1:
+            pieces = begin_gather(local, mesh.group(shard.axis)).wait().unbind(0)
         local = shard.whole(pieces)
     return local
 

@@ -176,9 +176,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
-        Below stage 2 gradients are reduced only in the last of several calls. After a call that left a
-        `gradient_factor`, or before one that leaves it, gradients are reduced separately, inside `no_sync` too, and
-        added.
+        Below stage 2 gradients are reduced only in the last of several calls. Those with another `gradient_factor` are
+        reduced separately, inside `no_sync` too, and added.
 
         Args:
             name: the name of the call, if ranks are to compare their calls.

@@ -120,9 +120,11 @@ def test_a_group_that_the_script_starts_is_restarted_without_the_shared_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = SHORT.replace("STARTED", PLAIN)
-    with pytest.raises(AssertionError) as caught:  # torchrun fails: no restart connects
-        outputs(tmp_path, script, alone(2))
-    lines = str(caught.value).count("started its process group on a store that torchrun keeps")
+    try:
+        _, printed = outputs(tmp_path, script, alone(2))
+    except AssertionError as error:  # torchrun fails: as a rule no restart connects
+        printed = str(error)
+    lines = printed.count("started its process group on a store that torchrun keeps")
     assert lines in (1, 2)  # one line for each restart, of which a slow machine may not begin the second
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     out, err = outputs(tmp_path, script, alone(2))
