@@ -1,6 +1,7 @@
 """Arguments shared by the benchmarks; each script adds its own."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def workload_of(arguments: argparse.Namespace, **others: int) -> Workload:
+def workload_of(arguments: argparse.Namespace, kind: type[Workload] = Workload, **others: int) -> Workload:
     """Return the workload of the arguments; `others` are values that they lack."""
-    sizes = [name for name in Workload.__dataclass_fields__ if name not in others]
-    return Workload(**{name: getattr(arguments, name) for name in sizes}, **others)
+    sizes = [each.name for each in fields(kind) if each.name not in others]
+    return kind(**{name: getattr(arguments, name) for name in sizes}, **others)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:

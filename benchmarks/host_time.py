@@ -12,6 +12,7 @@ a transformers layer, forward and backward, relative to DTensor's; and `step()` 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from time import process_time
@@ -170,8 +171,7 @@ def engine_works(style: str, num_microbatches: int) -> Works:
 
 def step_works(workload: Workload) -> Works:
     """Return for each data-parallel contender a function that trains a step of a model of 300 parameters."""
-    sizes = {name: getattr(workload, name) for name in Workload.__dataclass_fields__}
-    many = Workload(**sizes | {"layers": STEPPED_LAYERS, "hidden": STEPPED_HIDDEN, "microbatches": 1})
+    many = replace(workload, layers=STEPPED_LAYERS, hidden=STEPPED_HIDDEN, microbatches=1)
     makers: dict[str, Callable[[], Any]] = contender_makers(many, default_device())
     del makers[TorchZero.name]  # it receives shards from other ranks
     contenders = [OneProcess(many, default_device(), works=True), *(make() for make in makers.values())]

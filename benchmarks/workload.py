@@ -1,10 +1,11 @@
 """The workload of all contenders of a benchmark: a Llama with equal weights, and its batch."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 # B batch, S sequence
 _SEED = 17
@@ -28,6 +29,7 @@ class Workload:
     sequence: int = 256
     batch: int = 8
     microbatches: int = 8
+    model_class: ClassVar[Any] = LlamaForCausalLM
 
     def __post_init__(self) -> None:
         if self.hidden % 16:
@@ -57,7 +59,7 @@ class Workload:
         return self.vocabulary / (4 * self.hidden + 3 * self.intermediate)
 
     @property
-    def config(self) -> LlamaConfig:
+    def config(self) -> PretrainedConfig:
         """The model's config: no cache, and attention by torch's fused kernel."""
         head = 64 if self.hidden % 128 == 0 else 16
         return LlamaConfig(
@@ -73,11 +75,11 @@ class Workload:
             attn_implementation="sdpa",
         )
 
-    def model(self) -> LlamaForCausalLM:
+    def model(self) -> Any:
         """Build a model in training mode, with the same weights at every call and on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
-            return LlamaForCausalLM(self.config).train()
+            return self.model_class(self.config).train()
 
     def data(self, device: torch.device) -> dict[str, Tensor]:
         """Return `input_ids` and `labels`, (B, S) each, the same on every rank."""

@@ -19,7 +19,7 @@ NUM_STRETCHES = 2 * NUM_RANKS
 BLUE, ORANGE, YELLOW, PURPLE = "#1f4db8", "#db541f", "#ebba4a", "#914799"
 STEPS = (BLUE, ORANGE, YELLOW, PURPLE)
 # Text remains text, and equal pictures give equal files.
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon"}
+SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon"}
 _TEXT, _SMALL = 8.0, 7.0
 _FAINT = "#666666"
 _SIDE, _ACROSS, _DOWN = 1.0, 2.5, 1.15  # side of a square, and distances between squares
@@ -218,7 +218,7 @@ def draw_square(axes: Axes, patches: Iterable[Patch], *, left: float, top: float
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with rc_context(_SETTINGS):
+    with rc_context(SETTINGS):
         for name, panels in PICTURES.items():
             draw(panels).savefig(folder / f"sequence_{name}.svg", metadata={"Date": None})
 

@@ -387,7 +387,7 @@ class HybridParallelModule(BoostedModule):
             By the path of the experts in the model, as "model.layers.0.mlp.experts", on every rank alike.
 
         Raises:
-            ValueError: the model has no experts with the interface of transformers' experts.
+            ValueError: the model has no experts that are counted.
         """
         with naming_failures("model.expert_load"):
             return self._load.read()

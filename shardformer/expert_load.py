@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 from ..cluster.collectives import all_reduce
 from ..cluster.mesh import ParallelMesh
-from ..cluster.transformers_api import is_experts
+from .layers.expert_parallel import Interface
+from .tables.experts import interface_of
 
 
 class LayerLoad(NamedTuple):
     """The load of one layer's experts.
 
     Args:
-        tokens: number of tokens that chose each expert; a token that chooses two is counted at both.
+        tokens: number of tokens that chose each expert with parameters; one that chooses two is counted at both.
     """
 
     tokens: list[int]
@@ -37,7 +38,10 @@ class ExpertLoad:
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
-        self._sizes = {path: int(each.num_experts) for path, each in _experts(model).items()}
+        self._sizes = {
+            path: getattr(module, interface.counts[0])
+            for path, (module, interface) in _experts(model).items()
+        }
         self._mesh = mesh
         self._counts = torch.zeros(sum(self._sizes.values()), dtype=torch.int64, device=mesh.device)
 
@@ -47,19 +51,19 @@ class ExpertLoad:
     def count_in(self, model: nn.Module) -> None:
         """Count in the layers of a cut model, before its experts are distributed."""
         layers = self._layers(self._counts)
-        for path, module in _experts(model).items():
-            module.register_forward_pre_hook(partial(_count_inputs, layers[path]), with_kwargs=True)
+        for path, (module, interface) in _experts(model).items():
+            module.register_forward_pre_hook(partial(_count_call, layers[path], interface), with_kwargs=True)
 
     def read(self) -> dict[str, LayerLoad]:
         """Return the load of all layers by path, and begin anew. All-reduces over data and pp; waits for the device.
 
         Raises:
-            ValueError: the model has no experts with the interface of transformers' experts.
+            ValueError: the model has no experts with a known interface.
         """
         if not self._sizes:
             raise ValueError(
-                "the model has no experts with the interface of transformers' experts, so there is no load to read: "
-                "leave the call out"
+                "the model has no experts that expert_load() counts: leave the call out (docs/experts.md lists "
+                "the mixtures)"
             )
         total = self._counts
         for axis in ("data", "pp"):
@@ -70,22 +74,29 @@ class ExpertLoad:
         return loads
 
 
-def _experts(model: nn.Module) -> dict[str, Any]:
-    return {path: module for path, module in model.named_modules() if is_experts(module)}
+def _experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
+    return {path: (each, found) for path, each in model.named_modules() if (found := interface_of(each))}
 
 
-def _count_inputs(counts_E: Tensor, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Count in a call of experts: tokens, indices of experts, weights."""
+def _count_call(
+    counts_E: Tensor, interface: Interface, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Count in a call of experts."""
     if torch.is_grad_enabled():
-        _, index_NK, _ = (*args, *kwargs.values())
-        (_count_in_graph if torch.compiler.is_compiling() else _count)(counts_E, index_NK)
+        inputs = {str(place): value for place, value in enumerate((*args, *kwargs.values()))}
+        count = _count_in_graph if torch.compiler.is_compiling() else _count
+        count(counts_E, interface.call(inputs, len(counts_E)).index_NK)
 
 
 def _count(counts_E: Tensor, index_NK: Tensor) -> None:
-    """Add the numbers of choices in place, except in a forward that backward recomputes."""
+    """Add the numbers of choices in place, except in a forward that backward recomputes.
+
+    Indices above those of experts with parameters are not counted.
+    """
     if torch._C._current_graph_task_id() == -1:
-        index = index_NK.reshape(-1)
-        counts_E.scatter_add_(0, index, torch.ones_like(index))
+        index = index_NK.reshape(-1).clamp(max=len(counts_E))
+        counts = counts_E.new_zeros(len(counts_E) + 1).scatter_add_(0, index, torch.ones_like(index))
+        counts_E += counts[:-1]
 
 
 # An operation of its own, which a compiled layer calls in each run: a condition in Python would be read once. It takes

@@ -33,6 +33,8 @@ PIPELINES = {f"echelon {style}" for style in ("gpipe", "1f1b", "interleaved", "z
 PIPELINES |= {f"torch {style}" for style in ("gpipe", "1f1b", "interleaved", "zbv")}
 TENSOR = {"echelon", "transformers DistributedConfig"}
 TENSOR |= {f"torch DTensor, {kind}" for kind in ("plain", "loss-parallel", "sequence-parallel")}
+EXPERTS = {"echelon experts, stage 0", "echelon experts, stage 1", "transformers experts, FSDP2"}
+EXPERTS |= {"echelon stage 1", "torch DDP", "torch FSDP2"}
 SEQUENCE = {"echelon ring_attn", "torch context parallel"}
 MEMORY = {"echelon stage 2", "torch DDP"}
 
@@ -57,6 +59,14 @@ def check_data_parallel(found: dict[str, Any]) -> None:
     for name in DATA_PARALLEL:
         if "FSDP2" in name:
             assert local[name]["parameters"] == local[name]["gradients"] == whole / 2
+
+
+def check_experts(found: dict[str, Any]) -> None:
+    """Check that ranks share the experts: those of transformers as many bytes as Echelon's, and DDP nearly twice."""
+    check_contenders(found, EXPERTS)
+    held = {name: sum(sizes.values()) for name, sizes in found["held"].items()}
+    assert held["echelon experts, stage 1"] == pytest.approx(held["transformers experts, FSDP2"], rel=0.1)
+    assert held["torch DDP"] > 1.8 * held["echelon experts, stage 1"]
 
 
 def check_memory(found: dict[str, Any]) -> None:
@@ -118,6 +128,7 @@ SCRIPTS: list[tuple[str, tuple[str, ...], str, Callable[[dict[str, Any]], None]]
         lambda found: check_contenders(found, PIPELINES, {"one process", "one process on each rank"}),
     ),
     ("tensor.py", (), f"ratio_to_best_peer={NUMBER}", lambda found: check_contenders(found, TENSOR)),
+    ("experts.py", (), f"ratio_to_best_peer={NUMBER}", check_experts),
     ("zero.py", (), f"ratio_to_best_peer={NUMBER}", check_data_parallel),
     (
         "zero_memory.py",

@@ -196,6 +196,24 @@ def test_the_drawn_ring_computes_every_pair_once_and_equally_many_per_rank(drawi
     assert len(set(map(len, pairs))) == 1
 
 
+def test_the_drawn_rows_arrive_at_their_experts_and_none_is_lost(drawing: Callable) -> None:
+    drawing("draw_sequence")
+    pictures = drawing("draw_experts")
+    pairs = [pictures.pairs(rank) for rank in range(pictures.NUM_RANKS)]
+    for rank in range(pictures.NUM_RANKS):
+        senders = pictures.arrived(rank)
+        assert [senders.count(each) for each in range(pictures.NUM_RANKS)] == [
+            each.count(rank) for each in pairs
+        ]
+    drawn = pictures.PANELS[2].holds
+    assert sum(len(drawn(rank)) for rank in range(pictures.NUM_RANKS)) == sum(map(len, pairs))
+    texts = [
+        line for each in pictures.PANELS for text in (each.title, each.sent) for line in text.splitlines()
+    ]
+    require_written("experts.svg", texts)
+    assert "images/experts.svg" in (DOCS / "experts.md").read_text()
+
+
 def test_pictures_are_up_to_date_and_agree_with_the_tables(drawing: Callable) -> None:
     for name, panels in drawing("draw_sequence").PICTURES.items():
         texts = [each.title for each in panels] + [line for each in panels for line in each.sent.splitlines()]

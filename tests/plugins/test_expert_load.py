@@ -1,5 +1,6 @@
 """Tokens per expert as the plugin counts them, beside those of a plain process."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,47 +14,59 @@ from ..pool import Pool
 from .training import hybrid, refused, sgd, share
 
 CHOICE = ModelChoice(model_type="mixtral", num_layers=2)
+# Calls of their own: one-hot choices with a capacity, and experts without parameters.
+SWITCH, LONGCAT = (ModelChoice(model_type=each) for each in ("switch_transformers", "longcat_flash"))
 LLAMA = ModelChoice(model_type="llama", num_layers=1)
 LAYOUTS = (
     Layout(dp=2, recompute=1.0),
-    Layout(dp=2, ep=2),
     Layout(dp=2, ep=2, recompute=1.0),
-    Layout(dp=2, ep=2, recompute=1.0, recompute_modules=("mlp.experts",)),
     Layout(pp=2, dp=2, ep=2, recompute=1.0, schedule="zbh1"),
+)
+FURTHER = (
+    Layout(dp=2, ep=2),
+    Layout(dp=2, ep=2, recompute=1.0, recompute_modules=("mlp.experts",)),
     Layout(tp=2, dp=2, ep=2, sequence="split_gather"),
 )
 
 
-def counted_alone() -> dict[str, list[int]]:
+def counted_alone(choice: ModelChoice = CHOICE) -> dict[str, list[int]]:
     """Return tokens per expert of the first step's batch, by layer, in a forward of transformers alone."""
-    model, counts = CHOICE.build(), {}
+    model, counts = choice.build(), {}
 
-    def count(path: str, num_experts: int, inputs: Any) -> None:
-        counts[path] = torch.bincount(inputs[1].flatten(), minlength=num_experts).tolist()
+    def count(module: Any, inputs: Any, *, path: str) -> None:
+        if choice is SWITCH:
+            counts[path] = inputs[1].sum((0, 1)).tolist()
+        else:
+            number = module.num_routed_experts if choice is LONGCAT else module.num_experts
+            counts[path] = torch.bincount(inputs[1].flatten(), minlength=number).tolist()[:number]
 
     for path, module in model.named_modules():
         if path.endswith(".experts"):
-            module.register_forward_pre_hook(lambda m, args, path=path: count(path, m.num_experts, args))
-    model(**make_batch(CHOICE, num_samples=8, seed=0))
+            module.register_forward_pre_hook(partial(count, path=path))
+    model(**make_batch(choice, num_samples=8, seed=0))
     return counts
 
 
-def counted(layout: Layout) -> tuple[dict[str, list[int]], float, dict[str, list[int]]]:
+def counted(
+    layout: Layout, choice: ModelChoice = CHOICE
+) -> tuple[dict[str, list[int]], float, dict[str, list[int]]]:
     """Return the tokens of the first step, the first layer's imbalance, and the tokens of a call without gradients."""
     booster = hybrid(**{**layout.arguments, "num_microbatches": 2})
-    plain = CHOICE.build()
+    plain = choice.build()
     model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
-    booster.execute_pipeline(share(booster, CHOICE, 0), model, loss_of, optimizer)
+    booster.execute_pipeline(share(booster, choice, 0), model, loss_of, optimizer)
     optimizer.step()
     first = model.expert_load()
     with torch.no_grad():
-        booster.execute_pipeline(share(booster, CHOICE, 0), model, loss_of)
+        booster.execute_pipeline(share(booster, choice, 0), model, loss_of)
     then = model.expert_load()
     tokens, later = ({path: each.tokens for path, each in load.items()} for load in (first, then))
     return tokens, next(iter(first.values())).imbalance, later
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.slow) for each in FURTHER)], ids=str
+)
 def test_the_tokens_of_an_expert_are_those_of_one_process(pool: Pool, layout: Layout) -> None:
     expected = counted_alone()
     highest = [max(each) * len(each) / sum(each) for each in expected.values()]
@@ -61,6 +74,19 @@ def test_the_tokens_of_an_expert_are_those_of_one_process(pool: Pool, layout: La
         assert tokens == expected
         assert imbalance == highest[0] > 1
         assert later == {path: [0] * len(each) for path, each in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param(each, marks=pytest.mark.slow) for each in (SWITCH, LONGCAT)],
+    ids=lambda choice: choice.model_type,
+)
+def test_experts_that_are_called_otherwise_are_counted(pool: Pool, choice: ModelChoice) -> None:
+    expected = counted_alone(choice)
+    assert expected
+    for layout in (Layout(dp=2), Layout(dp=2, ep=2)):
+        for tokens, _, _ in pool.run(2, counted, layout, choice):
+            assert tokens == expected
 
 
 def asked_without_experts() -> str:
