@@ -104,7 +104,11 @@ def called(sizes: dict[str, Any] | None, kernel: str, batch: dict[str, Tensor]) 
 
 @pytest.mark.parametrize(
     "mode, kernel",
-    [("ring_attn", "sdpa"), ("ring_attn", "flash_attention_2"), ("all_to_all", "flash_attention_2")],
+    [
+        ("ring_attn", "sdpa"),
+        pytest.param("ring_attn", "flash_attention_2", marks=pytest.mark.slow),
+        ("all_to_all", "flash_attention_2"),
+    ],
 )
 def test_packed_and_padded_texts_are_seen_as_in_one_process(pool: Pool, mode: str, kernel: str) -> None:
     if kernel != "sdpa" and NO_FLASH_ATTN:

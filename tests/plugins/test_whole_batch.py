@@ -186,8 +186,14 @@ PARALLEL: tuple[dict[str, Any], ...] = (
 )
 
 
-def _without(layouts: tuple[dict[str, Any], ...], *settings: str) -> list[dict[str, Any]]:
-    return [each for each in layouts if not any(setting in each for setting in settings)]
+# Of further kinds of loss, the layouts in which other code counts: stages, shards of a vocabulary, positions.
+QUICK: tuple[dict[str, Any], ...] = (PARALLEL[3], PARALLEL[5], PARALLEL[8])
+
+
+def _slow_but_for(
+    layouts: tuple[dict[str, Any], ...], quick: tuple[dict[str, Any], ...] = QUICK
+) -> list[Any]:
+    return [each if each in quick else pytest.param(each, marks=pytest.mark.slow) for each in layouts]
 
 
 @pytest.mark.parametrize("name", [*HEADS, *INLINE, *CTC])
@@ -216,14 +222,18 @@ def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]
         assert far == {}
 
 
-@pytest.mark.parametrize("sizes", [*LAYOUTS, *_without(PARALLEL, "enable_fused_loss")], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    _slow_but_for((*LAYOUTS, *(each for each in PARALLEL if "enable_fused_loss" not in each))),
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["question", "several terms"])
 def test_every_layout_weighs_each_term(pool: Pool, name: str, sizes: dict[str, Any]) -> None:
     for far in pool.run(2, departures, name, sizes):
         assert far == {}
 
 
-@pytest.mark.parametrize("sizes", PARALLEL, ids=str)
+@pytest.mark.parametrize("sizes", _slow_but_for(PARALLEL, (*QUICK, PARALLEL[7])), ids=str)
 def test_an_auxiliary_loss_is_the_mean_over_microbatches(pool: Pool, sizes: dict[str, Any]) -> None:
     for far in pool.run(2, departures, "auxiliary", sizes):
         assert far == {}
