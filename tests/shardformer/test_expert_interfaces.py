@@ -15,7 +15,8 @@ MODELS = Path(transformers.__file__).parent / "models"
 MIXTURE = re.compile(r"^class (\w*(?:Expert|MoE|Moe|MoA|TopK\w*Router|Top\dRouter)\w*)\(nn\.", re.MULTILINE)
 SIZES = re.compile(r"self\.(num_experts|experts)\b")
 COMMON = "\n@use_experts_implementation"
-IS_OLDER = "step3p7" not in (path.name for path in MODELS.iterdir())
+# The last type that got the common interface.
+IS_OLDER = COMMON not in (MODELS / "aria" / "modeling_aria.py").read_text()
 
 
 def outcomes() -> dict[str, list[str]]:
