@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import InFlight
 from ..cluster.device import host_memory
+from ..cluster.packing import packed
 from .buffers import BufferPool
 from .partition import ManagedParameter, Partition
 from .slot import Slot, view_like
@@ -358,7 +359,7 @@ def make_buckets(
             key = (managed.parameter.device, stage, sums, managed.sharded_over)
             alike.setdefault(key, []).append(managed)
         for members in alike.values():
-            for portion in _portions(members, bucket_size):
+            for portion in packed(members, bucket_size, lambda each: each.parameter.numel()):
                 bucket = Bucket(
                     portion,
                     group_index=index,
@@ -372,19 +373,6 @@ def make_buckets(
                 )
                 buckets.append(bucket)
     return buckets
-
-
-def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[list[ManagedParameter]]:
-    portion: list[ManagedParameter] = []
-    filled = 0
-    for managed in members:
-        if portion and filled + managed.parameter.numel() > bucket_size:
-            yield portion
-            portion, filled = [], 0
-        portion.append(managed)
-        filled += managed.parameter.numel()
-    if portion:
-        yield portion
 
 
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:
