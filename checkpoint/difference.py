@@ -117,13 +117,15 @@ class Comparison:
         """
         for part, a, b in self._stores:
             if a is not None and b is not None:
-                yield from self._of_tensors(part, a, b, progress)
+                yield from self._tensor_differences(part, a, b, progress)
             elif a is not b:
                 yield Difference(part, part, f"only in {'B' if a is None else 'A'}")
         for part, left, right in self._values:
-            yield from self._of_values(part, dict(_leaves(left)), dict(_leaves(right)))
+            yield from self._value_differences(part, dict(_leaves(left)), dict(_leaves(right)))
 
-    def _of_tensors(self, part: str, a: Stored, b: Stored, progress: Progress) -> Iterator[Difference]:
+    def _tensor_differences(
+        self, part: str, a: Stored, b: Stored, progress: Progress
+    ) -> Iterator[Difference]:
         for name in dict.fromkeys([*a.names, *b.names]):
             if name not in a.names or name not in b.names:
                 yield Difference(part, name, f"only in {'A' if name in a.names else 'B'}")
@@ -141,21 +143,27 @@ class Comparison:
             elif distance.exceeds(self._tolerance):
                 yield Difference(part, name, "values", distance)
 
-    def _of_values(self, part: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    def _value_differences(
+        self, part: str, a: Mapping[str, Any], b: Mapping[str, Any]
+    ) -> Iterator[Difference]:
+        """Yield the differences between plain values, as `_leaves` names them."""
         for name in dict.fromkeys([*a, *b]):
             if name not in a or name not in b:
                 yield Difference(part, name, f"only in {'A' if name in a else 'B'}")
                 continue
-            left, right = a[name], b[name]
-            x, y = _as_tensor(left), _as_tensor(right)
-            if x is not None and y is not None and x.shape == y.shape:
-                distance = distance_between(x, y)
-                differ = distance.exceeds(self._tolerance) or x.dtype != y.dtype
-            else:
-                distance = None
-                differ = type(left) is not type(right) or x is not None or left != right
+            differ, distance = self._compared(a[name], b[name])
             if differ:
-                yield Difference(part, name, f"{_shown(left)} in A, {_shown(right)} in B", distance)
+                yield Difference(part, name, f"{_shown(a[name])} in A, {_shown(b[name])} in B", distance)
+
+    def _compared(self, a: Any, b: Any) -> tuple[bool, Distance | None]:
+        """Return True if two values differ, and their distance if they are numbers or tensors of one shape."""
+        x, y = _as_tensor(a), _as_tensor(b)
+        if x is None and y is None:
+            return type(a) is not type(b) or a != b, None
+        if x is None or y is None or x.shape != y.shape:
+            return True, None
+        distance = distance_between(x, y)
+        return x.dtype != y.dtype or distance.exceeds(self._tolerance), distance
 
 
 def _config_of(opened: Opened) -> Mapping[str, Any]:

@@ -62,16 +62,6 @@ def entries_of(offers: Sequence[Mapping[str, Offer]], order: Sequence[str]) -> l
     return [found.pop(name) for name in order if name in found] + list(found.values())
 
 
-def split_into_files(entries: Sequence[Entry], max_bytes: float) -> list[list[Entry]]:
-    """Split the tensors, in order, into files of at most `max_bytes`; a larger tensor has a file of its own."""
-    files: list[list[Entry]] = [[]]
-    for entry in entries:
-        if files[-1] and sum(each.nbytes for each in files[-1]) + entry.nbytes > max_bytes:
-            files.append([])
-        files[-1].append(entry)
-    return files
-
-
 def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[str, Offer]]) -> list[FilePlan]:
     """Assign each file to a writing rank and each box to a sending rank.
 

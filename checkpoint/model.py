@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..cluster.gathering import on_all_ranks, on_first_rank, run_or_raise_together
+from ..cluster.packing import packed
 from ..cluster.transformers_api import CONFIG_NAME, GENERATION_CONFIG_NAME, custom_object_save
 from .background import Keep
 from .commit import (
@@ -28,7 +29,7 @@ from .commit import (
     unfinished_of_all,
     written_beside,
 )
-from .exchange import FilePlan, assemble, entries_of, needed_parts, offers_of, plan_files, split_into_files
+from .exchange import FilePlan, assemble, entries_of, needed_parts, offers_of, plan_files
 from .local import LocalTensor
 from .tensor_file import Entry, Records, TensorFileWriter, TorchFileWriter, Write, write_small
 
@@ -103,7 +104,7 @@ def prepare_model(
     if by_all:
         share = sum(entry.nbytes for entry in entries) / group.size()
         max_bytes = min(max_bytes, max(share, _LEAST_BYTES))
-    files = split_into_files(entries, max_bytes)
+    files = packed(entries, max_bytes, lambda entry: entry.nbytes) or [[]]
     plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), offers)
     parts = {key: keep(part) for key, part in needed_parts(local, plans, group.rank()).items()}
 

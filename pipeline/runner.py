@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import inf
 from numbers import Real
 from typing import Any, Protocol
 
@@ -177,10 +178,6 @@ class ScheduleRun:
                     _METHODS[action.op](self, action)
 
     def _result(self) -> RunResult:
-        if self._weights and len(self._weights) != len(self._losses):
-            raise TypeError(
-                "the criterion returned a weight for some microbatches only: return one for all or none"
-            )
         return RunResult(
             losses=[loss for _, loss in sorted(self._losses.items())],
             weights=[weight for _, weight in sorted(self._weights.items())] or None,
@@ -290,26 +287,16 @@ class ScheduleRun:
             self._outputs[microbatch] = map_tensors(output, Tensor.detach)
         if self.criterion is None:
             return
-        returned = self.criterion(output, self.microbatches[microbatch])
-        loss, *weight = returned if isinstance(returned, tuple) else (returned,)
-        if not _is_scalar(loss) or len(weight) > 1 or not all(map(is_weight, weight)):
-            raise TypeError(
-                f"the criterion must return a scalar tensor, or (loss_sum, weight), not {_described(returned)}"
-            )
+        loss, weight = loss_and_weight(self.criterion(output, self.microbatches[microbatch]))
         if self._trains and not loss.requires_grad:
             raise ValueError(
                 "the criterion's loss has no graph to differentiate: compute it from the outputs without detach() "
                 "or item(), or evaluate under torch.no_grad()"
             )
-        for given in weight:
-            if isinstance(given, Tensor) and given.requires_grad:
-                raise ValueError(
-                    "the criterion's weight has a graph, which no gradient would follow: detach it, or return a loss "
-                    "that is divided by it, alone"
-                )
+        if weight is not None:
             # A Python number would get torch's default format, which may be too short for it.
-            dtype = given.dtype if isinstance(given, Tensor) else torch.float64
-            self._weights[microbatch] = torch.as_tensor(given, dtype=dtype, device=loss.device).detach()
+            dtype = weight.dtype if isinstance(weight, Tensor) else torch.float64
+            self._weights[microbatch] = torch.as_tensor(weight, dtype=dtype, device=loss.device).detach()
         self._losses[microbatch] = loss.detach()
         if self._trains:
             self._loss_graphs[action.place] = loss
@@ -349,13 +336,34 @@ def _differentiate(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[T
     )
 
 
-def _is_scalar(loss: Any) -> bool:
-    return isinstance(loss, Tensor) and loss.numel() == 1
+def loss_and_weight(returned: Any) -> tuple[Tensor, Tensor | float | None]:
+    """Return the loss that a criterion returned, and its weight: None if there is none.
+
+    Raises:
+        TypeError: it returned something else. ValueError: a weight that cannot be used.
+    """
+    loss, *weights = returned if isinstance(returned, tuple) else (returned,)
+    is_loss = isinstance(loss, Tensor) and loss.numel() == 1
+    if not is_loss or len(weights) > 1 or not all(map(_is_number, weights)):
+        raise TypeError(
+            f"the criterion must return a scalar tensor, or (loss_sum, weight), not {_described(returned)}"
+        )
+    for weight in weights:
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            raise ValueError(
+                "the criterion's weight has a graph, which no gradient would follow: detach it, or return a loss "
+                "that is divided by it, alone"
+            )
+        if not isinstance(weight, Tensor) and not 0 <= weight < inf:
+            raise ValueError(
+                f"the criterion returned the weight {weight}: return a finite number of at least 0, such as the "
+                "number of labels"
+            )
+    return loss, weights[0] if weights else None
 
 
-def is_weight(weight: Any) -> bool:
-    """Return True for a weight that a criterion may return: a number of Python, or a scalar tensor."""
-    return isinstance(weight, Real) or _is_scalar(weight)
+def _is_number(weight: Any) -> bool:
+    return weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, Real)
 
 
 def _described(returned: Any) -> str:

@@ -175,12 +175,17 @@ class HybridConfig(ShardOptions, DataOptions):
     def precision_settings(self) -> dict[str, Any]:
         """The arguments of `PrecisionConfig`."""
         given = {each.name: getattr(self, each.name) for each in fields(PrecisionConfig)}
-        return given | {"precision": given_precision(self.precision)}
+        return given | {"precision": self.used_precision}
+
+    @property
+    def used_precision(self) -> str:
+        """The precision, the device's default for None."""
+        return given_precision(self.precision)
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The format of weights and activations."""
-        return DTYPES[given_precision(self.precision)]
+        return DTYPES[self.used_precision]
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -232,7 +237,7 @@ class HybridConfig(ShardOptions, DataOptions):
         ]
         if type_errors(self):  # the rules below read the values
             return errors
-        dtype = DTYPES.get(str(given_precision(self.precision)))
+        dtype = DTYPES.get(str(self.used_precision))
         return [
             *layout_errors(world_size, **self.sizes),
             *(message for is_wrong, message in (*self._rules(), *self._compile_rules()) if is_wrong),

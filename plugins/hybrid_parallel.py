@@ -25,7 +25,6 @@ from ..cluster.traffic import Count, Traffic
 from ..pipeline.runner import Criterion
 from ..pipeline.stage_manager import PipelineStageManager
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.precision import given_precision
 from .base import PipelineLoss, Plugin, Returned, require_boosted, taking
 from .colossalai import HYBRID
 from .hybrid_config import HybridConfig
@@ -55,7 +54,7 @@ class HybridParallelPlugin(Plugin):
     def _configure(self, config: HybridConfig, errors: Sequence[str]) -> None:
         """Check the options and create the mesh. Collective over the world."""
         self.has_default_precision = config.precision is None
-        self.config = config = replace(config, precision=given_precision(config.precision))
+        self.config = config = replace(config, precision=config.used_precision)
         raise_errors([*errors, *config.errors(dist.get_world_size())])
         require_equal(config, what="the plugin")
         self.mesh = ParallelMesh(**config.sizes)
@@ -93,7 +92,7 @@ class HybridParallelPlugin(Plugin):
     @property
     def precision(self) -> str:
         """The precision of weights and activations."""
-        return given_precision(self.config.precision)
+        return self.config.used_precision
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         boosted = boost(

@@ -23,7 +23,7 @@ from ..cluster.device import numbers_on
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.counted_loss import Observed, ObservedStage
 from ..pipeline.microbatch import batch_size
-from ..pipeline.runner import Criterion, RunResult, is_weight
+from ..pipeline.runner import Criterion, RunResult, loss_and_weight
 from ..zero.optimizer import ShardedOptimizer
 from .loss_terms import GlobalCounts, Term, expected_counts, has_rest, require_known_parameters, terms_of
 
@@ -254,24 +254,18 @@ class WeighedCriterion:
         self._counts: GlobalCounts | None = None
         self.deviation: Tensor | float = 0.0
 
-    def __call__(self, outputs: Any, inputs: Any) -> Any:
-        """Return the sum of a microbatch's loss and its weight, or a wrong result of the criterion as it is."""
-        computed: Any = self.criterion(outputs, inputs)
-        loss, *given = computed if isinstance(computed, tuple) else (computed,)
-        if not isinstance(loss, Tensor) or len(given) > 1 or not all(map(is_weight, given)):
-            return computed
-        if given and not isinstance(given[0], Tensor) and not 0 <= given[0] < inf:
-            raise ValueError(
-                f"the criterion returned the weight {given[0]}: return a finite number of at least 0, such as the "
-                "number of labels"
-            )
+    def __call__(self, outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return the sum of a microbatch's loss and its weight."""
+        loss, given = loss_and_weight(self.criterion(outputs, inputs))
         is_first = self._num_calls == 0
         if is_first:
             stage = self._reducer.stage
             if self.trains and stage is not None and loss is not _field(outputs, "loss"):
                 require_known_parameters(loss, outputs, stage.model)
             self._counts = self._counts_of(loss, outputs, inputs)
-        weighed = _Weighed("criterion", loss, given[0]) if given else self._weighed(loss, outputs, inputs)
+        weighed = (
+            self._weighed(loss, outputs, inputs) if given is None else _Weighed("criterion", loss, given)
+        )
         if not is_first and (weighed.weighed_by == "criterion") != (self.weighed_by == "criterion"):
             raise TypeError(
                 "the criterion returned a weight for some microbatches only: return one for all or none"

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather, all_reduce
+from ..cluster.packing import packed
 from ..cluster.placement import is_primary, num_parts, placements_of
 from ..pipeline.stage import local_stages
 
@@ -100,7 +101,8 @@ class DataAverage:
     @torch.no_grad()
     def _average(self) -> None:
         """All-reduce the gradients, each with a flag that is positive if any rank has it."""
-        for bucket in _buckets(each for each in self._parameters if each.requires_grad):
+        trained = [each for each in self._parameters if each.requires_grad]
+        for bucket in packed(trained, _BUCKET, Tensor.numel):
             gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
             flags = torch.tensor([float(each.grad is not None) for each in bucket])
             # In float32 or wider, because a sum over many ranks in 16 bits would lose digits.
@@ -144,19 +146,6 @@ def _requiring_gradient(parameter: Parameter) -> Iterator[None]:
         yield
     finally:
         parameter.requires_grad_(is_trained)
-
-
-def _buckets(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
-    """Yield the parameters in order, grouped into buckets."""
-    bucket, filled = list[Parameter](), 0
-    for parameter in parameters:
-        if bucket and filled + parameter.numel() > _BUCKET:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(parameter)
-        filled += parameter.numel()
-    if bucket:
-        yield bucket
 
 
 @torch.no_grad()

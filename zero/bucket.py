@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import InFlight
 from ..cluster.device import host_memory
+from ..cluster.packing import packed
 from .buffers import BufferPool
 from .partition import ManagedParameter, Partition
 from .slot import Slot, view_like
@@ -101,16 +102,11 @@ class Bucket:
         self._average: InFlight[None] | None = None  # while REDUCING, where there are several replicas
         self._previous: Tensor | None = None  # while LOCAL below stage 2: the slice of earlier reductions
         starts, length = _layout(members, partition.group.size())
-        device = members[0].parameter.device
-        values = torch.zeros(length, dtype=torch.float32, device=device)
-        for managed, start in zip(members, starts, strict=True):
-            view_like(values, managed.parameter, start).copy_(managed.parameter.detach())
+        values = _flattened(members, starts, length)
         partition.broadcast_(values)
         self._allocate(values, dtype)
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
-        ends = [0, *(slot.stop for slot in self.slots)]
-        begins = [*(slot.start for slot in self.slots), length]
-        self._padding = [gap for gap in zip(ends, begins, strict=True) if gap[0] < gap[1]]
+        self._padding = _gaps(self.slots, length)
         self.counted = list(self._runs(primary=True)) if partition.is_counted else []
         self.watched = list(self._runs(primary=False)) if partition.is_counted else []
 
@@ -358,7 +354,7 @@ def make_buckets(
             key = (managed.parameter.device, stage, sums, managed.sharded_over)
             alike.setdefault(key, []).append(managed)
         for members in alike.values():
-            for portion in _portions(members, bucket_size):
+            for portion in packed(members, bucket_size, lambda each: each.parameter.numel()):
                 bucket = Bucket(
                     portion,
                     group_index=index,
@@ -374,26 +370,28 @@ def make_buckets(
     return buckets
 
 
-def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[list[ManagedParameter]]:
-    portion: list[ManagedParameter] = []
-    filled = 0
-    for managed in members:
-        if portion and filled + managed.parameter.numel() > bucket_size:
-            yield portion
-            portion, filled = [], 0
-        portion.append(managed)
-        filled += managed.parameter.numel()
-    if portion:
-        yield portion
-
-
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:
-    """The offset of each parameter, and the padded length of the bucket."""
+    """Return the offset of each parameter, and the padded length of the bucket."""
     starts, end = [], 0
     for managed in members:
         starts.append(end)
         end = _round_up(end + managed.parameter.numel(), ALIGNMENT)
     return starts, _round_up(end, ALIGNMENT * num_ranks)
+
+
+def _flattened(members: Sequence[ManagedParameter], starts: Sequence[int], length: int) -> Tensor:
+    """Return the float32 values of parameters at their offsets in one tensor; padding is zeros."""
+    values = torch.zeros(length, dtype=torch.float32, device=members[0].parameter.device)
+    for managed, start in zip(members, starts, strict=True):
+        view_like(values, managed.parameter, start).copy_(managed.parameter.detach())
+    return values
+
+
+def _gaps(slots: Sequence[Slot], length: int) -> list[tuple[int, int]]:
+    """Return the ranges of a buffer between parameters and after the last one: its padding."""
+    stops = [slot.stop for slot in slots]
+    starts = [*(slot.start for slot in slots[1:]), length]
+    return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
 
 def _round_up(number: int, multiple: int) -> int:

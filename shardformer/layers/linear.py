@@ -100,7 +100,7 @@ def enter(
     if sequence is not None and sequence.regathers:
         part, axis = xs[0].detach(), sequence.axis
         by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, axis.part_length))
-        begin = partial(sequence.begin_whole, length=axis.length)
+        begin = partial(sequence.begin_gather, length=axis.length)
         kept = by_sample, Regather(entered[0], begin, overlap=sequence.overlap)
         for layer in layers:
             vars(layer)["kept"] = kept

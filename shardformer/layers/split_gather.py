@@ -44,12 +44,12 @@ class RegionSequence:
         if self.axis.order.is_zigzag:
             raise AssertionError("regions gather only sequences whose shards are contiguous")
 
-    def begin_whole(self, part_BsH: Tensor, length: int) -> InFlight[Tensor]:
-        """Start to gather a sequence of this length (B, S, H). One all-gather."""
+    def begin_gather(self, part_BsH: Tensor, length: int) -> InFlight[Tensor]:
+        """Begin to gather a sequence of this length (B, S, H). One all-gather."""
         return begin_gather(part_BsH, self.axis.group).finished_by(partial(_in_order, length=length))
 
-    def begin_own_sum(self, partial_BSH: Tensor) -> InFlight[Tensor]:
-        """Start to sum over the ranks and scatter to this rank's shard (B, s, H). One reduce-scatter."""
+    def begin_reduce_scatter(self, partial_BSH: Tensor) -> InFlight[Tensor]:
+        """Begin to sum over the ranks and scatter, to this rank's shard (B, s, H). One reduce-scatter."""
         return begin_sum_of_rows(self.rows(partial_BSH), self.axis.group)
 
     def rows(self, whole_BSH: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ class RegionSequence:
             whole = self.crossing(part_BsH.unflatten(0, by_sample))
             return Crossing(
                 lambda part: whole.forward(part.unflatten(0, by_sample)).flatten(0, 1),
-                lambda gradient: self.begin_own_sum(gradient.unflatten(0, (-1, length))).finished_by(
+                lambda gradient: self.begin_reduce_scatter(gradient.unflatten(0, (-1, length))).finished_by(
                     _in_one_row
                 ),
             )
         length = self.length_of(part_BsH)
-        return Crossing(lambda part: self.begin_whole(part, length).wait(), self.begin_own_sum)
+        return Crossing(lambda part: self.begin_gather(part, length).wait(), self.begin_reduce_scatter)
 
     def length_of(self, part_BsH: Tensor) -> int:
         """Return the full length of the sequence of a shard.
@@ -106,8 +106,8 @@ def leave(partial_BSH: Tensor, sequence: RegionSequence) -> Tensor:
     length = partial_BSH.shape[1]
     return paired(
         partial_BSH,
-        lambda partial: sequence.begin_own_sum(partial).wait(),
-        lambda gradient: sequence.begin_whole(gradient, length).wait(),
+        lambda partial: sequence.begin_reduce_scatter(partial).wait(),
+        lambda gradient: sequence.begin_gather(gradient, length).wait(),
     )
 
 
@@ -138,13 +138,16 @@ def row_product(
         return row_product(by_sample, weight, sequence, is_transposed=is_transposed, store=store).flatten(
             0, 1
         )
-    finish = partial(gradient_or_deferred, weight, store, None)
-    out: Tensor = _RowProduct.apply(x_BSI, weight, sequence, is_transposed, finish)
+    compute_or_defer = partial(gradient_or_deferred, weight, store, None)
+    out: Tensor = _RowProduct.apply(x_BSI, weight, sequence, is_transposed, compute_or_defer)
     return out
 
 
 class _RowProduct(Function):
-    """Product with overlap: backward multiplies the gradient of the local shard during the all-gather."""
+    """The product of `row_product`: forward reduce-scatters its result over the sequence.
+
+    Backward all-gathers the gradient. Meanwhile it multiplies the local shard of the gradient, then the other shards.
+    """
 
     @staticmethod
     def forward(
@@ -153,35 +156,41 @@ class _RowProduct(Function):
         weight: Tensor,
         sequence: RegionSequence,
         is_transposed: bool,
-        finish: Callable[[Callable[[], Tensor]], Tensor | None],
+        compute_or_defer: Callable[[Callable[[], Tensor]], Tensor | None],
     ) -> Tensor:
+        """Return this rank's shard (B, s, O) of the sum over ranks.
+
+        Args:
+            x_BSI, weight, sequence, is_transposed: see `row_product`.
+            compute_or_defer: takes a function that computes the weight's gradient; returns None if it is deferred.
+        """
         ctx.save_for_backward(x_BSI, weight)
-        ctx.sequence, ctx.is_transposed, ctx.finish = sequence, is_transposed, finish
-        return sequence.begin_own_sum(linear(x_BSI, weight.T if is_transposed else weight)).wait()
+        ctx.sequence, ctx.is_transposed, ctx.compute_or_defer = sequence, is_transposed, compute_or_defer
+        partial_BSO = linear(x_BSI, weight.T if is_transposed else weight)
+        return sequence.begin_reduce_scatter(partial_BSO).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_BsO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_BSI, weight = ctx.saved_tensors
-        axis, length = ctx.sequence.axis, x_BSI.shape[1]
+        length, shard_length = x_BSI.shape[1], gradient_BsO.shape[1]
         needs_input, needs_weight, *_ = ctx.needs_input_grad
-        in_flight = ctx.sequence.begin_whole(gradient_BsO, length)
-        start = min(axis.rank * gradient_BsO.shape[1], length)
-        own = slice(start, min(start + gradient_BsO.shape[1], length))
-        of_input = None
+        in_flight = ctx.sequence.begin_gather(gradient_BsO, length)
+        start = min(ctx.sequence.axis.rank * shard_length, length)
+        stop = min(start + shard_length, length)  # without padding
         weight_IO = weight if ctx.is_transposed else weight.T
+        of_input, of_weight = None, None
         if needs_input:
             of_input = torch.empty_like(x_BSI)
-            of_input[:, own] = linear(gradient_BsO[:, : own.stop - own.start], weight_IO)
+            of_input[:, start:stop] = linear(gradient_BsO[:, : stop - start], weight_IO)
         gradient_BSO = in_flight.wait()
         if of_input is not None:
-            for others in (slice(0, own.start), slice(own.stop, length)):
+            for others in (slice(0, start), slice(stop, length)):
                 of_input[:, others] = linear(gradient_BSO[:, others], weight_IO)
-        of_weight = None
         if needs_weight:
             x_NI, gradient_NO = x_BSI.flatten(0, 1), gradient_BSO.flatten(0, 1)
             product = partial(weight_gradient, x_NI, gradient_NO, is_transposed=ctx.is_transposed)
-            of_weight = ctx.finish(product)
+            of_weight = ctx.compute_or_defer(product)
         return of_input, of_weight, None, None, None
 
 

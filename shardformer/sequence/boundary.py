@@ -67,38 +67,48 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
         ValueError: the layers cannot compute on shards; all reasons at once, before anything is changed.
     """
     raise_errors(_errors(model, plan, split))
-    is_data, local = split.settings.is_on_sequence_axis, list[nn.Module]()
-    for stack in plan.stacks(model):
-        layers = [model.get_submodule(path) for path in stack.paths]
-        is_zigzag = split.settings.mode == RING and any(map(_is_causal, layers))
-        order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
-        boundary = Boundary(SequenceAxis(split.group, order, split.rings), is_data=is_data)
-        for first in _in_first_place(model, stack):
-            boundary.enter(first, is_local=not isinstance(first, StandIn))
-        for layer in layers:
-            if not isinstance(layer, StandIn):
-                boundary.note(layer)
-                local.append(layer)
-        if not isinstance(layers[-1], StandIn):
-            boundary.leave(layers[-1])
-    outer = _around(model, [path for stack in plan.stacks(model) for path in stack.paths])
+    stacks = plan.stacks(model)
+    layers = [layer for stack in stacks for layer in _shard_stack(model, stack, split)]
+    outer = _around(model, [path for stack in stacks for path in stack.paths])
     running = _track_running(outer)
-    for layer in local:
+    for layer in layers:
         layer.register_forward_pre_hook(partial(_refuse_outside, running=running))
-    if is_data:
-        assert split.settings.mode is not None
+    if split.settings.is_on_sequence_axis:
         _average_entering_gradients(outer, running, split.group)
-        is_flash_ring = split.settings.mode == RING and not attention_kernels(model).isdisjoint(
-            FLASH_PACKAGES
-        )
-        set_sequence_attention(model, split.settings.mode)
-        if takes(model, "use_cache"):
-            forgo = partial(_without_cache, is_flash_ring=is_flash_ring)
-            model.register_forward_pre_hook(forgo, with_kwargs=True)
-            model.register_forward_hook(lambda module, args, outputs: drop_cache(outputs))
+        _shard_attention(model, split)
     refuse = partial(_refuse_collecting, names=collecting(model))
     model.register_forward_pre_hook(refuse, with_kwargs=True)
-    model.register_forward_pre_hook(lambda module, args: remember_lengths(local))
+    model.register_forward_pre_hook(lambda module, args: remember_lengths(layers))
+
+
+def _shard_stack(model: nn.Module, stack: Stack, split: SequenceSplit) -> list[nn.Module]:
+    """Add the hooks of one stack of layers; return those of its layers that this rank has."""
+    layers = [model.get_submodule(path) for path in stack.paths]
+    is_zigzag = split.settings.mode == RING and any(map(_is_causal, layers))
+    order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
+    boundary = Boundary(
+        SequenceAxis(split.group, order, split.rings), is_data=split.settings.is_on_sequence_axis
+    )
+    for first in _in_first_place(model, stack):
+        boundary.enter(first, is_local=not isinstance(first, StandIn))
+    local = [layer for layer in layers if not isinstance(layer, StandIn)]
+    for layer in local:
+        boundary.note(layer)
+    if not isinstance(layers[-1], StandIn):
+        boundary.leave(layers[-1])
+    return local
+
+
+def _shard_attention(model: nn.Module, split: SequenceSplit) -> None:
+    """Let attention see the full sequences, by the collectives of the mode, and turn key-value caches off."""
+    mode = split.settings.mode
+    assert mode is not None
+    is_flash_ring = mode == RING and not attention_kernels(model).isdisjoint(FLASH_PACKAGES)
+    set_sequence_attention(model, mode)
+    if takes(model, "use_cache"):
+        forgo = partial(_without_cache, is_flash_ring=is_flash_ring)
+        model.register_forward_pre_hook(forgo, with_kwargs=True)
+        model.register_forward_hook(lambda module, args, outputs: drop_cache(outputs))
 
 
 def with_derived_entries(plan: StagePlan) -> StagePlan:

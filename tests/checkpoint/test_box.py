@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.exchange import Offer, entries_of, plan_files, split_into_files
+from echelon.checkpoint.exchange import Offer, entries_of, plan_files
 from echelon.checkpoint.local import LocalTensor, local_piece, local_shard
 from echelon.checkpoint.tensor_file import Entry
 from echelon.cluster.box import Box, coverage_errors, flat_boxes
@@ -165,12 +165,6 @@ def entry(name: str, rows: int) -> Entry:
 
 def holding(rows: int, start: int, stop: int) -> Offer:
     return Offer((rows, 2), torch.float32, (Box((start, 0), (stop - start, 2)),))
-
-
-def test_files_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
-    entries = [entry("a", 1), entry("b", 2), entry("large", 9), entry("c", 1), entry("d", 1)]
-    files = split_into_files(entries, 3 * 8)
-    assert [[each.name for each in file] for file in files] == [["a", "b"], ["large"], ["c", "d"]]
 
 
 def test_every_rank_writes_if_all_have_all_tensors() -> None:

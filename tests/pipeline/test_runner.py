@@ -315,18 +315,12 @@ def test_stages_of_one_rank_need_no_transport() -> None:
     assert all(torch.equal(g, gradients(expected)[name]) for name, g in gradients(layers).items())
 
 
-def some_weights(outputs: Any, microbatch: Batch) -> Any:
-    loss = criterion(outputs, microbatch)
-    return (loss, 3) if len(microbatch["x"]) == 3 else loss
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
         (lambda outputs, microbatch: outputs["out"], "the criterion must return a scalar tensor.*shape"),
         (lambda outputs, microbatch: 1.0, "the criterion must return a scalar tensor.*float"),
         (lambda outputs, microbatch: None, "the criterion must return a scalar tensor.*NoneType"),
-        (some_weights, "a weight for some microbatches only"),
     ],
 )
 def test_a_criterion_that_returns_no_scalar_is_refused(returned: Callable, message: str) -> None:

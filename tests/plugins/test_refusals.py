@@ -220,7 +220,7 @@ def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
     def dividing(divisor: Any) -> Callable[[], Any]:
         return run(data=iter([batch | {"num_items_in_batch": divisor}]))
 
-    scalar = "the criterion must return a scalar tensor"
+    scalar, turns = "the criterion must return a scalar tensor", iter([True, False])
     wrong_weights = {"words": "a", "no number": None, "a list of one": [1.0]}
     wrong_divisors = {"a word": "a", "zero": 0, "negative": -3, "not a number": float("nan"), "True": True}
     wrong_divisors |= {"zero on the CPU": torch.tensor(0), "two": torch.tensor([1, 2])}
@@ -252,6 +252,10 @@ def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
             f"{scalar}, or (loss_sum, weight)",
         ),
         "none": (run(lambda *_: None), scalar),
+        "some weights": (
+            run(lambda outputs, _: (outputs.loss, 1) if next(turns) else outputs.loss),
+            "the criterion returned a weight for some microbatches only",
+        ),
         "detached": (run(lambda outputs, _: outputs.loss.detach()), "the criterion's loss has no graph"),
         "stops": (run(lambda *_: next(iter([]))), "the model or the criterion raised StopIteration"),
         "a list": (run(data=[batch]), "give iter(dataloader)"),
