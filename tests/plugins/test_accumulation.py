@@ -177,24 +177,60 @@ def test_calls_of_two_kinds_are_not_accumulated(pool: Pool) -> None:
         assert "execute_pipeline and backward were both called for one step" in error
 
 
+ORDERS = (
+    "c",
+    "cb",
+    "bc",
+    "bbc",
+    "cbc",
+    "lc",
+    "cl",
+    "clc",
+    "blc",
+    "ccl",
+    "csc",
+    "cslbc",
+    "csmc",
+    "czlzc",
+    "bZc",
+)
+# By order, the number of gradients that the norm of the last step is of.
+MULTIPLES = (1, 2, 2, 3, 3, 2, 2, 3, 3, 3, 2, 4, 1, 1, 1)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
-def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int) -> None:
-    for alone, *mixed in pool.run(2, norms_of_mixtures, stage):
-        assert mixed == pytest.approx([2 * alone, 2 * alone, 3 * alone, 3 * alone], rel=1e-5)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int, *, overlaps: bool) -> None:
+    """As in plain torch, leftovers of a step without `zero_grad` count as well."""
+    for alone, *mixed in pool.run(2, norms_of_mixtures, stage, overlaps=overlaps):
+        assert mixed == pytest.approx([alone * number for number in MULTIPLES[1:]], rel=1e-5)
 
 
-def norms_of_mixtures(stage: int) -> list[float]:
-    """Return the norms of a call (c) alone and after and before backwards (b), all of one batch on every replica."""
+def norms_of_mixtures(stage: int, *, overlaps: bool) -> list[float]:
+    """Return the norms of a call (c) alone and with backwards of the booster (b) and of torch (l).
+
+    All are of one batch on every replica. Others: a step (s), without an update, `zero_grad` of the optimizer (z), to
+    zeros (Z), and of the bare model (m).
+    """
     norms = []
-    for order in ("c", "cb", "bc", "bbc", "cbc"):
-        booster = hybrid(zero_stage=stage, num_microbatches=2)
+    for order in ORDERS:
+        booster = hybrid(zero_stage=stage, num_microbatches=2, overlap_communication=overlaps)
         model, optimizer = boosted(booster, LLAMA)
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
         batch = make_batch(LLAMA, num_samples=3, seed=0)
-        for kind in order:
+        for kind in (*order, "s"):
             if kind == "c":
                 booster.execute_pipeline(iter([batch]), model, None, optimizer)
-            else:
+            elif kind == "b":
                 booster.backward(model(**batch).loss, optimizer)
-        optimizer.step()
+            elif kind == "l":
+                model(**batch).loss.backward()
+            elif kind == "s":
+                optimizer.step()
+            elif kind == "m":
+                model.unwrap().zero_grad()
+            elif kind in "zZ":
+                optimizer.zero_grad(set_to_none=kind == "z")
         norms.append(optimizer.last_norm)
     return norms
