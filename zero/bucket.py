@@ -158,6 +158,21 @@ class Bucket:
                     slot.parameter.grad = None
         self.state = GradientState.LOCAL
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Return True if gradients were computed or assigned since the last drop; zeros that it left are none."""
+        if self.state is not GradientState.NONE:
+            return any(slot.has_gradient for slot in self.slots)
+        new = [slot for slot in self.slots if slot.local_gradient is not slot.gradient]
+        return any(slot.local_gradient is not None for slot in new)
+
+    def scale_(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a factor while they accumulate."""
+        own = self.own_gradients if self.shards_gradients else None
+        for each in (self.gradients, self._previous, own):
+            if each is not None:
+                each.mul_(factor)
+
     def borrow(self) -> None:
         """Borrow memory for unsharded gradients, where there is none."""
         if self.gradients is not None:

@@ -1,7 +1,7 @@
 """Norm and clipping of reduced gradients, over all ranks and under every layout."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import isfinite, isinf
 
 import torch
@@ -18,12 +18,6 @@ from .reducer import Reducer
 _PART = 2**20
 
 
-_TWO_KINDS = (
-    "execute_pipeline and backward were both called for one step under gradient_accumulation_steps: use one for "
-    "all calls of a step, since backward does not know how many labels its loss counted"
-)
-
-
 class ReducedGradients:
     """The reduced gradients in this rank's slices, which may still carry a loss scale and a pending factor.
 
@@ -36,7 +30,6 @@ class ReducedGradients:
 
     Attributes:
         factor: a pending factor of the gradients besides the loss scale, None for none; applied by `measure`.
-        has_plain: True if the gradients contain those of a `backward`, without a factor.
         norm: the 2-norm of the true gradients before any clipping; None until it is measured.
         has_gradients: for each of the reducer's slots, True if any rank had a gradient at the last measurement.
         is_agreed: True if all ranks agreed at the last measurement.
@@ -45,7 +38,8 @@ class ReducedGradients:
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
-        self.has_plain = self._accumulates = False
+        # Slices of earlier gradients, their factor, and the slots that have one.
+        self._aside: tuple[list[Tensor], float | Tensor | None, list[bool]] | None = None
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
@@ -62,49 +56,49 @@ class ReducedGradients:
         """Return the factor that unscales the slices and undoes the clipping of a step."""
         return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
 
-    @contextmanager
-    def added_afterwards(self, reduce: Callable[[], None]) -> Iterator[None]:
-        """Reduce the gradients of a call separately, since their factor differs, and add the previous ones.
+    def set_aside(self, reduce: Callable[[], None]) -> None:
+        """Reduce the present gradients and keep them aside, before a call that leaves a factor for its own.
+
+        The next reduction adds them to those of the call.
 
         Args:
-            reduce: reduces all gradients; collective over the data axis, before and after the call.
+            reduce: reduces all gradients; collective over the data axis.
         """
         reduce()
-        previous, factor = self._reducer.take_reduced(), self.factor
-        self.factor, self.has_plain = None, False
-        yield
-        reduce()
-        new = 1.0 if self.factor is None else self.factor
-        # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
-        self.factor = torch.where(new != 0, new, 1.0) if isinstance(new, Tensor) else new
-        with torch.no_grad():
-            self._reducer.add(previous, (1.0 if factor is None else factor) / self.factor)
+        self._aside = self._reducer.take_reduced(), self.factor, self._reducer.were_reduced
+        self.factor = None
 
     def renew(self) -> None:
-        """Reset the state, after new gradients were reduced or all were dropped."""
+        """Reset the state after new gradients were reduced, and add those that were set aside."""
         self.norm = None
         self._unclip = 1.0
+        if self._aside is None:
+            return
+        (slices, factor, _), self._aside = self._aside, None
+        if isinstance(self.factor, Tensor):
+            # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
+            self.factor = torch.where(self.factor != 0, self.factor, 1.0)
+        new = 1.0 if self.factor is None else self.factor
+        with torch.no_grad():
+            self._reducer.add(slices, (1.0 if factor is None else factor) / new)
 
-    def note_backward(self, accumulation_steps: int) -> None:
-        """Require that calls accumulated for a step are all of one kind: `backward` has no count of labels.
+    def apply_factor(self) -> None:
+        """Multiply the present gradients by their factor, before a backward that leaves none. No communication."""
+        if self.factor is not None:
+            self._reducer.scale_(self.factor)
+            self.factor = None
 
-        Raises:
-            ValueError: a loss over the global batch has left a factor.
-        """
-        if accumulation_steps > 1 and isinstance(self.factor, Tensor):
-            raise ValueError(_TWO_KINDS)
-        self.has_plain, self._accumulates = True, accumulation_steps > 1
-
-    def note_factor(self, factor: float | Tensor | None) -> None:
-        """Set the factor; raise ValueError after a `backward` that is accumulated for the same step."""
-        if self.has_plain and self._accumulates and isinstance(factor, Tensor):
-            raise ValueError(_TWO_KINDS)
-        self.factor = factor
+    def discard(self) -> None:
+        """Drop the gradients of a call that failed, without those that were set aside before it."""
+        self.factor = None
+        with suppress(RuntimeError):  # another rank failed, too: the error of the call says so
+            self._reducer.drop(to_zeros=False)
+        if self._aside is not None:
+            self._reducer.were_reduced = self._aside[2]
 
     def finish(self) -> None:
         """End a step; another step on the same gradients measures them as this step left them."""
-        self.factor, self.has_plain = None, False
-        self.norm = None
+        self.factor = self._aside = self.norm = None
 
     def measure(
         self,
@@ -141,7 +135,7 @@ class ReducedGradients:
             self.flags = others[: len(flags)]
         self.is_agreed = agreed > 0
         self._reducer.multiply(factor_)
-        self.factor = 1.0  # not None: the next gradients must know that a factor was applied
+        self.factor = None
         self.has_gradients = [flag > 0 for flag in others[len(flags) :]]
         true = measured * abs(self._reducer.unscale_factor)
         if self.norm is None and norm_type == 2:

@@ -23,6 +23,7 @@ from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
 from .bucket import gathered, make_buckets
 from .buffers import BufferPool
+from .calls import CallsOfStep
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
 from .inner_optimizer import (
     EQUAL_OPTIONS,
@@ -113,7 +114,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.skipped_steps = 0
         self._agreement = agreement or Agreement(mesh)
         self._after_step = after_step
-        self._num_calls = 0  # since the last step, under accumulation
+        self._calls = CallsOfStep(accumulation_steps)
         self._mesh = mesh
         self._max_norm = max_norm
         self._is_offloaded = cpu_offload
@@ -145,6 +146,7 @@ class ShardedOptimizer(OptimizerWrapper):
             scaler=self._scaler,
         )
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
+        self.reducer.before_plain_backward = self._before_plain_backward
         self.parameter_gather = ParameterGather(self.buckets)
         self._step_device = torch.device("cpu") if cpu_offload else mesh.device
         self._owned = OwnedParameters(self.buckets, mesh=mesh, team=team, device=self._step_device)
@@ -163,7 +165,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @gradient_factor.setter
     def gradient_factor(self, factor: float | Tensor | None) -> None:
-        self._gradients.note_factor(factor)
+        self._gradients.factor = factor
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, on which to call backward."""
@@ -175,28 +177,23 @@ class ShardedOptimizer(OptimizerWrapper):
         """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
-        Below stage 2 gradients are reduced only in the last of several calls. Those with another `gradient_factor` are
-        reduced separately, inside `no_sync` too, and added.
+        Below stage 2 gradients are reduced only in the last of several calls. A call without a name leaves a
+        `gradient_factor`: gradients before it are reduced separately, inside `no_sync` too, and added. If it fails, its
+        gradients are dropped; with `accumulation_steps`, also those of the step's earlier calls.
 
         Args:
-            name: the name of the call, if ranks are to compare their calls.
+            name: "backward()", whose gradients have no factor, and which ranks compare.
 
         Raises:
             RuntimeError: all calls have been made, or gradients were written to by something other than a backward.
         """
-        if 1 < self.accumulation_steps == self._num_calls:
-            raise RuntimeError(
-                f"this is call {self._num_calls + 1} since the last optimizer.step(), and gradient_accumulation_steps="
-                f"{self.accumulation_steps}: call optimizer.step() and optimizer.zero_grad() after every "
-                f"{self.accumulation_steps} calls, or drop their gradients by optimizer.zero_grad()"
-            )
-        is_after_backward = name is None and self._gradients.has_plain  # this call will leave a factor
-        if self.accumulation_steps == 1 and (self.gradient_factor is not None or is_after_backward):
-            with self._gradients.added_afterwards(self._reduce):
-                yield
-            return
-        reducer, is_last = self.reducer, self._num_calls + 1 >= self.accumulation_steps
-        with nullcontext() if is_last or reducer.shards_gradients else self.no_sync():
+        self._calls.begin(is_backward=name is not None, has_factor=self.gradient_factor is not None)
+        if name is not None:
+            self._gradients.apply_factor()
+        elif self._calls.is_first and self.reducer.holds_gradients:
+            self._gradients.set_aside(self._reduce)
+        reducer, num_backwards = self.reducer, self.reducer.num_backwards
+        with nullcontext() if self._calls.is_last or reducer.shards_gradients else self.no_sync():
             is_collective = reducer.may_launch
             if is_collective and name is not None:
                 self._compare_call(name)
@@ -204,16 +201,25 @@ class ShardedOptimizer(OptimizerWrapper):
                 reducer.open()
             else:
                 reducer.require_untouched()
-            yield
+            try:
+                yield
+            except BaseException:
+                if name is None and reducer.num_backwards > num_backwards:
+                    self._calls.clear()
+                    self._gradients.discard()
+                raise
             if is_collective and not reducer.shards_gradients:
                 self._reduce()
-        self._num_calls += self.accumulation_steps > 1
+        self._calls.end()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale the loss and accumulate its gradients; see `accumulate_and_reduce`."""
-        self._gradients.note_backward(self.accumulation_steps)
         with self.accumulate_and_reduce("backward()"), self.reducer.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def _before_plain_backward(self) -> None:
+        self._calls.require_one_kind(has_factor=self.gradient_factor is not None)
+        self._gradients.apply_factor()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Begin no reduction inside: more backwards follow before the next step. See `accumulate_and_reduce`."""
@@ -228,9 +234,9 @@ class ShardedOptimizer(OptimizerWrapper):
         """Drop the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
         if not set_to_none:
             self.parameter_gather.wait()  # a gradient of zeros is of a parameter's shape
-        self._gradients.renew()
         self._gradients.finish()
-        self._num_calls = 0
+        self._gradients.renew()
+        self._calls.clear()
         self._agreement.clear()
         self.reducer.drop(to_zeros=not set_to_none)
 
@@ -337,12 +343,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _require_steppable(self) -> None:
         """Raise RuntimeError if calls are missing, ranks make different calls, or parameters were replaced or moved."""
-        if 0 < self._num_calls < self.accumulation_steps:
-            raise RuntimeError(
-                f"optimizer.step() after {self._num_calls} of gradient_accumulation_steps={self.accumulation_steps} "
-                f"calls: step after every {self.accumulation_steps} calls of execute_pipeline or booster.backward; if "
-                "the data ends earlier, continue with the next epoch's, or drop the gradients by optimizer.zero_grad()"
-            )
+        self._calls.require_all()
         self.parameter_gather.wait()
         for slot in self.reducer.slots:
             if not slot.is_in_place:
@@ -367,7 +368,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._agreement.clear()
         self.last_norm = self._gradients.norm
         self._gradients.finish()
-        self._num_calls = 0
+        self._calls.clear()
         return norm
 
     def _agreed_norm(self, **arguments: float) -> float:

@@ -64,6 +64,8 @@ class Reducer:
         unscale_factor: removes the loss scale from reduced gradients; applied by `unscale_`.
         shards_gradients: True if every backward averages its gradients into the ranks' slices (stage 2).
         writes: detects foreign writes to gradients since the last backward or reduction.
+        num_backwards: of the optimizer's own until now.
+        before_plain_backward: called where a backward begins that the optimizer does not run.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class Reducer:
         self.unscale_factor = 1.0
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
+        self.num_backwards = 0
+        self.before_plain_backward: Callable[[], None] | None = None
         self._group, self._device, self._scaler = group, device, scaler
         # The last gradient of a bucket is that of its first parameter in the model: backward reaches it last.
         self._buckets = sorted(
@@ -168,6 +172,7 @@ class Reducer:
 
     @contextmanager
     def _running(self, backward: _Backward) -> Iterator[None]:
+        self.num_backwards += 1
         before, self._backward = self._backward, backward
         try:
             yield
@@ -245,6 +250,31 @@ class Reducer:
             bucket.own_gradients.add_(added * factor)
         self.writes.note()
 
+    @torch.no_grad()
+    def scale_(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a factor, reduced or not, and begin to accumulate further ones."""
+        self.open()
+        for bucket in self._buckets:
+            bucket.scale_(factor)
+        self.writes.note_again()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Return True if gradients were computed or assigned since the last drop, by the model's `zero_grad` too."""
+        if self.is_reduced and self.writes.were_dropped:
+            return False
+        return any(bucket.holds_gradients for bucket in self._buckets)
+
+    @property
+    def were_reduced(self) -> list[bool]:
+        """By slot, True if this rank gave a gradient to a reduction since the last drop."""
+        return [slot.was_reduced for slot in self.slots]
+
+    @were_reduced.setter
+    def were_reduced(self, flags: Sequence[bool]) -> None:
+        for slot, flag in zip(self.slots, flags, strict=True):
+            slot.was_reduced = flag
+
     def multiply(self, factor: float) -> None:
         """Multiply the true gradients by a factor, applied to the slices by the next `unscale_`."""
         self.unscale_factor *= factor
@@ -320,6 +350,8 @@ class Reducer:
             if not _accumulates(slot.parameter):
                 return
             if self.writes.begin_plain_backward():
+                if self.before_plain_backward is not None:
+                    self.before_plain_backward()
                 self.open()
         if gradient is None:
             self._complete(slot, bucket)

@@ -177,24 +177,148 @@ def test_calls_of_two_kinds_are_not_accumulated(pool: Pool) -> None:
         assert "execute_pipeline and backward were both called for one step" in error
 
 
+# By order of calls, see `norms_of_mixtures`, the number of gradients that the norm of the last step is of.
+MIXTURES = {
+    "cb": 2,
+    "bc": 2,
+    "bbc": 3,
+    "cbc": 3,
+    "lc": 2,
+    "cl": 2,
+    "clc": 3,
+    "blc": 3,
+    "ccl": 3,
+    # leftovers of a step
+    "csc": 2,
+    "cslbc": 4,
+    "csmc": 1,
+    "czlzc": 1,
+    "bZc": 1,
+    # calls that fail, and calls at the end of the data
+    "xc": 1,
+    "cx": 1,
+    "ccxl": 3,
+    "cxc": 2,
+    "lxcx": 2,
+    "csxc": 2,
+    "ccezc": 1,
+    "cce": 2,
+    "ece": 1,
+}
+
+
 @pytest.mark.parametrize("stage", [0, 2])
-def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int) -> None:
-    for alone, *mixed in pool.run(2, norms_of_mixtures, stage):
-        assert mixed == pytest.approx([2 * alone, 2 * alone, 3 * alone, 3 * alone], rel=1e-5)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int, *, overlaps: bool) -> None:
+    """As in plain torch, leftovers of a step without `zero_grad` count as well."""
+    for alone, *mixed in pool.run(2, norms_of_mixtures, stage, overlaps=overlaps):
+        expected = {order: pytest.approx(alone * number, rel=1e-5) for order, number in MIXTURES.items()}
+        assert dict(zip(MIXTURES, mixed, strict=True)) == expected
 
 
-def norms_of_mixtures(stage: int) -> list[float]:
-    """Return the norms of a call (c) alone and after and before backwards (b), all of one batch on every replica."""
+def norms_of_mixtures(stage: int, *, overlaps: bool) -> list[float]:
+    """Return the norms of a call (c) alone and with backwards of the booster (b) and of torch (l).
+
+    All are of one batch on every replica. Others: a call that fails in the second microbatch (x), and one at the end of
+    the data (e); a step (s), without an update; `zero_grad` of the optimizer (z), to zeros (Z), of the bare model (m).
+    """
     norms = []
-    for order in ("c", "cb", "bc", "bbc", "cbc"):
-        booster = hybrid(zero_stage=stage, num_microbatches=2)
+    for order in ("c", *MIXTURES):
+        booster = hybrid(zero_stage=stage, num_microbatches=2, overlap_communication=overlaps)
         model, optimizer = boosted(booster, LLAMA)
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
         batch = make_batch(LLAMA, num_samples=3, seed=0)
-        for kind in order:
+        for kind in (*order, "s"):
             if kind == "c":
                 booster.execute_pipeline(iter([batch]), model, None, optimizer)
-            else:
+            elif kind in "xe":
+                with pytest.raises(KeyError if kind == "x" else StopIteration):
+                    fail(booster, model, optimizer, batch if kind == "x" else None)
+            elif kind == "b":
                 booster.backward(model(**batch).loss, optimizer)
-        optimizer.step()
+            elif kind == "l":
+                model(**batch).loss.backward()
+            elif kind == "s":
+                optimizer.step()
+            elif kind == "m":
+                model.unwrap().zero_grad()
+            elif kind in "zZ":
+                optimizer.zero_grad(set_to_none=kind == "z")
         norms.append(optimizer.last_norm)
     return norms
+
+
+def fail(booster: Any, model: Any, optimizer: Any, batch: Any) -> None:
+    """Make a call that raises KeyError in its second microbatch; StopIteration without a batch."""
+    losses: list[Tensor] = []
+
+    def criterion(outputs: Any, inputs: Any) -> Tensor:
+        losses.append(outputs.loss)
+        if len(losses) > 1:
+            raise KeyError("the second microbatch")
+        return losses[0]
+
+    batches = [] if batch is None else [batch]
+    booster.execute_pipeline(iter(batches), model, criterion, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_leftovers_and_failures_under_accumulation(pool: Pool, stage: int) -> None:
+    for alone, with_leftovers, after_plain, before_plain, again, between, kinds, missing in pool.run(
+        2, accumulate_otherwise, stage
+    ):
+        assert [with_leftovers, after_plain, before_plain, again] == pytest.approx(
+            [2 * alone, 2 * alone, 2 * alone, alone], rel=1e-5
+        )
+        assert "execute_pipeline and backward were both called for one step" in between
+        assert "execute_pipeline and backward were both called for one step" in kinds
+        assert "after 1 of gradient_accumulation_steps=2 calls" in missing
+
+
+def accumulate_otherwise(stage: int) -> tuple[float | str, ...]:
+    """Return norms of steps of two calls with other gradients, after a failure, and errors."""
+    booster = hybrid(zero_stage=stage, num_microbatches=2, gradient_accumulation_steps=2)
+    batch = make_batch(LLAMA, num_samples=3, seed=0)
+
+    def norm(order: str) -> float:
+        model, optimizer = boosted(booster, LLAMA)
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        for kind in (*order, "s"):
+            if kind == "c":
+                booster.execute_pipeline(iter([batch]), model, None, optimizer)
+            elif kind == "b":
+                booster.backward(model(**batch).loss, optimizer)
+            elif kind == "x":
+                with pytest.raises(KeyError):
+                    fail(booster, model, optimizer, batch)
+            elif kind == "l":
+                model(**batch).loss.backward()
+            else:
+                optimizer.step()
+        return optimizer.last_norm
+
+    refusals = [refused(lambda order=order: norm(order)) for order in ("clc", "bc", "cxc")]
+    return (*map(norm, ("cc", "ccscc", "lcc", "ccl", "cxcc")), *refusals)
+
+
+def test_gradients_dropped_by_the_bare_model_cost_no_reduction(pool: Pool) -> None:
+    for first, *others in pool.run(2, count_after_drops):
+        assert others == [first] * 3
+
+
+def count_after_drops() -> list[dict[Any, int]]:
+    """Return the messages of a call and its step, by the way in which the gradients before were dropped."""
+    booster = booster_of("zero1", precision="fp32")
+    model, optimizer = boosted(booster)
+    counts = []
+    drops = (lambda: None, optimizer.zero_grad, model.zero_grad, model.unwrap().zero_grad)
+    for call in range(3 + len(drops)):
+        drops[max(call - 3, 0)]() if call > 2 else optimizer.zero_grad()
+        with booster.plugin.ledger() as ledger:
+            booster.execute_pipeline(share(booster, BERT, call), model, loss_of, optimizer)
+            optimizer.step()
+        if call >= 3:
+            counts.append({key: count.calls for key, count in ledger.traffic.items()})
+    return counts
