@@ -10,7 +10,7 @@ from torch import Tensor
 from workload import Workload, adamw
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.verify.parity import gather_whole
+from echelon.verify.parity import gather_full
 
 
 class EchelonBatch(OneBatch):
@@ -42,4 +42,4 @@ class EchelonBatch(OneBatch):
     def gradients(self) -> Mapping[str, Tensor]:
         """Return gradients by name, gathered on the first rank. Communicates over the world."""
         self._optimizer.reduce_gradients()
-        return gather_whole(self._optimizer.gradients(), self._model.local_parameters, self._plugin.mesh)
+        return gather_full(self._optimizer.gradients(), self._model.local_parameters, self._plugin.mesh)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg
 
 from echelon.cluster import gathering, watch
-from echelon.zero import clipping
+from echelon.zero import reduced_gradients
 
 RANKS = 2
 
@@ -21,7 +21,7 @@ def fake_world() -> Iterator[None]:
     """Run as the first of `RANKS` ranks; collectives behave as if the others had the same data."""
     assert fake_pg  # registers the backend
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
-    measure = clipping.norm_over_all_ranks
+    measure = reduced_gradients.norm_over_all_ranks
 
     def agreed(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Report agreement: the sums of checksums contain one rank only, so ranks would seem to differ."""
@@ -30,7 +30,7 @@ def fake_world() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (clipping, "norm_over_all_ranks", agreed),
+            (reduced_gradients, "norm_over_all_ranks", agreed),
             (dist, "recv", lambda x, *_, **__: x.fill_(1)),  # votes of torch's pipeline
             (watch.Watch, "wait_for_all", lambda _: None),
             (gathering, "_Watched", lambda work: work),  # the fake group's work never reports completion

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.cluster.collectives import InFlight
 from echelon.cluster.device import default_device
-from echelon.zero import clipping
+from echelon.zero import reduced_gradients
 
 Specs = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the tensors of one transfer
 
@@ -43,7 +43,7 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
             ("echelon.cluster.failures.start_watch", lambda: None),
             ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
             ("echelon.cluster.gathering.begin_gather_integers", _own_row),
-            ("echelon.zero.clipping.norm_over_all_ranks", _agreed_norm),
+            ("echelon.zero.reduced_gradients.norm_over_all_ranks", _agreed_norm),
             # In this group no transfer ever completes, so sent tensors would be kept.
             ("echelon.pipeline.transport.PendingTransfer.is_over", True),
             (f"{channel}_description", lambda *_: arrives),
@@ -64,7 +64,7 @@ def _own_row(
     return InFlight(None, torch.empty(0), lambda _: rows)
 
 
-_norm_over_all_ranks = clipping.norm_over_all_ranks
+_norm_over_all_ranks = reduced_gradients.norm_over_all_ranks
 
 
 def _agreed_norm(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:

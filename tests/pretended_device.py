@@ -42,7 +42,7 @@ NAME = "pretended"
 BACKEND = f"fake on {NAME}"
 # Places where a step copies and waits, or reads a number, by file and function, with the reason.
 MAY_WAIT: dict[tuple[str, str], str] = {
-    ("zero/clipping.py", "measure"): "the one read of a step",
+    ("zero/reduced_gradients.py", "measure"): "the one read of a step",
     ("sequence/block_mask.py", "__init__"): "under ring attention, whether a mask hides anything",
     ("sequence/block_mask.py", "classify"): "tiles of a mask under ring attention: not on CUDA",
     ("beit/modeling_beit.py", "forward"): "transformers' own: places of position biases",

@@ -312,7 +312,7 @@ def take_steps(
         loss_scale = optimizer.loss_scale
         output = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
         optimizer.reduce_gradients()
-        gradients = _whole(boosted, optimizer.gradients())
+        gradients = _gathered_floats(boosted, optimizer.gradients())
         optimizer.step()
         norm = optimizer.get_grad_norm()
         assert norm is not None
@@ -325,7 +325,7 @@ def take_steps(
                 loss=loss,
                 norm=norm,
                 gradients=gradients,
-                weights=_whole(boosted, _weights(boosted, optimizer)),
+                weights=_gathered_floats(boosted, _weights(boosted, optimizer)),
                 loss_scale=loss_scale,
                 skipped=skipped,
                 unequal_copies=_unequal_copies(boosted, optimizer),
@@ -341,7 +341,7 @@ def make_optimizer(
     return optimizers_of(model, "adamw", vector_rate=vector_rate, fused=fused)[0]
 
 
-def gather_whole(
+def gather_full(
     local: Mapping[str, Tensor], like: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
     """Gather the full tensors of the model on global rank 0; an empty dict elsewhere.
@@ -377,10 +377,10 @@ def _over_axes(local: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
     return local
 
 
-def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _gathered_floats(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gather full float32 tensors on rank 0, by parameter name. Collective over the world."""
-    whole = gather_whole(tensors, boosted.local_parameters, boosted.mesh)
-    return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
+    full = gather_full(tensors, boosted.local_parameters, boosted.mesh)
+    return {name: tensor.float().cpu().clone() for name, tensor in full.items()}
 
 
 def _weights(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> dict[str, Tensor]:

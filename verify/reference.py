@@ -126,36 +126,64 @@ def _gradients(
     the microbatches have the samples of all replicas.
     """
     sums: dict[str, Tensor] = {}
-    losses, weights, size = [], [], 0.0
-    own = next(worker.parameters())
-    parts = [_joined(microbatches)] if weigh is None else microbatches
-    for index, part in enumerate(parts):
-        part = _converted(part, own)
-        with numbers_counted() as numbers:
-            outputs = worker(**part)
-            returned = criterion(outputs, part)
-        loss, *given = returned if isinstance(returned, tuple) else (returned,)
-        weight = float(given[0] if given else 1.0 if weigh is None else weigh(part, numbers))
-        loss_sum = loss if given else loss.float() * weight
-        weights.append(weight)
-        size = size or 2.0 ** int(math.log2(max(weight * len(parts), 1.0)))  # a power of two rounds nothing
-        if weigh is None and getattr(outputs, "aux_loss", None) is not None:
-            apart = [worker(**_converted(each, own)).aux_loss for each in microbatches]
-            config: Any = worker.config
-            change = torch.stack(apart).mean() - outputs.aux_loss
-            loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
+    losses, weights, divisor = [], [], 0.0
+    batches = [_joined(microbatches)] if weigh is None else microbatches
+    for index, batch in enumerate(batches):
+        loss_sum, weight = _loss_and_weight(worker, batch, microbatches, criterion=criterion, weigh=weigh)
         losses.append(loss_sum.detach().float())
-        if overflows and index == len(parts) - 1:
+        weights.append(weight)
+        # A power of two rounds nothing.
+        divisor = divisor or 2.0 ** int(math.log2(max(weight * len(batches), 1.0)))
+        if overflows and index == len(batches) - 1:
             loss_sum.register_hook(lambda gradient: gradient * float("inf"))
-        (loss_sum / size * scale).backward()
-        for name, parameter in worker.named_parameters():
-            if parameter.grad is not None:
-                added = parameter.grad.float()
-                sums[name] = added if name not in sums else sums[name] + added
-                parameter.grad = None
-    factor = (torch.tensor(size) / sum(weights)).item() / scale
+        (loss_sum / divisor * scale).backward()
+        _move_gradients(worker, sums)
+    factor = (torch.tensor(divisor) / sum(weights)).item() / scale
     total = torch.stack(losses).sum() / sum(weights)
     return total.item(), {name: (gradient * factor).cpu() for name, gradient in sums.items()}
+
+
+def _loss_and_weight(
+    worker: nn.Module,
+    batch: dict[str, Tensor],
+    microbatches: Sequence[dict[str, Tensor]],
+    *,
+    criterion: Criterion,
+    weigh: Weigh | None,
+) -> tuple[Tensor, float]:
+    """Return the sum of a batch's loss and its weight.
+
+    Args:
+        worker: the computing model.
+        batch: one of the microbatches; without `weigh` all of them together.
+        microbatches: over which an auxiliary loss is averaged, if they are computed together.
+        criterion, weigh: see `train`.
+    """
+    like = next(worker.parameters())
+    batch = _converted(batch, like)
+    with numbers_counted() as numbers:
+        outputs = worker(**batch)
+        returned = criterion(outputs, batch)
+    if isinstance(returned, tuple):
+        loss_sum, weight = returned[0], float(returned[1])
+    else:
+        weight = float(1.0 if weigh is None else weigh(batch, numbers))
+        loss_sum = returned.float() * weight
+    if weigh is None and getattr(outputs, "aux_loss", None) is not None:
+        apart = [worker(**_converted(each, like)).aux_loss for each in microbatches]
+        config: Any = worker.config
+        change = torch.stack(apart).mean() - outputs.aux_loss
+        loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
+    return loss_sum, weight
+
+
+def _move_gradients(worker: nn.Module, sums: dict[str, Tensor]) -> None:
+    """Add the gradients to float32 sums by name, and drop them."""
+    for name, parameter in worker.named_parameters():
+        if parameter.grad is not None:
+            added = parameter.grad.float()
+            sums[name] = added if name not in sums else sums[name] + added
+            parameter.grad = None
 
 
 def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Criterion) -> bool:

@@ -29,7 +29,7 @@ from .parity import (
     boosted_under,
     compare_with_one_process,
     drawn_batches,
-    gather_whole,
+    gather_full,
     take_steps,
 )
 from .reference import StepRecord
@@ -230,9 +230,9 @@ def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Con
     """Gather the contents, unsharded, on global rank 0; without tensors elsewhere. Collective over the world."""
     states, numbers = _states(optimizer)
     kinds = {MASTER: optimizer.masters(), **states}
-    tensors = _whole(model, PARAMETER, model.tensors())
+    tensors = _gathered_copies(model, PARAMETER, model.tensors())
     for prefix, local in kinds.items():
-        tensors |= _whole(model, prefix, local)
+        tensors |= _gathered_copies(model, prefix, local)
     tensors |= _full_states(optimizer)
     values: dict[str, Any] = {name: sorted(found) for name, found in numbers.items()}
     values |= {f"group {index}": saved_options(group) for index, group in enumerate(optimizer.param_groups)}
@@ -282,11 +282,19 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _whole(model: HybridParallelModule, prefix: str, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    whole = gather_whole(local, model.tensors(), model.mesh)
+def _gathered_copies(
+    model: HybridParallelModule, prefix: str, local: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gather full tensors on rank 0, as contiguous copies under prefixed names. Collective over the world.
+
+    Args:
+        model: the boosted model.
+        prefix: the kind of the tensors, put before the names of their parameters.
+        local: this rank's shards by parameter name.
+    """
     return {
         prefix + name: tensor.cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in whole.items()
+        for name, tensor in gather_full(local, model.tensors(), model.mesh).items()
     }
 
 

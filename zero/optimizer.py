@@ -2,9 +2,9 @@
 
 backward()            gradients accumulate in float32, in flat buckets (bucket.py)
 reduce_gradients()    sums over tied and partial copies, mean over the data axis (reducer.py, partition.py)
-clip_grad_by_…()      where the user clips by hand (clipping.py)
-step()                norm and overflows of all ranks, unscale and clip (clipping.py), inner step on own slices,
-                      parameters gathered (parameter_gather.py)
+clip_grad_by_…()      where the user clips by hand (reduced_gradients.py)
+step()                norm and overflows of all ranks, unscale and clip (reduced_gradients.py), inner step on own
+                      slices, parameters gathered (parameter_gather.py)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from ..cluster.mesh import ParallelMesh
 from .bucket import gathered, make_buckets
 from .buffers import BufferPool
 from .calls import CallsOfStep
-from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
+from .clipping import require_clip_norm, require_clip_value, require_finite_norm
 from .inner_optimizer import (
     EQUAL_OPTIONS,
     PARTIAL_STATE,
@@ -44,6 +44,7 @@ from .owned import OwnedParameters, team_of
 from .parameter_gather import ParameterGather
 from .partition import ManagedParameter, Partition, default_bucket_size
 from .precision import DynamicScaler, PrecisionConfig
+from .reduced_gradients import ReducedGradients
 from .reducer import Reducer
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.verify.parity import gather_whole
+from echelon.verify.parity import gather_full
 
 from ..pool import Pool
 from ..shardformer.compare import build, numbers
@@ -178,7 +178,7 @@ def compare(
         require_close(own.grad, leaf.grad, f"the leaf of {tuple(leaf.shape)}")
     for (model, optimizer), native in zip(pairs, plain, strict=True):
         optimizer.reduce_gradients()
-        found = gather_whole(optimizer.gradients(), model.local_parameters, model.mesh)
+        found = gather_full(optimizer.gradients(), model.local_parameters, model.mesh)
         grads = {name: native.get_parameter(name).grad for name in found}
         largest = max([grad.abs().max() for grad in grads.values() if grad is not None], default=0.0)
         for name, gradient in found.items():
@@ -373,7 +373,7 @@ def compare_replicas() -> None:
     booster.backward(loss, optimizer)
     require_close(own.grad, leaves[replica], "the prompt")
     optimizer.reduce_gradients()
-    for name, gradient in gather_whole(optimizer.gradients(), model.local_parameters, model.mesh).items():
+    for name, gradient in gather_full(optimizer.gradients(), model.local_parameters, model.mesh).items():
         require_close(gradient, plain.get_parameter(name).grad, name)
 
 

@@ -14,7 +14,7 @@ from echelon.checkpoint.checkpoints import Checkpoints
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import PartialGrad, Placement, Replicated, Shard, place
 from echelon.plugins.state import local_module, trained_shards
-from echelon.verify.parity import gather_whole
+from echelon.verify.parity import gather_full
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
@@ -133,7 +133,7 @@ class Run:
         }
 
     def require(self, whole: dict[str, Tensor]) -> None:
-        found = gather_whole(self.named, self.named, self.mesh)
+        found = gather_full(self.named, self.named, self.mesh)
         for name, each in found.items():
             torch.testing.assert_close(each, whole[name], msg=lambda text, name=name: f"{name}: {text}")
 

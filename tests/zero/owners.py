@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import PartialGrad, Placement, Replicated, Shard, place
-from echelon.verify.parity import gather_whole
+from echelon.verify.parity import gather_full
 from echelon.zero.combined import CombinedOptimizer
 from echelon.zero.muon import Muon
 from echelon.zero.optimizer import ShardedOptimizer
@@ -167,7 +167,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        return gather_whole(self.named, self.named, self.mesh)
+        return gather_full(self.named, self.named, self.mesh)
 
     def require(self, whole: dict[str, Tensor]) -> None:
         for name, each in self.weights().items():

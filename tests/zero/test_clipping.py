@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.clipping import clip_coefficient, norm_over_all_ranks
+from echelon.zero.clipping import clip_coefficient
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
+from echelon.zero.reduced_gradients import norm_over_all_ranks
 
 from ..pool import Pool
 from .helpers import Precision, assert_equal, loss_of, mean_gradients, sgd, shard, small_model, weights_of

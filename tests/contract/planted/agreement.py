@@ -7,7 +7,7 @@ from ...plugins.test_step_agreement import depart
 from ..mutations import around, fault
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
-NORM = "zero.clipping:norm_over_all_ranks"
+NORM = "zero.reduced_gradients:norm_over_all_ranks"
 
 
 def departing_batch() -> str | None:

@@ -241,6 +241,6 @@ FAULTS = {
         Layout(dp=2, zero=1, wp=2),
     ),
     "gradients are not clipped": fault(
-        "zero.clipping:clip_coefficient", returning(1.0), LLAMA, Layout(dp=2, zero=1, max_norm=0.1)
+        "zero.reduced_gradients:clip_coefficient", returning(1.0), LLAMA, Layout(dp=2, zero=1, max_norm=0.1)
     ),
 }

@@ -1,0 +1,229 @@
+"""Reduced gradients: their norm over all ranks under every layout, their pending factors, and their clipping."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import isfinite, isinf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cluster.device import is_cuda, numbers_on
+from .bucket import Bucket
+from .clipping import clip_coefficient
+from .reducer import Reducer
+
+# Entries of which a CPU makes a temporary copy in float64 at a time. Kernels of CUDA convert as they go.
+_PART = 2**20
+
+
+class ReducedGradients:
+    """The reduced gradients in this rank's slices, which may still carry a loss scale and a pending factor.
+
+    Clipping, in a step or by the user, also unscales them. "True" gradients are those without loss scale and factor.
+
+    Args:
+        buckets: the buckets with the slices.
+        reducer: the reducer, which knows the loss scale of the gradients.
+        device: the device on which norms are computed.
+
+    Attributes:
+        factor: a pending factor of the gradients besides the loss scale, None for none; `measure` hands it to the
+            reducer.
+        norm: the 2-norm of the true gradients before any clipping; None until it is measured.
+        has_gradients: for each of the reducer's slots, True if any rank had a gradient at the last measurement.
+        is_agreed: True if all ranks agreed at the last measurement.
+        flags: sums over all ranks of the last flags given to `measure`.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
+        self.factor: float | Tensor | None = None
+        # Slices of earlier gradients, their factor, and the slots that have one.
+        self._aside: tuple[list[Tensor], float | Tensor | None, list[bool]] | None = None
+        self.norm: float | None = None
+        self.has_gradients: list[bool] = []
+        self.is_agreed = True
+        self.flags: list[float] = []
+        self._slices = [bucket.own_gradients for bucket in buckets]
+        self._counted = [run for bucket in buckets for run in bucket.counted]
+        self._watched = [run for bucket in buckets for run in bucket.watched]
+        self._reducer = reducer
+        self._device = device
+        self._unclip = 1.0  # undoes the clipping of a step
+
+    @property
+    def multiplier(self) -> float | Tensor:
+        """Return the factor that unscales the slices and undoes the clipping of a step."""
+        return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
+
+    def set_aside(self, reduce: Callable[[], None]) -> None:
+        """Reduce the present gradients and keep them aside, before a call that leaves a factor for its own.
+
+        The next reduction adds them to those of the call.
+
+        Args:
+            reduce: reduces all gradients; collective over the data axis.
+        """
+        reduce()
+        self._aside = self._reducer.take_reduced(), self.factor, self._reducer.were_reduced
+        self.factor = None
+
+    def renew(self) -> None:
+        """Reset the state after new gradients were reduced, and add those that were set aside."""
+        self.norm = None
+        self._unclip = 1.0
+        if self._aside is None:
+            return
+        (slices, factor, _), self._aside = self._aside, None
+        if isinstance(self.factor, Tensor):
+            # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
+            self.factor = torch.where(self.factor != 0, self.factor, 1.0)
+        new = 1.0 if self.factor is None else self.factor
+        with torch.no_grad():
+            self._reducer.add(slices, (1.0 if factor is None else factor) / new)
+
+    def apply_factor(self) -> None:
+        """Multiply the present gradients by their factor, before a backward that leaves none. No communication."""
+        if self.factor is not None:
+            self._reducer.scale_(self.factor)
+            self.factor = None
+
+    def discard(self) -> None:
+        """Drop the gradients of a call that failed, without those that were set aside before it."""
+        self.factor = None
+        with suppress(RuntimeError):  # another rank failed, too: the error of the call says so
+            self._reducer.drop(to_zeros=False)
+        if self._aside is not None:
+            self._reducer.were_reduced = self._aside[2]
+
+    def finish(self) -> None:
+        """End a step; another step on the same gradients measures them as this step left them."""
+        self.factor = self._aside = self.norm = None
+
+    def measure(
+        self,
+        norm_type: float = 2.0,
+        *,
+        code: int = 0,
+        share: float | Tensor = 0.0,
+        flags: Sequence[float] = (),
+    ) -> float:
+        """Return the norm of the true gradients as they are now; infinite or NaN if any gradient of any rank is.
+
+        One all-reduce over the world, and one wait of the host for the device.
+
+        Args:
+            norm_type: the p of the norm.
+            code, share, flags: see `norm_over_all_ranks`. The sums of the flags become `flags`.
+        """
+        assert self._reducer.is_reduced
+        norm, is_agreed, *sums = norm_over_all_ranks(
+            self._counted,
+            self._watched,
+            norm_type=norm_type,
+            device=self._device,
+            code=code,
+            share=share,
+            flags=flags,
+        )
+        factor = 1.0 if self.factor is None else self.factor
+        if not isinstance(factor, Tensor):
+            (factor,) = numbers_on(self._device, [factor], torch.float64)
+        figures = torch.cat([torch.stack([norm, factor, is_agreed, *sums]), self._reducer.has_gradients])
+        read_norm, read_factor, read_agreed, *others = figures.tolist()
+        flag_sums, has_gradients = others[: len(flags)], others[len(flags) :]
+        if flags:
+            self.flags = flag_sums
+        self.is_agreed = read_agreed > 0
+        self.has_gradients = [number > 0 for number in has_gradients]
+        self._reducer.multiply(read_factor)
+        self.factor = None
+        # The reducer's factor now has both: it removes the loss scale, and applies the factor.
+        true_norm = read_norm * abs(self._reducer.unscale_factor)
+        if self.norm is None and norm_type == 2:
+            self.norm = true_norm
+        return true_norm
+
+    def clip_for_step_(self, norm: float, max_norm: float) -> None:
+        """Unscale the gradients and clip them from `norm` to `max_norm`; 0 never clips. `multiplier` undoes it."""
+        coefficient = clip_coefficient(norm, max_norm)
+        self._reducer.unscale_(coefficient)
+        self._unclip = 1 / coefficient
+
+    def clip_by_norm_(self, norm: float, max_norm: float, norm_type: float) -> float:
+        """Unscale the gradients and clip them to a norm, unless it is not finite. Return the norm before clipping.
+
+        A norm of another type than 2 communicates as `measure` does.
+
+        Args:
+            norm: their 2-norm, as measured.
+            max_norm: 0 never clips.
+            norm_type: of `max_norm`; a norm of another type than 2 is measured here.
+        """
+        if norm_type != 2:
+            norm = self.measure(norm_type)
+        if isfinite(norm):
+            self._reducer.unscale_(clip_coefficient(norm, max_norm))
+        return norm
+
+    def clip_by_value_(self, norm: float, clip_value: float) -> None:
+        """Unscale the gradients and clip every entry; if any is not finite, leave all as they are."""
+        if isfinite(norm) and self._slices:
+            self._reducer.unscale_()
+            torch._foreach_clamp_min_(self._slices, -clip_value)
+            torch._foreach_clamp_max_(self._slices, clip_value)
+            self._reducer.writes.note()
+
+
+def norm_over_all_ranks(
+    counted: Sequence[Tensor],
+    watched: Sequence[Tensor],
+    *,
+    norm_type: float,
+    device: torch.device,
+    code: int = 0,
+    share: float | Tensor = 0.0,
+    flags: Sequence[float] = (),
+) -> tuple[Tensor, ...]:
+    """Return the norm of the gradients of all ranks. One all-reduce over the world, two for the maximum norm.
+
+    Args:
+        counted: this rank's 1-D gradients; each gradient of the model is counted on exactly one rank.
+        watched: gradients that another rank counts. They add nothing to the norm, but make it not finite if they are
+            not finite: an overflow on one rank is an overflow on all.
+        norm_type: the p of the p-norm; `inf` is the largest magnitude.
+        device: the device on which the sum is computed.
+        code: below 2**32; compared between all ranks in the same all-reduce.
+        share: summed over all ranks in the same all-reduce; the sum is 0 where they agree. See [Note: sums of codes]
+            in cluster/agreement.py.
+        flags: summed over all ranks in the same all-reduce.
+
+    Returns:
+        The norm, 0-d float64, equal on all ranks; infinite or NaN if any gradient of any rank is. Then a 0-d tensor,
+        True if all ranks agree, and the sums of the flags.
+    """
+    codes = numbers_on(device, [code, code if dist.get_rank() == 0 else 0, 0, *flags], torch.float64)
+    codes[2] += share
+    norms = torch.stack([codes.new_zeros(()), *_norms(counted, norm_type)])
+    if watched:
+        norms = torch.cat([norms, torch.stack(_norms(watched, norm_type)) * 0])
+    if isinf(norm_type):
+        # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
+        norm = torch.where(norms.isfinite(), norms, torch.inf).max()
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        dist.all_reduce(codes)
+    else:
+        figures = torch.cat([norms.pow(norm_type).sum().view(1), codes])
+        dist.all_reduce(figures)
+        norm, codes = figures[0].pow(1 / norm_type), figures[1:]
+    total, first, shares, *sums = codes.unbind()
+    return norm, (total == first * dist.get_world_size()) & (shares == 0), *sums
+
+
+def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Return norms of 1-D float32 tensors or of chunks of them, summed in float64.
+
+    A float32 sum over 16M entries would lose 6e-4.
+    """
+    parts = [part for x in tensors for part in ([x] if is_cuda(x.device) else x.split(_PART)) if part.numel()]
+    return list(torch._foreach_norm(parts, norm_type, dtype=torch.float64)) if parts else []
