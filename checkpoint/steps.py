@@ -138,17 +138,22 @@ def keep_newest(directory: Path, count: int, step: int) -> None:
     """Remove the steps that are older than the newest `count` complete ones up to `step`; see `newest_first`.
 
     Later steps exist if the run continued from an earlier one, perhaps since they are damaged. They do not count and
-    are not removed. Neither are incomplete ones among the newest, since they may be copied there at this moment.
+    are not removed. Neither are incomplete ones among the newest, since they may be copied there at this moment. A link
+    and the step that it leads to count as one.
 
     Raises:
         OSError: a folder cannot be removed.
     """
     later = later_steps(directory, step)
     steps = [path for path in newest_first(directory) if path not in later]
-    num_complete = 0
+    num_complete, kept = 0, set[Path]()
     for path in steps:
+        target = path.resolve()
         if num_complete < count:
-            num_complete += is_complete(path)
+            num_complete += target not in kept and is_complete(path)
+            kept.add(target)
+            continue
+        if target in kept and not path.is_symlink():
             continue
         try:
             _remove(path)

@@ -115,6 +115,24 @@ def test_a_leftover_that_is_newer_does_not_count(tmp_path: Path) -> None:
     assert newest(tmp_path) == [11, 9, 6]
 
 
+@pytest.mark.parametrize(
+    ("link", "target", "expected"),
+    [(16, 7, [20, 16, 7]), (5, 7, [20, 7]), (7, 4, [20, 7, 4])],
+    ids=["before its step", "after its step", "in place of a later step"],
+)
+def test_a_link_and_its_step_count_as_one(
+    tmp_path: Path, link: int, target: int, expected: list[int]
+) -> None:
+    saved(tmp_path, *({4, 7} - {link}))
+    step_path(tmp_path, link).symlink_to(step_path(tmp_path, target).name)
+    saved(tmp_path, 20)
+    keep_newest(tmp_path, 2, 20)
+    assert newest(tmp_path) == expected
+    saved(tmp_path, 21)
+    keep_newest(tmp_path, 1, 21)
+    assert newest(tmp_path) == [21] and not any(path.is_symlink() for path in tmp_path.iterdir())
+
+
 def test_a_step_is_complete_if_older_ones_cannot_be_removed(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     with (
