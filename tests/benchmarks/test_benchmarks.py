@@ -69,6 +69,30 @@ def check_experts(found: dict[str, Any]) -> None:
     assert held["torch DDP"] > 1.8 * held["echelon experts, stage 1"]
 
 
+def check_optimizers(found: dict[str, Any]) -> None:
+    """Check that all step alike, and that two ranks share states: two of a parameter's size for AdamW, one for Muon."""
+    names = {"echelon stage 1", "echelon stage 2", "torch DDP", "torch FSDP2"}
+    refusing = {"adafactor": {"torch FSDP2"}}
+    held = {}
+    for kind, of_kind in found["optimizers"].items():
+        peers = names - refusing.get(kind, set())
+        alone = {"one process"}
+        check_contenders(of_kind, peers, alone)
+        assert of_kind["loss_afterwards"].keys() == peers | alone
+        held[kind] = {name: sum(sizes.values()) for name, sizes in of_kind["held"].items()}
+        assert held[kind]["torch DDP"] == held[kind]["one process"] > 0
+    assert held.keys() == {"adamw", "muon", "adafactor"}
+    adamw, muon = held["adamw"], held["muon"]
+    assert (
+        adamw["echelon stage 1"] == adamw["echelon stage 2"] == adamw["torch FSDP2"] == adamw["torch DDP"] / 2
+    )
+    assert 2 * muon["torch FSDP2"] == muon["torch DDP"] < adamw["torch DDP"]
+    # A state and a float32 master for each matrix of Muon; a master and small states for those of Adafactor.
+    masters = {kind: found["optimizers"][kind]["held"]["echelon stage 1"]["masters"] for kind in held}
+    assert masters["adamw"] == 0 < masters["muon"] < masters["adafactor"]
+    assert muon["echelon stage 1"] == pytest.approx(adamw["echelon stage 1"], rel=0.1)
+
+
 def check_memory(found: dict[str, Any]) -> None:
     ours, ddp = (found["memory"][name] for name in sorted(MEMORY))
     assert ours["held"]["parameters"] == ddp["held"]["parameters"] == 2 * ours["held"]["gradients"]
@@ -130,6 +154,12 @@ SCRIPTS: list[tuple[str, tuple[str, ...], str, Callable[[dict[str, Any]], None]]
     ("tensor.py", (), f"ratio_to_best_peer={NUMBER}", lambda found: check_contenders(found, TENSOR)),
     ("experts.py", (), f"ratio_to_best_peer={NUMBER}", check_experts),
     ("zero.py", (), f"ratio_to_best_peer={NUMBER}", check_data_parallel),
+    (
+        "optimizers.py",
+        (),
+        " ".join(f"{kind}_to_best_peer={NUMBER}" for kind in ("adamw", "muon", "adafactor")),
+        check_optimizers,
+    ),
     (
         "zero_memory.py",
         ("--contenders", *sorted(MEMORY), "--steps", "2"),
