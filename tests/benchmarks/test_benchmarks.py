@@ -47,6 +47,21 @@ def check_contenders(found: dict[str, Any], names: set[str], others: set[str] = 
     assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
 
 
+def check_pipelines(found: dict[str, Any]) -> None:
+    """Check that all schedules compute the same, and that the two fastest of each side are timed on."""
+    warmup = found["warmup_seconds"]
+    assert warmup.keys() == PIPELINES and all(len(seconds) == 1 for seconds in warmup.values())
+    chosen = {
+        name
+        for side in ("echelon", "torch")
+        for name in sorted((each for each in warmup if each.startswith(side)), key=warmup.__getitem__)[:2]
+    }
+    assert found["seconds"].keys() == chosen | {"one process", "one process on each rank"}
+    assert found["agreement"].keys() == PIPELINES
+    assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
+
+
 def check_data_parallel(found: dict[str, Any]) -> None:
     """Check memory on two ranks: 4 bytes for each parameter and gradient, 8 of states, sharded as labelled."""
     check_contenders(found, DATA_PARALLEL)
@@ -149,7 +164,7 @@ SCRIPTS: list[tuple[str, tuple[str, ...], str, Callable[[dict[str, Any]], None]]
         "pipeline.py",
         (),
         f"ratio_to_best_peer={NUMBER} ratio_to_ideal={NUMBER}",
-        lambda found: check_contenders(found, PIPELINES, {"one process", "one process on each rank"}),
+        check_pipelines,
     ),
     ("tensor.py", (), f"ratio_to_best_peer={NUMBER}", lambda found: check_contenders(found, TENSOR)),
     ("experts.py", (), f"ratio_to_best_peer={NUMBER}", check_experts),
@@ -281,6 +296,8 @@ def test_ratios_are_medians_of_rounds_and_to_the_best_peer(load: Callable[[str],
     report, ideal = load("report"), load("pipeline").ideal
     assert report.ratio([1.0, 20.0, 3.0], [2.0, 10.0, 3.0]) == 1.0
     assert report.ratio([1.0, 20.0, 9.0], [2.0, 10.0, 3.0]) == 2.0
+    seconds = {"late": [6.0], "torch a": [1.0, 2.0]}
+    assert report.compared(seconds, "torch a")["late"]["ratio_to_best_peer"] == 3.0  # to the same round's
     bubbles = {"1f1b": 1 / 8, "interleaved": 1 / 16, "zbh1": 1 / 24}
     assert all(ideal(style, 2, 8) == pytest.approx((1 + bubble) / 2) for style, bubble in bubbles.items())
     seconds = {"echelon stage 0": [1.0], "echelon stage 1": [3.0], "torch DDP": [4.0], "torch FSDP2": [6.0]}
