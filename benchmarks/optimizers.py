@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=2, help="ranks, each with its part of the batch")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     # The gradients' values cost nothing: few tokens.
-    parser.set_defaults(layers=4, vocabulary=2048, sequence=32, warmup=2)
+    parser.set_defaults(layers=4, vocabulary=2048, sequence=32, rounds=10, warmup=2)
     return parse(parser)
 
 
