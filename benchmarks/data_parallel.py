@@ -1,6 +1,6 @@
 """Base class of contenders that give each rank its samples of a batch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,12 +34,8 @@ class DataParallel(OneBatch):
                 # At stage 2 a placeholder replaces a sharded gradient.
                 if each.grad is not None and not isinstance(each.grad, ShardedGradient)
             ],
-            "states": list(_tensors_in(self._states().values())),
+            "states": tensors_in(self.states()),
         }
-
-    def _states(self) -> Mapping[Any, dict[str, Any]]:
-        """Return the optimizer's state on this rank, by parameter."""
-        return self._optimizer.state
 
 
 def own_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
@@ -58,5 +54,6 @@ def own_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.split(size)[rank] for name, tensor in workload.data(device).items()}
 
 
-def _tensors_in(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
-    return (value for state in states for value in state.values() if isinstance(value, Tensor))
+def tensors_in(states: Mapping[Any, Mapping[str, Any]]) -> list[Tensor]:
+    """Return the tensors of an optimizer's state."""
+    return [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]

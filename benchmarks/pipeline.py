@@ -2,10 +2,11 @@ r"""Step times of Echelon's pipeline, compared with torch.distributed.pipelining
 
     python benchmarks/pipeline.py --json times.json --plot times.png
 
-Every round runs one step of each contender, in a rotating order. A ratio is the median of the rounds' ratios. The
+Warm-up rounds run all schedules. Further rounds run a step of the two that were then fastest of Echelon and of torch,
+in a rotating order; the last few of them also that of one process. A ratio is the median of the rounds' ratios. The
 ideal is one process's step time over the same microbatches, alone, × (1 + bubble) / ranks. The last line compares
-Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine. The row of one
-independent process on each rank shows the limit of the machine.
+Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine; the defaults take about
+five minutes on two cores. The row of one independent process on each rank shows the limit of the machine.
 """
 
 import argparse
@@ -36,6 +37,8 @@ from echelon.pipeline.stage_manager import deal_layers, layer_errors
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
 # The ranks are independent here: their slowdown compared with "one process" is due to the machine.
 ON_EACH_RANK = "one process on each rank"
+FINALISTS = 2  # schedules of Echelon, and of torch, that are timed after the warm-up
+ALONE_ROUNDS = 3  # the last rounds, in which one process is timed too
 
 
 class EchelonPipeline(Stepped):
@@ -112,7 +115,13 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="the same for styles of two stages per rank",
     )
-    return parse(parser)
+    parser.set_defaults(rounds=10, warmup=2)
+    arguments = parse(parser)
+    if min(arguments.rounds, arguments.warmup) < 1:
+        parser.error(
+            "--rounds and --warmup must be at least 1: the warm-up chooses the schedules of the rounds"
+        )
+    return arguments
 
 
 def main() -> None:
@@ -134,8 +143,13 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     each.name = ON_EACH_RANK
     results["agreement"] = agreement(contenders, each)
     alone = OneProcess(workload, device, works=dist.get_rank() == 0)
-    rounds = dict(rounds=arguments.rounds, warmup=arguments.warmup)
-    results["seconds"] = time_rounds([*contenders, alone, each], **rounds, device=device)
+    results["warmup_seconds"] = time_rounds(contenders, rounds=arguments.warmup, warmup=0, device=device)
+    chosen = finalists(results["warmup_seconds"])
+    contenders = [contender for contender in contenders if contender.name in chosen]
+    few = min(ALONE_ROUNDS, arguments.rounds)
+    first = time_rounds(contenders, rounds=arguments.rounds - few, warmup=0, device=device)
+    last = time_rounds([*contenders, alone, each], rounds=few, warmup=0, device=device)
+    results["seconds"] = {name: [*first.get(name, ()), *seconds] for name, seconds in last.items()}
     del contenders, alone, each
     mesh = ParallelMesh(pp=arguments.pp)
     results["engine"] = [
@@ -144,6 +158,16 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
         for row in time_engines(mesh, num_microbatches=microbatches, rounds=5 * arguments.rounds, warmup=10)
     ]
     return results | {"summary": summary(results["seconds"], arguments.pp, workload.microbatches)}
+
+
+def finalists(seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the schedules of Echelon and of torch with the shortest step in the warm-up."""
+    ordered = sorted(seconds, key=lambda name: min(seconds[name]))
+    return [
+        name
+        for side in ("echelon", "torch")
+        for name in [each for each in ordered if each.startswith(side)][:FINALISTS]
+    ]
 
 
 def make_contenders(
@@ -216,7 +240,8 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
             if name in (OneProcess.name, ON_EACH_RANK)
             else ideal(name.split()[1], num_ranks, num_microbatches)
         )
-        row["ratio_to_ideal"] = report.ratio(seconds[name], [share * each for each in seconds["one process"]])
+        alone = [share * each for each in seconds["one process"]]
+        row["ratio_to_ideal"] = report.ratio(seconds[name][-len(alone) :], alone)
     return {
         "contenders": rows,
         "best": best,
@@ -236,6 +261,11 @@ def show_results(results: Mapping[str, Any], workload: Workload, arguments: argp
     ]
     header = [*report.timing_header(found["best_peer"]), "to its ideal"]
     report.show(title, header, rows, note=report.conditions(results["machine"], arguments.rounds))
+    rows = [
+        [name, f"{min(times) * 1e3:.1f}"]
+        for name, times in sorted(results["warmup_seconds"].items(), key=lambda item: min(item[1]))
+    ]
+    report.show("warm-up", ["contender", "shortest ms"], rows)
     rows = [
         [
             f"{row['style']}, {row['microbatches']} microbatches",

@@ -47,12 +47,12 @@ def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str
 
 
 def compared(seconds: Mapping[str, Sequence[float]], best_peer: str) -> dict[str, dict[str, Any]]:
-    """Return median, quartiles and `ratio_to_best_peer` of each contender."""
+    """Return median, quartiles and `ratio_to_best_peer` of each contender, which may have the last rounds only."""
     return {
         name: {
             "median": median(times),
             "quartiles": spread(times),
-            "ratio_to_best_peer": ratio(times, seconds[best_peer]),
+            "ratio_to_best_peer": ratio(times, seconds[best_peer][-len(times) :]),
         }
         for name, times in seconds.items()
     }

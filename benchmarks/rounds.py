@@ -3,10 +3,14 @@
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from contender import Contender
+
+C = TypeVar("C", bound=Contender)
 
 
 class Clock:
@@ -38,16 +42,24 @@ class Clock:
 
 
 def time_rounds(
-    contenders: Sequence[Contender], *, rounds: int, warmup: int, device: torch.device
+    contenders: Sequence[C],
+    *,
+    rounds: int,
+    warmup: int,
+    device: torch.device,
+    before: Callable[[C], None] = lambda contender: None,
+    work: Callable[[C], None] = lambda contender: step(contender),
 ) -> dict[str, list[float]]:
     """Run one step of every contender in each round, in an order that rotates from round to round.
 
-    A step lasts from a barrier until the slowest rank has stepped its optimizer and dropped its gradients.
+    A step lasts from a barrier until the slowest rank has done the work: by default a training step.
     Python's garbage is collected between the steps and not within them. Communicates.
 
     Args:
         rounds: the number of timed rounds.
         warmup: the number of rounds before.
+        before: runs before the barrier, outside of the measured time.
+        work: the timed work.
 
     Returns:
         Seconds of each round's step, by contender.
@@ -55,7 +67,8 @@ def time_rounds(
     clock = Clock(device)
     own = [[0.0] * rounds for _ in contenders]
     for number, index in in_turn(len(contenders), rounds=rounds, warmup=warmup):
-        seconds = clock.time(lambda: step(contenders[index]))  # noqa: B023, called at once
+        before(contenders[index])
+        seconds = clock.time(partial(work, contenders[index]))
         if number >= 0:
             own[index][number] = seconds
     return {
@@ -80,6 +93,6 @@ def in_turn(count: int, *, rounds: int, warmup: int) -> Iterator[tuple[int, int]
 
 
 def step(contender: Contender) -> None:
-    """Run a training step."""
+    """Run a training step: forward, backward, the optimizer's step, and drop the gradients."""
     contender.compute()
     contender.update()

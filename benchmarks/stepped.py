@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workload import Workload, adamw
+from workload import MakeOptimizer, Workload, adamw
 
 
 class Stepped:
@@ -28,6 +28,10 @@ class Stepped:
         """Drop the gradients."""
         if self._optimizer is not None:
             self._optimizer.zero_grad()
+
+    def states(self) -> Mapping[Any, dict[str, Any]]:
+        """Return the optimizer's state on this rank, by parameter."""
+        return {} if self._optimizer is None else self._optimizer.state
 
 
 class OneBatch(Stepped):
@@ -77,11 +81,19 @@ class OneProcess(Stepped):
         workload: the computation.
         device: its device.
         works: True if this rank computes.
+        make_optimizer: its optimizer.
     """
 
     name = "one process"
 
-    def __init__(self, workload: Workload, device: torch.device, *, works: bool) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        *,
+        works: bool,
+        make_optimizer: MakeOptimizer = adamw,
+    ) -> None:
         self._works = works
         self._loss: Tensor | None = None
         if works:
@@ -92,7 +104,7 @@ class OneProcess(Stepped):
                 dict(zip(data, parts, strict=True))
                 for parts in zip(*(tensor.split(size) for tensor in data.values()), strict=True)
             ]
-        super().__init__(adamw(self._model) if works else None)
+        super().__init__(make_optimizer(self._model) if works else None)
 
     def compute(self) -> None:
         """Compute loss and gradients of the batch."""

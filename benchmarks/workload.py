@@ -1,5 +1,6 @@
 """The workload of all contenders of a benchmark: a Llama with equal weights, and its batch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 _SEED = 17
 # The settings of the optimizer that every contender uses.
 ADAMW = {"lr": 1e-4, "fused": True}
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,5 +91,5 @@ class Workload:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return the optimizer of every contender."""
+    """Return the optimizer of every contender, where a benchmark does not compare optimizers."""
     return torch.optim.AdamW(model.parameters(), **ADAMW)

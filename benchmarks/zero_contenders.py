@@ -8,7 +8,7 @@ import torch.distributed as dist
 from data_parallel import DataParallel, own_samples
 from memory import held_at_stage, require_held
 from torch import Tensor
-from workload import Workload, adamw
+from workload import MakeOptimizer, Workload, adamw
 from zero_peers import TorchDDP, TorchFSDP, TorchZero
 
 from echelon import Booster, HybridParallelPlugin
@@ -23,15 +23,16 @@ class EchelonZero(DataParallel):
     Args:
         stage: one of `STAGES`.
         workload: the computation.
+        make_optimizer: its optimizer.
     """
 
-    def __init__(self, stage: int, workload: Workload) -> None:
+    def __init__(self, stage: int, workload: Workload, make_optimizer: MakeOptimizer = adamw) -> None:
         self.name = name_of(stage)
         self._stage = stage
         plugin = HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=stage, precision="fp32")
         booster = Booster(plugin=plugin)
         model = workload.model()
-        boosted, optimizer, *_ = booster.boost(model, adamw(model))
+        boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
         super().__init__(
             boosted,
             optimizer,

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from data_parallel import DataParallel, own_samples
 from stepped import gradients_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from workload import ADAMW, Workload, adamw
+from workload import ADAMW, MakeOptimizer, Workload, adamw
 
 # Llama's buffers never change. torch 2.13 warns about the older name of the argument.
 _NAMES = signature(DistributedDataParallel).parameters
@@ -25,19 +25,18 @@ class TorchDDP(DataParallel):
 
     name = "torch DDP"
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    def __init__(
+        self, workload: Workload, device: torch.device, make_optimizer: MakeOptimizer = adamw
+    ) -> None:
         self._plain = workload.model().to(device)
         model = DistributedDataParallel(
             self._plain, gradient_as_bucket_view=True, static_graph=True, **{_SYNC_BUFFERS: False}
         )
-        super().__init__(model, self._make_optimizer(), batch=own_samples(workload, device))
+        super().__init__(model, make_optimizer(self._plain), batch=own_samples(workload, device))
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the averaged gradients, replicated on every rank."""
         return gradients_of(self._plain)
-
-    def _make_optimizer(self) -> Any:
-        return adamw(self._plain)
 
 
 class TorchZero(TorchDDP):
@@ -48,15 +47,11 @@ class TorchZero(TorchDDP):
 
     name = "torch DDP + ZeroRedundancyOptimizer"
 
-    def _make_optimizer(self) -> Any:
-        return ZeroRedundancyOptimizer(
-            self._plain.parameters(),
-            optimizer_class=torch.optim.AdamW,
-            parameters_as_bucket_view=True,
-            **ADAMW,
-        )
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        super().__init__(workload, device, _sharded_adamw)
 
-    def _states(self) -> Mapping[Any, dict[str, Any]]:
+    def states(self) -> Mapping[Any, dict[str, Any]]:
+        """Return the state of the parameters of this rank."""
         return self._optimizer.optim.state
 
 
@@ -68,6 +63,7 @@ class TorchFSDP(DataParallel):
         device: its device.
         reshard: free a layer's parameters between its forward and its backward, FSDP2's default: less memory, one
             more all-gather.
+        make_optimizer: its optimizer.
     """
 
     names: ClassVar[dict[bool, str]] = {
@@ -75,15 +71,28 @@ class TorchFSDP(DataParallel):
         False: "torch FSDP2, no resharding",
     }  # by `reshard`
 
-    def __init__(self, workload: Workload, device: torch.device, *, reshard: bool) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        *,
+        reshard: bool,
+        make_optimizer: MakeOptimizer = adamw,
+    ) -> None:
         self.name = self.names[reshard]
         model = workload.model().to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         after_forward = None if reshard else False  # None keeps the root, whose backward follows at once
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=after_forward)
-        super().__init__(model, adamw(model), batch=own_samples(workload, device))
+        super().__init__(model, make_optimizer(model), batch=own_samples(workload, device))
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the averaged gradients, gathered. One all-gather for each."""
         return {name: each.full_tensor() for name, each in gradients_of(self._model).items()}
+
+
+def _sharded_adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
+    )

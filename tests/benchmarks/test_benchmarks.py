@@ -47,6 +47,21 @@ def check_contenders(found: dict[str, Any], names: set[str], others: set[str] = 
     assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
 
 
+def check_pipelines(found: dict[str, Any]) -> None:
+    """Check that all schedules compute the same, and that the two fastest of each side are timed on."""
+    warmup = found["warmup_seconds"]
+    assert warmup.keys() == PIPELINES and all(len(seconds) == 1 for seconds in warmup.values())
+    chosen = {
+        name
+        for side in ("echelon", "torch")
+        for name in sorted((each for each in warmup if each.startswith(side)), key=warmup.__getitem__)[:2]
+    }
+    assert found["seconds"].keys() == chosen | {"one process", "one process on each rank"}
+    assert found["agreement"].keys() == PIPELINES
+    assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
+
+
 def check_data_parallel(found: dict[str, Any]) -> None:
     """Check memory on two ranks: 4 bytes for each parameter and gradient, 8 of states, sharded as labelled."""
     check_contenders(found, DATA_PARALLEL)
@@ -67,6 +82,30 @@ def check_experts(found: dict[str, Any]) -> None:
     held = {name: sum(sizes.values()) for name, sizes in found["held"].items()}
     assert held["echelon experts, stage 1"] == pytest.approx(held["transformers experts, FSDP2"], rel=0.1)
     assert held["torch DDP"] > 1.8 * held["echelon experts, stage 1"]
+
+
+def check_optimizers(found: dict[str, Any]) -> None:
+    """Check that all step alike, and that two ranks share states: two of a parameter's size for AdamW, one for Muon."""
+    names = {"echelon stage 1", "echelon stage 2", "torch DDP", "torch FSDP2"}
+    refusing = {"adafactor": {"torch FSDP2"}}
+    held = {}
+    for kind, of_kind in found["optimizers"].items():
+        peers = names - refusing.get(kind, set())
+        alone = {"one process"}
+        check_contenders(of_kind, peers, alone)
+        assert of_kind["loss_afterwards"].keys() == peers | alone
+        held[kind] = {name: sum(sizes.values()) for name, sizes in of_kind["held"].items()}
+        assert held[kind]["torch DDP"] == held[kind]["one process"] > 0
+    assert held.keys() == {"adamw", "muon", "adafactor"}
+    adamw, muon = held["adamw"], held["muon"]
+    assert (
+        adamw["echelon stage 1"] == adamw["echelon stage 2"] == adamw["torch FSDP2"] == adamw["torch DDP"] / 2
+    )
+    assert 2 * muon["torch FSDP2"] == muon["torch DDP"] < adamw["torch DDP"]
+    # A state and a float32 master for each matrix of Muon; a master and small states for those of Adafactor.
+    masters = {kind: found["optimizers"][kind]["held"]["echelon stage 1"]["masters"] for kind in held}
+    assert masters["adamw"] == 0 < masters["muon"] < masters["adafactor"]
+    assert muon["echelon stage 1"] == pytest.approx(adamw["echelon stage 1"], rel=0.1)
 
 
 def check_memory(found: dict[str, Any]) -> None:
@@ -125,11 +164,17 @@ SCRIPTS: list[tuple[str, tuple[str, ...], str, Callable[[dict[str, Any]], None]]
         "pipeline.py",
         (),
         f"ratio_to_best_peer={NUMBER} ratio_to_ideal={NUMBER}",
-        lambda found: check_contenders(found, PIPELINES, {"one process", "one process on each rank"}),
+        check_pipelines,
     ),
     ("tensor.py", (), f"ratio_to_best_peer={NUMBER}", lambda found: check_contenders(found, TENSOR)),
     ("experts.py", (), f"ratio_to_best_peer={NUMBER}", check_experts),
     ("zero.py", (), f"ratio_to_best_peer={NUMBER}", check_data_parallel),
+    (
+        "optimizers.py",
+        (),
+        " ".join(f"{kind}_to_best_peer={NUMBER}" for kind in ("adamw", "muon", "adafactor")),
+        check_optimizers,
+    ),
     (
         "zero_memory.py",
         ("--contenders", *sorted(MEMORY), "--steps", "2"),
@@ -251,6 +296,8 @@ def test_ratios_are_medians_of_rounds_and_to_the_best_peer(load: Callable[[str],
     report, ideal = load("report"), load("pipeline").ideal
     assert report.ratio([1.0, 20.0, 3.0], [2.0, 10.0, 3.0]) == 1.0
     assert report.ratio([1.0, 20.0, 9.0], [2.0, 10.0, 3.0]) == 2.0
+    seconds = {"late": [6.0], "torch a": [1.0, 2.0]}
+    assert report.compared(seconds, "torch a")["late"]["ratio_to_best_peer"] == 3.0  # to the same round's
     bubbles = {"1f1b": 1 / 8, "interleaved": 1 / 16, "zbh1": 1 / 24}
     assert all(ideal(style, 2, 8) == pytest.approx((1 + bubble) / 2) for style, bubble in bubbles.items())
     seconds = {"echelon stage 0": [1.0], "echelon stage 1": [3.0], "torch DDP": [4.0], "torch FSDP2": [6.0]}
