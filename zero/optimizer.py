@@ -178,9 +178,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
-        Below stage 2 gradients are reduced only in the last of several calls. A call without a name leaves a
-        `gradient_factor`: gradients before it are reduced separately, inside `no_sync` too, and added. If it fails, its
-        gradients are dropped; with `accumulation_steps`, also those of the step's earlier calls.
+        Below stage 2 gradients are reduced in the last of several calls. A call without a name leaves a
+        `gradient_factor`: earlier gradients are reduced apart, inside `no_sync` too. If it fails, its own are dropped.
 
         Args:
             name: "backward()", whose gradients have no factor, and which ranks compare.
