@@ -5,8 +5,8 @@ r"""Step times of Echelon's pipeline, compared with torch.distributed.pipelining
 Warm-up rounds run all schedules. Further rounds run a step of the two that were then fastest of Echelon and of torch,
 in a rotating order; the last few of them also that of one process. A ratio is the median of the rounds' ratios. The
 ideal is one process's step time over the same microbatches, alone, × (1 + bubble) / ranks. The last line compares
-Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine; the defaults take about
-five minutes on two cores. The row of one independent process on each rank shows the limit of the machine.
+Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine. The row of one
+independent process on each rank shows the limit of the machine.
 """
 
 import argparse
