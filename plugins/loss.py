@@ -49,7 +49,8 @@ def model_loss(outputs: Any, inputs: Any) -> Tensor:
     loss = _field(outputs, "loss")
     if loss is None:
         raise ValueError(
-            "the model's outputs contain no loss: give labels in the batch, or a criterion of (outputs, inputs)"
+            "the model's outputs contain no loss: give labels in the batch, without return_dict=False, or a criterion "
+            "of (outputs, inputs)"
         )
     return loss
 
