@@ -105,9 +105,9 @@ def test_processes_are_ended_if_one_fails_or_hangs(
     [
         ("import xxx_hash", runner.START, "No module named 'xxx_hash'"),
         (
-            "import faulthandler, json, sys, time; faulthandler.enable(); path = sys.argv[1]\n"
+            "import faulthandler, json, os, sys, time; faulthandler.enable(); path = sys.argv[1]\n"
             "known = json.load(open(path)); known['rows']['hangs'] = {'state': 'running', 'begun': time.time() - 101}\n"
-            "json.dump(known, open(path, 'w')); time.sleep(60)",
+            "open(path + '.new', 'w').write(json.dumps(known)); os.replace(path + '.new', path); time.sleep(60)",
             "hangs",
             'it hung; File "<string>", line 3',
         ),
