@@ -37,10 +37,15 @@ def measure_held(contenders: Sequence[Holder]) -> dict[str, dict[str, int]]:
         contender.compute()
         own = {kind: held_bytes(tensors) for kind, tensors in contender.tensors().items()}
         contender.forget()
-        largest = torch.tensor(list(own.values()), dtype=torch.int64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        found[contender.name] = dict(zip(own, largest.tolist(), strict=True))
+        found[contender.name] = largest_of_all_ranks(own)
     return found
+
+
+def largest_of_all_ranks(own: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest number of all ranks for every kind; all ranks have the same kinds. Communicates."""
+    largest = torch.tensor(list(own.values()), dtype=torch.int64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return dict(zip(own, largest.tolist(), strict=True))
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

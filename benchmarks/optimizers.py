@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 import report
-import torch
 import torch.distributed as dist
 from arguments import common_parser, parse, settings_of, workload_of
 from contender import agreement, require_equal_training
 from data_parallel import tensors_in
 from launch import enter
-from memory import held_bytes
+from memory import held_bytes, largest_of_all_ranks
 from rounds import time_rounds
 from stepped import OneProcess, Stepped
 from torch import nn
@@ -122,9 +121,7 @@ def measure_states(contenders: Sequence[Stepped]) -> dict[str, dict[str, int]]:
         own = {"states": held_bytes(states), "masters": 0}
         if isinstance(contender, EchelonStep):
             own["masters"] = contender.masters()
-        largest = torch.tensor(list(own.values()))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        found[contender.name] = dict(zip(own, largest.tolist(), strict=True))
+        found[contender.name] = largest_of_all_ranks(own)
     return found
 
 

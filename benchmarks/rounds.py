@@ -41,6 +41,12 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
 
+def step(contender: Contender) -> None:
+    """Run a training step: forward, backward, the optimizer's step, and drop the gradients."""
+    contender.compute()
+    contender.update()
+
+
 def time_rounds(
     contenders: Sequence[C],
     *,
@@ -48,7 +54,7 @@ def time_rounds(
     warmup: int,
     device: torch.device,
     before: Callable[[C], None] = lambda contender: None,
-    work: Callable[[C], None] = lambda contender: step(contender),
+    work: Callable[[C], None] = step,
 ) -> dict[str, list[float]]:
     """Run one step of every contender in each round, in an order that rotates from round to round.
 
@@ -90,9 +96,3 @@ def in_turn(count: int, *, rounds: int, warmup: int) -> Iterator[tuple[int, int]
             gc.collect()
     gc.enable()
     gc.unfreeze()
-
-
-def step(contender: Contender) -> None:
-    """Run a training step: forward, backward, the optimizer's step, and drop the gradients."""
-    contender.compute()
-    contender.update()

@@ -59,9 +59,8 @@ def _hidden(model: nn.Module) -> set[str]:
     """Return the names of matrices that Muon updates: all but embeddings and the head."""
     modules = dict(model.named_modules())
     tables = {path for path, module in modules.items() if isinstance(module, nn.Embedding)}
-    tables |= set(
-        [path for path, module in modules.items() if isinstance(module, nn.Linear)][-1:]
-    )  # the head
+    linear = [path for path, module in modules.items() if isinstance(module, nn.Linear)]
+    tables.update(linear[-1:])  # the head
     return {
         name
         for name, each in model.named_parameters()

@@ -116,9 +116,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._agreement = agreement or Agreement(mesh)
         self._after_step = after_step
         self._calls = CallsOfStep(accumulation_steps)
-        self._mesh = mesh
-        self._max_norm = max_norm
-        self._is_offloaded = cpu_offload
+        self._mesh, self._max_norm, self._is_offloaded = mesh, max_norm, cpu_offload
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
         self._partitions = Partition.all_of(mesh, mesh.layout.zero if stage else 1)
         replicas = self._partitions[None]
@@ -145,9 +143,9 @@ class ShardedOptimizer(OptimizerWrapper):
             device=mesh.device,
             overlap=overlap_communication,
             scaler=self._scaler,
+            before_plain_backward=self._before_plain_backward,
         )
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
-        self.reducer.before_plain_backward = self._before_plain_backward
         self.parameter_gather = ParameterGather(self.buckets)
         self._step_device = torch.device("cpu") if cpu_offload else mesh.device
         self._owned = OwnedParameters(self.buckets, mesh=mesh, team=team, device=self._step_device)

@@ -55,6 +55,7 @@ class Reducer:
         device: the device on which flags are exchanged.
         overlap: begin averages while backward runs.
         scaler: scales the losses of the optimizer's own backwards.
+        before_plain_backward: called where a backward begins that the optimizer does not run.
 
     Attributes:
         slots: the slots of all parameters, in the order of the model. Ranks that share some of them in different
@@ -65,7 +66,6 @@ class Reducer:
         shards_gradients: True if every backward averages its gradients into the ranks' slices (stage 2).
         writes: detects foreign writes to gradients since the last backward or reduction.
         num_backwards: of the optimizer's own until now.
-        before_plain_backward: called where a backward begins that the optimizer does not run.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Reducer:
         device: torch.device,
         overlap: bool = True,
         scaler: DynamicScaler | None = None,
+        before_plain_backward: Callable[[], None],
     ) -> None:
         position = {managed.parameter: index for index, managed in enumerate(parameters)}
         self.slots = sorted(
@@ -88,7 +89,7 @@ class Reducer:
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
         self.num_backwards = 0
-        self.before_plain_backward: Callable[[], None] | None = None
+        self._before_plain_backward = before_plain_backward
         self._group, self._device, self._scaler = group, device, scaler
         # The last gradient of a bucket is that of its first parameter in the model: backward reaches it last.
         self._buckets = sorted(
@@ -350,8 +351,7 @@ class Reducer:
             if not _accumulates(slot.parameter):
                 return
             if self.writes.begin_plain_backward():
-                if self.before_plain_backward is not None:
-                    self.before_plain_backward()
+                self._before_plain_backward()
                 self.open()
         if gradient is None:
             self._complete(slot, bucket)

@@ -1,5 +1,6 @@
 """`gradient_accumulation_steps`: a step uses the mean of several calls, like one process that averages."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,36 +218,39 @@ def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int, *, ove
 
 
 def norms_of_mixtures(stage: int, *, overlaps: bool) -> list[float]:
-    """Return the norms of a call (c) alone and with backwards of the booster (b) and of torch (l).
+    """Return the norms of a call alone and of all mixtures."""
+    booster = hybrid(zero_stage=stage, num_microbatches=2, overlap_communication=overlaps)
+    return [norm_of(booster, order) for order in ("c", *MIXTURES)]
+
+
+def norm_of(booster: Any, order: str) -> float:
+    """Return the norm of a step after calls (c) and backwards of the booster (b) and of torch (l).
 
     All are of one batch on every replica. Others: a call that fails in the second microbatch (x), and one at the end of
     the data (e); a step (s), without an update; `zero_grad` of the optimizer (z), to zeros (Z), of the bare model (m).
     """
-    norms = []
-    for order in ("c", *MIXTURES):
-        booster = hybrid(zero_stage=stage, num_microbatches=2, overlap_communication=overlaps)
-        model, optimizer = boosted(booster, LLAMA)
-        for group in optimizer.param_groups:
-            group.update(lr=0.0, weight_decay=0.0)
-        batch = make_batch(LLAMA, num_samples=3, seed=0)
-        for kind in (*order, "s"):
-            if kind == "c":
-                booster.execute_pipeline(iter([batch]), model, None, optimizer)
-            elif kind in "xe":
-                with pytest.raises(KeyError if kind == "x" else StopIteration):
-                    fail(booster, model, optimizer, batch if kind == "x" else None)
-            elif kind == "b":
-                booster.backward(model(**batch).loss, optimizer)
-            elif kind == "l":
-                model(**batch).loss.backward()
-            elif kind == "s":
-                optimizer.step()
-            elif kind == "m":
-                model.unwrap().zero_grad()
-            elif kind in "zZ":
-                optimizer.zero_grad(set_to_none=kind == "z")
-        norms.append(optimizer.last_norm)
-    return norms
+    model, optimizer = boosted(booster, LLAMA)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    batch = make_batch(LLAMA, num_samples=3, seed=0)
+    for kind in (*order, "s"):
+        if kind == "c":
+            booster.execute_pipeline(iter([batch]), model, None, optimizer)
+        elif kind in "xe":
+            with pytest.raises(KeyError if kind == "x" else StopIteration):
+                fail(booster, model, optimizer, batch if kind == "x" else None)
+        elif kind == "b":
+            booster.backward(model(**batch).loss, optimizer)
+        elif kind == "l":
+            model(**batch).loss.backward()
+        elif kind == "s":
+            optimizer.step()
+        elif kind == "m":
+            model.unwrap().zero_grad()
+        elif kind in "zZ":
+            optimizer.zero_grad(set_to_none=kind == "z")
+    norm: float = optimizer.last_norm
+    return norm
 
 
 def fail(booster: Any, model: Any, optimizer: Any, batch: Any) -> None:
@@ -279,27 +283,8 @@ def test_leftovers_and_failures_under_accumulation(pool: Pool, stage: int) -> No
 def accumulate_otherwise(stage: int) -> tuple[float | str, ...]:
     """Return norms of steps of two calls with other gradients, after a failure, and errors."""
     booster = hybrid(zero_stage=stage, num_microbatches=2, gradient_accumulation_steps=2)
-    batch = make_batch(LLAMA, num_samples=3, seed=0)
-
-    def norm(order: str) -> float:
-        model, optimizer = boosted(booster, LLAMA)
-        for group in optimizer.param_groups:
-            group.update(lr=0.0, weight_decay=0.0)
-        for kind in (*order, "s"):
-            if kind == "c":
-                booster.execute_pipeline(iter([batch]), model, None, optimizer)
-            elif kind == "b":
-                booster.backward(model(**batch).loss, optimizer)
-            elif kind == "x":
-                with pytest.raises(KeyError):
-                    fail(booster, model, optimizer, batch)
-            elif kind == "l":
-                model(**batch).loss.backward()
-            else:
-                optimizer.step()
-        return optimizer.last_norm
-
-    refusals = [refused(lambda order=order: norm(order)) for order in ("clc", "bc", "cxc")]
+    norm = partial(norm_of, booster)
+    refusals = [refused(partial(norm, order)) for order in ("clc", "bc", "cxc")]
     return (*map(norm, ("cc", "ccscc", "lcc", "ccl", "cxcc")), *refusals)
 
 
