@@ -115,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="the same for styles of two stages per rank",
     )
-    parser.set_defaults(rounds=10, warmup=2)
+    parser.set_defaults(sequence=128, rounds=10, warmup=2)
     arguments = parse(parser)
     if min(arguments.rounds, arguments.warmup) < 1:
         parser.error(

@@ -13,8 +13,8 @@ from .bucket import Bucket
 from .clipping import clip_coefficient
 from .reducer import Reducer
 
-# Entries of which a CPU makes a temporary copy in float64 at a time. Kernels of CUDA convert as they go.
-_PART = 2**20
+# Entries of which a CPU makes a temporary copy in float64 at a time, in its cache. Kernels of CUDA convert as they go.
+_PART = 2**16
 
 
 class ReducedGradients:
