@@ -48,7 +48,7 @@ FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help finetune gpu releases test test-all test-newest test-older test-one-older lint format links install clean always
+.PHONY: help coverage finetune gpu releases test test-all test-newest test-older test-one-older lint format links install clean always
 
 help:
 	@echo "make finetune   fine-tune BERT on 4 processes: tensor and pipeline parallelism, then ZeRO"
@@ -58,6 +58,7 @@ help:
 	@echo "make test-older quick tests with $(OLDER), then with $(OLDEST_TORCH) and $(BESIDE_IT)"
 	@echo "make test-newest quick tests with the newest torch, transformers and peft that pip finds"
 	@echo "make releases   add the last runs to the table of releases, docs/releases.md"
+	@echo "make coverage   which model types train at all, without Echelon; PART=3/16 for a part, goes on where it was ended"
 	@echo "make lint       lint and type check"
 	@echo "make format     rewrite the sources in the house format"
 	@echo "make links      only make $(LINKS): with it on PYTHONPATH, this checkout is imported without being installed"
@@ -93,6 +94,9 @@ test-newest: $(NEWEST_READY)
 
 releases: $(READY)
 	$(BIN)/python -m tests.releases
+
+coverage: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.coverage.plain --part $(PART)
 
 lint: $(READY) links
 	$(BIN)/ruff check

@@ -17,6 +17,7 @@ IGNORANCE = {
     "lazy": "no layout",
     "pipeline": "no optimizer, no ZeRO",
     "zero": "no model, no microbatch",
+    "derive": "no sharding",
     "shardformer": "no optimizer",
     "checkpoint": "no schedule",
     "plugins": "the composition of all below",

@@ -20,6 +20,7 @@ LAYERS = (
     ("data",),
     ("lazy",),
     ("pipeline", "zero"),
+    ("derive",),
     ("shardformer",),
     ("checkpoint",),
     ("plugins",),

@@ -1,0 +1,109 @@
+"""Small models with batches that their forwards accept. Imports nothing of Echelon."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from .inputs import Inputs, loss_of, still
+from .small import small_configs
+
+LARGEST = 200_000_000  # parameters of a copy
+ANSWERS = 16  # errors of one forward that are answered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A small model and its batch.
+
+    Args:
+        make: returns the model; equal seeds give equal weights.
+        model: one of them.
+        batch: the arguments of its forward.
+        inputs: makes such batches.
+    """
+
+    make: Callable[[int], nn.Module]
+    model: nn.Module
+    batch: dict[str, Any]
+    inputs: Inputs
+
+    def loss(self) -> Tensor:
+        """Return the loss of the batch."""
+        torch.manual_seed(1)
+        return loss_of(self.model(**self.batch))
+
+
+def small_copy(kind: type[nn.Module], config: PreTrainedConfig, task: str) -> Copy:
+    """Return a small copy of a model that trains on a synthetic batch.
+
+    Args:
+        kind: the class of the model.
+        config: its config, of any size; it is not changed.
+        task: see `Inputs`.
+
+    Raises:
+        ValueError: there is none; with the errors of all attempts.
+    """
+    errors: list[str] = []
+    for small in small_configs(config):
+        if isinstance(small, Exception):
+            errors.append(described(small))
+            continue
+        try:
+            small = _of_class(small, kind)
+            _require_small(kind, small)
+
+            def make(seed: int, small: PreTrainedConfig = small) -> nn.Module:
+                torch.manual_seed(seed)
+                return still(kind(copy.deepcopy(small)))
+
+            model = make(0)
+        except Exception as error:  # of any model class, in code that was written for other sizes
+            errors.append(described(error))
+            continue
+        inputs = Inputs(model, task)
+        for _ in range(ANSWERS):
+            try:
+                found = Copy(make=make, model=model, batch=inputs.make(), inputs=inputs)
+                found.loss()
+                return found
+            except Exception as error:
+                errors.append(described(error))
+                if not inputs.adapt(error):
+                    break
+    raise ValueError(" | ".join(dict.fromkeys(errors)))
+
+
+def described(error: Exception) -> str:
+    """Return an error in one line, with the line of the model's code that raised it."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/models/" in file:
+            place = f" ({file.rpartition('/')[2]}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{place}"
+
+
+def _of_class(config: PreTrainedConfig, kind: type[nn.Module]) -> PreTrainedConfig:
+    """Return the config, or the one in it, that a model class takes."""
+    wanted: Any = getattr(kind, "config_class", None)
+    if wanted is None or isinstance(config, wanted):
+        return config
+    inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    return next((each for each in inner if isinstance(each, wanted)), config)
+
+
+def _require_small(kind: type[nn.Module], config: PreTrainedConfig) -> None:
+    try:
+        with torch.device("meta"):
+            count = sum(each.numel() for each in kind(config).parameters())
+    except (NotImplementedError, RuntimeError):  # a constructor that reads values
+        return
+    if count > LARGEST:
+        raise ValueError(f"the smallest config has {count:,} parameters")

@@ -1,0 +1,382 @@
+"""Synthetic batches of any model, from the signature of its forward and its config. Imports nothing of Echelon.
+
+An argument is made by its name. What a forward still lacks, or has too much of (tokens at which an image's features
+belong, frames of a video, the order of an audio's dimensions), it says in an error, and `Inputs.adapt` answers it.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+LENGTH, TARGETS = 16, 8  # tokens
+# B samples, S tokens, F frequencies, T times
+_TEXT = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+_CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION")
+_OBJECTS = ("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION")
+_VISION = (
+    "vision_config",
+    "image_config",
+    "vit_config",
+    "backbone_config",
+    "vision_encoder_config",
+    "encoder",
+)
+_AUDIO = ("audio_config", "audio_encoder_config", "encoder_config", "encoder")
+_MODALITIES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "input_features",
+               "input_features_mask", "feature_attention_mask", "pixel_values_videos")  # fmt: skip
+_FEATURE_MASKS = ("input_features_mask", "feature_attention_mask")
+_GRIDS = ("image_grid_thw", "grid_thw", "image_grid_hws")
+
+
+class Inputs:
+    """Arguments of a model's forward.
+
+    Args:
+        model: the model, small.
+        kind: its task, by the name of transformers' mapping ("CAUSAL_LM"); it decides the form of the labels.
+    """
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.config, self.kind = model.config, kind
+        self.text = self.config.get_text_config()
+        self.names = inspect.signature(model.forward).parameters
+        self.vision = _inner(_inner(self.config, "vlm_config"), *_VISION)
+        self.audio = _inner(self.config, *_AUDIO)
+        self.drawn, self.samples = torch.Generator(), 2
+        self.places: dict[int, int] = {}  # by placeholder token: how many a row has
+        self.side: tuple[int, int] | None = None
+        self.frames = 0
+        self.without: set[str] = set()
+        self.is_transposed = False
+        self.is_stacked = False
+        self._tried: set[str] = set()
+
+    def make(self, samples: int = 2, seed: int = 0) -> dict[str, Any]:
+        """Return the arguments; equal ones in each call, unless an error was answered in between."""
+        self.samples = samples
+        self.drawn.manual_seed(seed)
+        made: dict[str, Any] = {}
+        for make in (self._images, self._sounds, self._texts, self._series, self._others, self._labels):
+            made |= {name: each for name, each in make(made).items() if name not in self.without}
+        return made
+
+    def adapt(self, error: Exception) -> bool:
+        """Change what `make` returns, as an error of the forward asks for; return False if nothing is left to try."""
+        text = f"{type(error).__name__}: {error}"
+        answers: tuple[tuple[str, Callable[[], bool]], ...] = (
+            ("", lambda: self._fill_places(text)),
+            ("side", lambda: self._resize(text)),
+            *(
+                (f"frames {count}", lambda count=count: self._add_frames(text, count))
+                for count in (1, 2, 3, 5)
+            ),
+            ("transposed", self._transpose),
+            ("stacked", self._stack),
+            ("sizes", self._leave_out_sizes),
+            ("text alone", self._leave_out_modalities),
+        )
+        for name, answer in answers:
+            if name not in self._tried and answer():
+                self._tried |= {name} - {""}
+                return True
+        return False
+
+    # Inputs
+
+    def _images(self, made: dict[str, Any]) -> dict[str, Any]:
+        channels, height, width = self._image()
+        if "pixel_values" not in self.names:
+            if "pixel_values_videos" not in self.names:
+                return {}
+            frames = min(_first(self.vision, "num_frames", "frames_per_clip", default=4), 16)
+            return {"pixel_values_videos": self._floats(self.samples, frames, channels, height, width)}
+        if grid := next((name for name in _GRIDS if name in self.names), None):
+            merge = _one(_first(self.vision, "spatial_merge_size", "merge_size", default=2))
+            patch = _one(_first(self.vision, "patch_size", default=8))
+            size = channels * _one(_first(self.vision, "temporal_patch_size", default=1)) * patch**2
+            pixels = self._floats(self.samples * (2 * merge) ** 2, size)
+            sides = [[1, 2 * merge, 2 * merge]] if grid != "image_grid_hws" else [[2 * merge, 2 * merge]]
+            return {"pixel_values": pixels, grid: torch.tensor(sides * self.samples)}
+        frames = (self.frames,) if self.frames else ()
+        if self.kind == "VIDEO_CLASSIFICATION":
+            frames = (_first(self.config, "num_frames", default=2),)
+        found: dict[str, Any] = {"pixel_values": self._floats(self.samples, *frames, channels, height, width)}
+        if "image_sizes" in self.names:
+            found["image_sizes"] = torch.tensor([[height, width]] * self.samples)
+        return found
+
+    def _sounds(self, made: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if "input_features" in self.names:
+            bins = _one(_first(self.audio, "num_mel_bins", "n_mels", "num_mels", "feature_size",
+                               "input_feat_per_channel", "input_dim", "feature_projection_input_dim", "input_size",
+                               default=16))  # fmt: skip
+            positions = getattr(self.audio, "max_source_positions", None)
+            times = 128 if positions is None or "input_feat_per_channel" in dir(self.audio) else 2 * positions
+            shape = (bins, times) if self.is_transposed else (times, bins)
+            found["input_features"] = self._floats(self.samples, *shape)
+            masks = [name for name in _FEATURE_MASKS if name in self.names]
+            if "attention_mask" in self.names and "input_ids" not in self.names:
+                masks.append("attention_mask")
+            found |= {name: torch.ones(self.samples, times, dtype=torch.long) for name in masks}
+        if "input_values" in self.names and "input_ids" not in self.names and not found:
+            is_spectrogram = hasattr(self.config, "num_mel_bins") and hasattr(self.config, "max_length")
+            sides = (self.config.max_length, self.config.num_mel_bins) if is_spectrogram else (4000,)
+            found["input_values"] = self._floats(self.samples, *sides)
+        return found
+
+    def _texts(self, made: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if "input_ids" in self.names:
+            found["input_ids"] = ids = self._ids()
+            marks = torch.isin(ids, torch.tensor([*self.places], dtype=torch.long)).long()
+            if "attention_mask" in self.names:
+                found["attention_mask"] = torch.ones_like(ids)
+            if "mm_token_type_ids" in self.names:
+                found["mm_token_type_ids"] = marks
+            elif "token_type_ids" in self.names and self.places:
+                found["token_type_ids"] = marks
+            if "bbox" in self.names:
+                found["bbox"] = (
+                    self._floats(self.samples, LENGTH, 8)
+                    if _is_relative(self.config)
+                    else (torch.zeros(self.samples, LENGTH, 4, dtype=torch.long))
+                )
+        if "qformer_input_ids" in self.names:
+            found["qformer_input_ids"] = self._ids(placeholders=False)
+        return found
+
+    def _series(self, made: dict[str, Any]) -> dict[str, Any]:
+        if "past_values" not in self.names:
+            return {}
+        length = _first(self.config, "context_length", default=32)
+        if "freq" in self.names or "timesfm" in self.config.model_type:
+            series: Any = self._floats(self.samples, length)
+            found = {"past_values": series if self.is_stacked else list(series)}
+            return found | ({"freq": [0] * self.samples} if "freq" in self.names else {})
+        return {
+            "past_values": self._floats(
+                self.samples, length, _first(self.config, "num_input_channels", default=1)
+            )
+        }
+
+    def _others(self, made: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if "input_points" in self.names:
+            found["input_points"] = 8 * self._floats(self.samples, 1, 2, 2).abs()
+            found["input_labels"] = torch.ones(self.samples, 1, 2, dtype=torch.long)
+        if "flattened_patches" in self.names:
+            patch = _one(_first(self.vision, "patch_size", default=16))
+            patches = self._floats(self.samples, 16, 2 + 3 * patch**2)
+            patches[..., 0], patches[..., 1] = torch.arange(16) // 4 + 1, torch.arange(16) % 4 + 1
+            found["flattened_patches"] = patches
+        if "visual_embeds" in self.names and "visual_embedding_dim" in dir(self.config):
+            found["visual_embeds"] = self._floats(self.samples, 4, self.config.visual_embedding_dim)
+        if "visual_feats" in self.names:
+            found["visual_feats"] = self._floats(self.samples, 4, self.config.visual_feat_dim)
+            found["visual_pos"] = self._floats(self.samples, 4, 4).abs()
+        if "return_loss" in self.names:
+            found["return_loss"] = True
+        return found
+
+    def _labels(self, made: dict[str, Any]) -> dict[str, Any]:
+        names, kind = self.names, self.kind
+        classes = max(2, int(_first(self.config, "num_labels", default=2)))
+        if "start_positions" in names and "labels" not in names:
+            return {
+                name: self._ints(0, LENGTH, self.samples) for name in ("start_positions", "end_positions")
+            }
+        _, height, width = self._image()
+        if "mask_labels" in names:
+            masks = [self._ints(0, 2, 2, height, width).float() for _ in range(self.samples)]
+            return {
+                "mask_labels": masks,
+                "class_labels": [self._ints(0, classes, 2) for _ in range(self.samples)],
+            }
+        targets = {"decoder_input_ids": self._ids(TARGETS)} if "decoder_input_ids" in names else {}
+        if "labels" not in names or "mlm_labels" in names:
+            return targets
+        if kind in _TEXT and "input_ids" in made:
+            labels = made["input_ids"].clone()[:, : LENGTH if "decoder_input_ids" in names else None]
+            for token in self.places:
+                labels[labels == token] = -100
+        elif kind in _CLASSES:
+            labels = self._ints(0, classes, self.samples)
+        elif kind == "CTC":
+            labels = self._ints(3, min(self._vocabulary, 30), self.samples, 4)
+        elif "SEQ" in kind or kind in ("RNNT", "TDT", *_TEXT):
+            labels = self._ids(placeholders=False)
+        elif kind == "TOKEN_CLASSIFICATION":
+            labels = self._ints(0, classes, self.samples, LENGTH)
+        elif kind in ("QUESTION_ANSWERING", "VISUAL_QUESTION_ANSWERING"):
+            labels = torch.rand(self.samples, classes, generator=self.drawn)
+        elif kind in _OBJECTS:
+            labels = [self._objects(classes, height, width) for _ in range(self.samples)]
+        elif kind == "SEMANTIC_SEGMENTATION":
+            labels = self._ints(0, classes, self.samples, height, width)
+        elif "input_ids" in made:
+            labels = made["input_ids"].clone()
+        else:
+            return targets
+        return {"labels": labels}
+
+    # Values
+
+    def _ints(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.drawn)
+
+    def _floats(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.drawn)
+
+    @property
+    def _vocabulary(self) -> int:
+        both = (_first(each, "vocab_size", "n_vocab", default=None) for each in (self.text, self.config))
+        return int(next((each for each in both if each), 256))
+
+    def _ids(self, length: int = LENGTH, *, placeholders: bool = True) -> Tensor:
+        """Return tokens (B, S), of the upper part of the vocabulary, with the placeholders after the second."""
+        top = max(self._vocabulary, 8)
+        ids = self._ints(min(100, top // 2), top, self.samples, length)
+        for token, count in self.places.items() if placeholders else ():
+            ids = torch.cat([ids[:, :2], torch.full((self.samples, count), token), ids[:, 2:]], 1)
+        return ids
+
+    def _image(self) -> tuple[int, int, int]:
+        """Return channels, height and width of an image."""
+        default = _first(self.config, "image_size", default=64)
+        size = self.side or _first(self.vision, "image_size", "img_size", "input_size", default=default)
+        size = (size["height"], size["width"]) if isinstance(size, dict) else size
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+        channels = _first(self.vision, "num_channels", "in_channels", "in_chans", default=3)
+        return channels if isinstance(channels, int) else 3, height, width
+
+    def _objects(self, classes: int, height: int, width: int) -> dict[str, Tensor]:
+        """Return two objects in an image: classes, boxes (x, y, width, height) and masks."""
+        boxes = 0.3 * torch.rand(2, 4, generator=self.drawn) + 0.3
+        masks = self._ints(0, 2, 2, height, width).float()
+        return {"class_labels": self._ints(0, classes, 2), "boxes": boxes, "masks": masks}
+
+    # Answers to errors
+
+    def _fill_places(self, text: str) -> bool:
+        """Put as many placeholder tokens into each row as there are features of an image or a sound."""
+        counts = re.search(r"tokens\D*?(\d+)\D+?features\D*?(\d+)", text, re.S) or re.search(
+            r"placeholders?\D*?(\d+)\D+?features\D*?(\d+)", text, re.S
+        )
+        token = self._placeholder(text)
+        if counts is None or token is None:
+            return False
+        present, features = int(counts[1]), int(counts[2])
+        # Features are counted in rows, in vectors, or in numbers.
+        tokens = self.places.get(token, 0) * self.samples
+        by = max(1, present // tokens) if tokens else 1
+        for count in (features // self.samples // by, features // self.samples // WIDTHS):
+            key = f"{count} of {token}"
+            if 0 < count <= 600 and key not in self._tried:
+                self._tried.add(key)
+                self.places[token] = count
+                return True
+        return False
+
+    def _placeholder(self, text: str) -> int | None:
+        modality = "audio" if "udio" in text else "video" if "ideo" in text else "image"
+        suffixes = ("_token_id", "_token_index", "_token", "_patch_id")
+        names = [f"{each}{suffix}" for each in (modality, "image", "im") for suffix in suffixes]
+        configs = (self.config, self.text, _inner(self.config, "vlm_config"))
+        found = [
+            getattr(each, name, None) for each in configs for name in [*names, "media_placeholder_token_id"]
+        ]
+        return next((each for each in found if isinstance(each, int)), None)
+
+    def _resize(self, text: str) -> bool:
+        found = re.search(r"\((\d+)\*(\d+)\) doesn't match model \((\d+)\*(\d+)\)", text)
+        self.side = (int(found[3]), int(found[4])) if found else self.side
+        return found is not None
+
+    def _add_frames(self, text: str, count: int) -> bool:
+        asks = r"expected .*5|too many values|not enough values|IndexError|5D|dimension out of range|pixel_values of"
+        if "pixel_values" not in self.names or not re.search(asks, text):
+            return False
+        self.frames = count
+        return True
+
+    def _transpose(self) -> bool:
+        self.is_transposed = "input_features" in self.names
+        return self.is_transposed
+
+    def _stack(self) -> bool:
+        self.is_stacked = "past_values" in self.names
+        return self.is_stacked
+
+    def _leave_out_sizes(self) -> bool:
+        """Leave out the sizes of images, by which some classes expect a vision model of another kind."""
+        self.without |= {"image_sizes"}
+        return "image_sizes" in self.names
+
+    def _leave_out_modalities(self) -> bool:
+        """Give text alone."""
+        found = {"input_ids"} <= self.names.keys() and [name for name in _MODALITIES if name in self.names]
+        self.without |= set(found or ())
+        self.places = {}
+        return bool(found)
+
+
+WIDTHS = 64  # of a small text model: features may be counted in numbers
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested outputs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the model's loss, or else the mean square of its first output with gradients.
+
+    Raises:
+        ValueError: no output has gradients.
+    """
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
+        return own.reshape(())
+    for each in tensors_in(output):
+        if each.is_floating_point() and each.requires_grad:
+            return each.float().pow(2).mean()
+    raise ValueError("no output has gradients")
+
+
+def still(model: nn.Module) -> nn.Module:
+    """Turn dropout off, and return the model in training mode."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def _first(config: Any, *names: str, default: Any) -> Any:
+    """Return the first of these settings that is not None."""
+    return next((each for name in names if (each := getattr(config, name, None)) is not None), default)
+
+
+def _one(value: Any) -> int:
+    return value if isinstance(value, int) else int(value[0])
+
+
+def _inner(config: Any, *names: str) -> Any:
+    """Return the first of these nested configs, or the config itself."""
+    return next(
+        (each for name in names if isinstance(each := getattr(config, name, None), PreTrainedConfig)), config
+    )
+
+
+def _is_relative(config: Any) -> bool:
+    """Return True if boxes have coordinates of four corners as fractions."""
+    return hasattr(config, "dim_bbox")

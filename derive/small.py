@@ -1,0 +1,339 @@
+"""Small configs of any model class of transformers: the same structure, in dimensions for a CPU.
+
+A config's settings are recognized by their names, since every model type has its own. What chooses between kinds of
+layers (lists with an entry per layer, periods, positions of special layers) keeps every kind. Imports nothing of
+Echelon.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+VOCABULARY, LAYERS, HEADS, HEAD_DIM, WIDTH, INNER, WINDOW = 256, 4, 4, 16, 64, 128, 8
+_KEPT = re.compile(
+    r"type_vocab_size|.*(spatial_merge|temporal_patch|merge_kernel)_size|num_channels|in_channels|patch_stride|model_type"
+)
+_DROPOUT = re.compile(
+    r".*(dropout|drop_path|layerdrop|_pdrop|drop_rate|mask_time_prob|mask_feature_prob|jitter).*"
+)
+_TOKEN = re.compile(r"(.*_)?(token|blank|start|end|eos|bos|pad|sep|cls|mask)(_token)?_(id|ids|index)")
+_DEPTH = re.compile(
+    r"(.*_)?num_hidden_layers|n_layers?|(.*_)?num_layers|(num_)?(en|de)coder_layers"
+    r"|(transformer|hidden|n_head)_layers|depth|num_blocks"
+)
+_PERIOD = re.compile(
+    r".*(layer_period|layer_step|layer_interval|attention_interval|window_pattern|sparse_step)"
+)
+_OFFSET = re.compile(r".*layer_offset")
+_PLACES = re.compile(
+    r"deepstack.*|fullatt_block.*|global_attn_index.*|cross_attention_layers|mlp_only_layers"
+)
+
+# The largest value of a setting by a pattern of its name; the first match counts.
+_LIMITS: tuple[tuple[re.Pattern[str], int], ...] = tuple(
+    (re.compile(pattern), limit)
+    for pattern, limit in (
+        (r"(.*_)?vocab_size(_per_layer_input)?|codebook_size|n_vocab", VOCABULARY),
+        (r"max_source_positions", WIDTH),
+        (
+            r"(.*_)?(max_.*position.*|n_positions|max_seq_len|max_sequence_length|max_.*length|seq_length)",
+            INNER,
+        ),
+        (r"num_mel_bins|num_mels|feature_size|n_mels", 16),
+        (r"(.*_)?(num_attention_heads|num_heads|attention_heads|n_heads?|linear_num_.*heads)", HEADS),
+        (r"(.*_)?(head_dim|d_kv|head_size|kv_channels|attention_head_size|dim_head)", HEAD_DIM),
+        (r"(mm_)?tokens_per_image", 4),
+        (r"rotary_dim", HEAD_DIM // 2),
+        (r"(.*_)?lora_rank", 32),
+        (r"(.*_)?(num_experts|num_local_experts|n_routed_experts|num_routed_experts|moe_num_experts)", 4),
+        (r"num_experts_per_(tok|token)|num_selected_experts|moe_topk|moe_k|top_k|moe_top_k|router_topk", 2),
+        (r"n_group|topk_group|n_groups|mamba_n_groups", 1),
+        (r"moe_intermediate_size|(.*_)?shared_expert_intermediate_size|expert_.*size", WIDTH),
+        (
+            r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|mlp_dim|n_inner|intermediate_dim"
+            r"|feedforward_dim|dim_feedforward|feed_forward_dim|d_inner)",
+            INNER,
+        ),
+        (
+            r"(.*_)?(hidden_size|d_model|n_embd|n_embed|embed_dim|emb_dim|hidden_dim|model_dim|embedding_size"
+            r"|projection_dim|projector_dim|word_embed_proj_dim|embedding_dim|output_dim|width|proj_dim|cross_dim"
+            r"|dim_model|lru_width|attention_hidden_size|pooler_output_size|out_hidden_size|d_embed)|dim",
+            WIDTH,
+        ),
+        (
+            r"sliding_window(_size)?|local_attention|attention_window|window_size_left|local_window_size"
+            r"|(.*_)?chunk_size|attention_chunk_size|block_size|num_queries|num_query_tokens|num_latents"
+            r"|num_denoising|patch_size",
+            WINDOW,
+        ),
+        (r"max_window_layers|first_k_dense_replace", 1),
+        (r"index_topk", WINDOW),
+        (r"num_nextn_predict_layers|mtp_num_hidden_layers|num_kv_shared_layers", 0),
+        (r"train_num_points", 32),
+        (r"upsample_groups|num_conv_pos_embedding_groups", 4),
+        (r"num_conv_pos_embeddings|query_pre_attn_scalar", 16),
+        (r"mask_ratio", 0),
+    )
+)
+_KEY_VALUE = re.compile(r"(.*_)?(num_key_value_heads|n_kv_heads?|num_kv_heads|multi_query_group_num)")
+_QUERY = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
+_IMAGE = re.compile(r"(pretrain_)?image_size|img_size|spatial_size")
+# Settings that some classes need and leave at None.
+_FILLED = {
+    "head_dim": HEAD_DIM,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS // 2,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "backbone_out_indices": list(range(LAYERS)),
+}
+_FILLED_TOKEN = re.compile(r"(image|video|audio)_token_(id|index)")
+
+
+def small_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig | Exception]:
+    """Yield small configs of a config's class, the most regular first, or the error of making one.
+
+    Args:
+        config: a config of a model; it is not changed.
+    """
+    attempts: tuple[Callable[[], PreTrainedConfig], ...] = (
+        lambda: _Small().config(config),
+        lambda: _with_sections(_Small().config(config)),
+        lambda: _Small(derived=True).config(config),
+        lambda: _Small(filled=True).config(config),
+        lambda: _Small(depth_only=True).config(config),
+    )
+    for attempt in attempts:
+        try:
+            yield _trainable(attempt())
+        except Exception as error:  # of any config class: validators, and code that the sizes do not suit
+            yield error
+
+
+class _Small:
+    """Arguments of small configs.
+
+    Args:
+        derived: also give settings that the class derives from others.
+        filled: give some settings that are None a value.
+        depth_only: keep all sizes but those of lists of layers and vocabularies.
+    """
+
+    def __init__(self, *, derived: bool = False, filled: bool = False, depth_only: bool = False) -> None:
+        self.derived, self.filled, self.depth_only = derived, filled, depth_only
+        self.tokens: dict[str, int] = {}
+
+    def config(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return a small config of the same class."""
+        defaults, values, chosen = _defaults(type(config)), _settings(config), dict[str, Any]()
+        layers = _chosen_layers(config)
+        for name, value in values.items():
+            if isinstance(value, PreTrainedConfig):
+                chosen[name] = self.config(value)
+            elif self.filled and value is None and name in defaults and _FILLED_TOKEN.fullmatch(name):
+                chosen[name] = self.token(name, 0)
+            elif self.filled and value is None and name in _FILLED and name in defaults:
+                chosen[name] = _FILLED[name]
+            elif layers and isinstance(value, (list, tuple)) and len(value) == _depth(config):
+                chosen[name] = [value[layer] for layer in layers]
+            elif self.derived or (
+                name in defaults and (defaults[name] is not None or _TOKEN.fullmatch(name))
+            ):
+                small = self.value(name, value, config)
+                if small != value or value != defaults.get(name):
+                    chosen[name] = small
+        stages = getattr(config, "_out_indices", None)  # of a backbone, which counts its stem
+        if stages and max(stages) > LAYERS:
+            chosen["out_indices"] = list(range(1, LAYERS + 1))[-len(stages) :]
+        _fit_state_space(config, chosen)
+        return type(config)(**chosen)
+
+    def value(self, name: str, value: Any, config: PreTrainedConfig) -> Any:
+        """Return a small value of a setting; the same if its name says nothing about a size."""
+        if isinstance(value, (bool, str)) or value is None or _KEPT.fullmatch(name):
+            return value
+        if _DROPOUT.fullmatch(name):
+            return type(value)(0) if isinstance(value, (int, float)) else value
+        if _TOKEN.fullmatch(name) and not isinstance(value, dict):
+            return self.token(name, value)
+        if isinstance(value, dict):
+            inside = {
+                key: each if key in _KEPT_INSIDE else self.value(key, each, config)
+                for key, each in value.items()
+            }
+            return inside | (
+                {"mrope_section": _sections(HEAD_DIM, value)} if value.get("mrope_section") else {}
+            )
+        if isinstance(value, (list, tuple)):
+            return self.sequence(name, value)
+        return self.number(name, value, config) if isinstance(value, int) else value
+
+    def token(self, name: str, value: Any) -> Any:
+        """Return a token of the small vocabulary, the same for all settings of a name."""
+        if isinstance(value, (list, tuple)):
+            return [self.token(f"{name}{place or ''}", each) for place, each in enumerate(value)]
+        key = re.sub(r"(_token)?(_ids?|_index)(\d*)$", r"\3", name)
+        known = {
+            "pad": 0,
+            "bos": 1,
+            "eos": 2,
+            "decoder_start": min(value, 2) if isinstance(value, int) else 0,
+        }
+        return known[key] if key in known else self.tokens.setdefault(key, 3 + len(self.tokens))
+
+    def sequence(self, name: str, value: Any) -> Any:
+        """Return a small list: depths of groups of layers, places of layers, sides of an image."""
+        if name in _DEPTHS and not self.depth_only:
+            return [min(each, 2) if isinstance(each, int) else each for each in value]
+        if name == "backbone_out_indices" and max(value) >= LAYERS:
+            return list(range(LAYERS))[-len(value) :]
+        if _PLACES.fullmatch(name):
+            return list(range(1, LAYERS, 2))[: len(value)]
+        if _IMAGE.fullmatch(name) and all(isinstance(each, int) for each in value) and not self.depth_only:
+            return type(value)(min(each, 32) for each in value)
+        return value
+
+    def number(self, name: str, value: int, config: PreTrainedConfig) -> int:
+        """Return a small number."""
+        if _DEPTH.fullmatch(name):
+            return min(value, LAYERS)
+        if self.depth_only:
+            return min(value, VOCABULARY) if name.endswith("vocab_size") else value
+        if _PERIOD.fullmatch(name):
+            return min(value, 2)
+        if _OFFSET.fullmatch(name):
+            return min(value, 1)
+        grouped = any(
+            isinstance(getattr(config, each, None), (list, tuple)) for each in ("depths", "hidden_sizes")
+        )
+        if _IMAGE.fullmatch(name):
+            return min(value, 64 if grouped else 32)
+        if _KEY_VALUE.fullmatch(name):
+            heads = next(
+                (each for key in _QUERY if isinstance(each := getattr(config, key, None), int)), value
+            )
+            return value if value <= 1 else min(value, HEADS if value == heads else HEADS // 2)
+        limit = next((limit for pattern, limit in _LIMITS if pattern.fullmatch(name)), value)
+        groups = getattr(config, "num_heads", None)
+        if limit == WIDTH and isinstance(groups, (list, tuple)) and isinstance(groups[0], int):
+            limit = HEAD_DIM * groups[0]  # of the first group of layers
+        return min(value, limit)
+
+
+_KEPT_INSIDE = (
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+)
+_DEPTHS = (
+    "depths", "num_layers", "stage_numb_of_layers", "layers_per_stage", "blocks_per_stage", "depth", "layers"
+)  # fmt: skip
+
+
+def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a config and all configs inside it."""
+    inside = [each for each in vars(config).values() if isinstance(each, PreTrainedConfig)]
+    return [config, *(inner for each in inside for inner in configs_in(each))]
+
+
+def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return the settings that a config class takes, with their defaults."""
+    if not dataclasses.is_dataclass(kind):
+        taken = inspect.signature(kind).parameters.values()
+        return {each.name: each.default for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD}
+    return {
+        each.name: each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+        for each in dataclasses.fields(kind)
+    }
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    hidden = ("transformers_version", "architectures", "dtype", "model_type")
+    return {name: value for name, value in vars(config).items() if name[0] != "_" and name not in hidden}
+
+
+def _depth(config: PreTrainedConfig) -> int | None:
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return next((each for name in names if isinstance(each := vars(config).get(name), int)), None)
+
+
+def _chosen_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the layers whose kinds a small config has: the first of each kind, then further ones; sorted.
+
+    Empty if the config has no list with an entry for each layer. The kind of a layer is its entry in all such lists.
+    """
+    depth = _depth(config)
+    lists = [
+        each for each in _settings(config).values() if isinstance(each, (list, tuple)) and len(each) == depth
+    ]
+    if depth is None or depth < 2 or not lists:
+        return []
+    firsts: dict[str, int] = {}
+    for layer in range(depth):
+        firsts.setdefault(repr([each[layer] for each in lists]), layer)
+    chosen = sorted(firsts.values())[:LAYERS]
+    others = [layer for layer in range(depth) if layer not in chosen]
+    return sorted([*chosen, *others[: max(0, min(LAYERS, depth) - len(chosen))]])
+
+
+def _fit_state_space(config: PreTrainedConfig, chosen: dict[str, Any]) -> None:
+    """Set the heads of a state-space mixer, whose width is a multiple of the hidden size."""
+    for heads, size, expand in (
+        ("num_heads", "head_dim", "expand"),
+        ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+        ("mamba_num_heads", "mamba_head_dim", "expand"),
+    ):
+        if all(isinstance(vars(config).get(each), int) for each in (heads, size, expand)):
+            width = chosen.get("hidden_size", getattr(config, "hidden_size", WIDTH))
+            chosen[size] = HEAD_DIM
+            chosen[heads] = max(1, getattr(config, expand) * width // HEAD_DIM)
+
+
+def _with_sections(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Give every config with rotary embeddings sections of three axes, of which some classes have a default."""
+    for each in configs_in(config):
+        if isinstance(rope := getattr(each, "rope_parameters", None), dict):
+            rope.setdefault("mrope_section", [])
+    return config
+
+
+def _trainable(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Complete a config: tokens that a loss needs, no cache, rotary sections that fit the heads."""
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
+        config.decoder_start_token_id = 0
+    for each in configs_in(config):
+        rope = getattr(each, "rope_parameters", None)
+        ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+        for found in ropes:
+            if isinstance(found, dict) and "mrope_section" in found:
+                found["mrope_section"] = _sections(_head_dim(each), found)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    for each in {id(each): each for each in (config, config.get_text_config())}.values():
+        if getattr(each, "pad_token_id", None) is None:
+            each.pad_token_id = 0
+    return config
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _sections(head_dim: int, rope: Mapping[str, Any]) -> list[int]:
+    """Return sections of three axes for half of the rotated dimensions of a head."""
+    half = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    return [half - 2 * (half // 3), half // 3, half // 3]

@@ -1,0 +1,208 @@
+"""The page docs/coverage.md, from the rows of a run."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..matrix import ROOT
+
+DATA = ROOT / "docs" / "coverage.json"
+PAGE = ROOT / "docs" / "coverage.md"
+_KEPT = {
+    "rows": ("type", "class", "task", "family", "trains", "convolutional", "parameters", "unused", "reason"),
+    "stages": (
+        "type",
+        "stages",
+        "layers",
+        "entry",
+        "leading",
+        "everywhere",
+        "sent",
+        "arity",
+        "seconds",
+        "why",
+    ),
+    "sample": ("type", "pp2", "gradient", "loss", "seconds", "why"),
+}
+Rows = Mapping[str, Mapping[str, Any]]
+# Kinds of reasons, the first that matches; the last are limits of the small configs and batches, not of the types.
+_KINDS = (
+    ("a package is missing", r"requires the (\w+) library"),
+    ("it refuses to train", r"[Tt]raining .*(not supported|not implemented)|does not support training"),
+    ("a limit of time or memory", r"passed a limit"),
+    ("it has no forward", r"required \"forward\""),
+    ("a step does not change the loss", r"after a step"),
+    ("no small config was found", r"^(StrictDataclass|Ambiguous)"),
+    ("no batch was found", r""),
+)
+
+
+def make_page(
+    *,
+    plain: Rows | None = None,
+    stages: Rows | None = None,
+    sample: Rows | None = None,
+    data: Path = DATA,
+    page: Path = PAGE,
+) -> str:
+    """Update the data by the rows of runs, by model type, and write the page; return a summary."""
+    kept: dict[str, list[dict[str, Any]]] = json.loads(data.read_text()) if data.exists() else {}
+    for name, rows in (("rows", plain), ("stages", stages), ("sample", sample)):
+        if rows is not None:
+            kept[name] = [_short(rows[key], _KEPT[name]) for key in sorted(rows)]
+        kept.setdefault(name, [])
+    sections = (
+        f' "{name}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
+        for name, rows in kept.items()
+    )
+    data.write_text("{\n" + ",\n".join(sections) + "\n}\n")
+    page.write_text("\n".join(_page(**kept)) + "\n")
+    return f"{page.name}: {sum(bool(row.get('trains')) for row in kept['rows'])} of {len(kept['rows'])} train"
+
+
+def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return these fields of a row if they say anything, texts without their further alternatives."""
+    found = {
+        name: row[name]
+        for name in (*names, "commit", "torch", "transformers")
+        if row.get(name) not in (None, False, "")
+    }
+    texts = {name: each.partition(" | ")[0][:240] for name, each in found.items() if isinstance(each, str)}
+    return found | texts
+
+
+def _page(
+    rows: Sequence[Mapping[str, Any]],
+    stages: Sequence[Mapping[str, Any]],
+    sample: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    about = sorted({(row["commit"], row["torch"], row["transformers"]) for row in rows})
+    others = [row for row in rows if not row.get("convolutional")]
+    convolutional = [row for row in rows if row.get("convolutional")]
+    missing = [row for row in rows if not row.get("trains")]
+    lines = [
+        "# Model types that train at all",
+        "",
+        "Made by `make coverage` (`python -m tests.coverage.plain`), not by hand.",
+        "",
+        *(
+            f"torch {torch}, transformers {transformers}, commit {commit}."
+            for commit, torch, transformers in about
+        ),
+        "",
+        "Every model type of transformers that has a class for a task: its usual class, built from a small config and",
+        "given a synthetic batch, without Echelon. It trains if its loss in a plain loop has gradients, and is another",
+        "one after a step of SGD. Config and batch are made by general rules (`derive/`), so a type that is not among",
+        "them may train all the same: the reasons say what is missing.",
+        "",
+        *_table(["family", "types", "train", "%"], _counts(others)),
+        "",
+        "## Convolutional models",
+        "",
+        "More than half of the parameters are weights of convolutions: for data parallelism and ZeRO alone.",
+        "",
+        *_table(["family", "types", "train", "%"], _counts(convolutional)),
+        "",
+        f"{', '.join(row['type'] for row in convolutional if row.get('trains'))}.",
+        "",
+        "## The others",
+        "",
+    ]
+    kinds: dict[str, list[str]] = {}
+    for row in missing:
+        kind = next(kind for kind, pattern in _KINDS if re.search(pattern, row.get("reason", "")))
+        kinds.setdefault(kind, []).append(row["type"])
+    lines += _table(
+        ["reason", "types", ""],
+        [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in _KINDS if kind in kinds],
+    )
+    lines += ["", "The first error of each is in [coverage.json](coverage.json)."]
+    return [*lines, *_stage_lines(rows, stages), *_sample_lines(sample)]
+
+
+def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section on pipeline stages, by family; only of types that train and are not convolutional."""
+    if not stages:
+        return []
+    families = {
+        row["type"]: row["family"] for row in rows if row.get("trains") and not row.get("convolutional")
+    }
+    known = [row for row in stages if row["type"] in families]
+    counts: dict[str, Counter[str]] = {}
+    for row in known:
+        for name in (families[row["type"]], "all"):
+            counts.setdefault(name, Counter())[row["stages"]] += 1
+    cells = [
+        (
+            name,
+            *(str(each[kind]) for kind in ("table", "derived", "refused")),
+            str(100 * (each["table"] + each["derived"]) // sum(each.values())),
+        )
+        for name, each in sorted(counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values())))
+    ]
+    refused = [f"- {row['type']}: {_reason(row)}" for row in known if row["stages"] == "refused"]
+    return [
+        "",
+        "## Pipeline stages",
+        "",
+        "Of the types that train: by a table, or derived from a traced forward and proven in one process",
+        "(`python -m tests.coverage.stages`): a stage for each layer, forward and backward, against the whole copy.",
+        "",
+        *_table(["family", "table", "derived", "refused", "%"], cells),
+        "",
+        "Refused, with what departs:",
+        "",
+        *refused,
+    ]
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    return str(row.get("why", "")).replace("|", "/").replace("<", "(").replace(">", ")")
+
+
+def _sample_lines(sample: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section on the types that were drawn for the parity check."""
+    if not sample:
+        return []
+    counts = Counter(row["pp2"] for row in sample)
+    cells = [
+        (
+            row["type"],
+            row["pp2"],
+            f"{row['gradient']:.1e}" if "gradient" in row else "",
+            _reason(row),
+            row["commit"],
+        )
+        for row in sample
+    ]
+    return [
+        "",
+        "## Drawn types on two processes",
+        "",
+        "Types without a table, drawn by a date, under `echelon verify --model TYPE --pp 2`: three steps beside one",
+        "process (`python -m tests.coverage.sample`):",
+        f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}.",
+        "The gradient is the largest distance of one, as a share of the largest.",
+        "",
+        *_table(["type", "pp2", "gradient off by", "reason", "commit"], cells),
+    ]
+
+
+def _counts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    total, trained = Counter[str](), Counter[str]()
+    for row in rows:
+        for name in (row["family"], "all"):
+            total[name] += 1
+            trained[name] += bool(row.get("trains"))
+    names = sorted(total, key=lambda name: (name == "all", -total[name]))
+    return [
+        (name, str(total[name]), str(trained[name]), str(100 * trained[name] // total[name]))
+        for name in names
+    ]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]

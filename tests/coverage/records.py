@@ -1,0 +1,116 @@
+"""Rows of a run that goes on where it was ended: one JSON line each, made in a process of its own."""
+
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..matrix import ROOT, current_commit
+
+FOLDER = ROOT / "build" / "coverage"
+
+
+def released() -> dict[str, str]:
+    """Return what every row is about: the commit and the releases."""
+    return {"commit": current_commit(), **{name: version(name) for name in ("torch", "transformers")}}
+
+
+class Records:
+    """Rows by model type, kept in a file of JSON lines; the last line of a type counts.
+
+    Args:
+        name: name of the file.
+        about: added to each new row. Rows about other releases of transformers are left out.
+    """
+
+    def __init__(self, name: str, about: dict[str, str], folder: Path = FOLDER) -> None:
+        self.path, self.about = folder / f"{name}.jsonl", about
+        self.rows: dict[str, dict[str, Any]] = {}
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            row = json.loads(line)
+            if row["transformers"] == about["transformers"]:
+                self.rows[row["type"]] = row
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row, in the file at once."""
+        self.rows[row["type"]] = row = row | self.about
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def warmed() -> None:
+    """Import what most model types need, once before processes are forked."""
+    for name in ("llama", "bert", "t5", "vit", "clip", "qwen2_vl", "wav2vec2"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def run_each(
+    function: Callable[[str], dict[str, Any]],
+    arguments: Sequence[str],
+    *,
+    jobs: int,
+    cpu_seconds: int,
+    wall_seconds: int,
+    memory: int,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the results of a function for each argument, each from a forked process, as they end.
+
+    A process that passes a limit is a row with a reason.
+    """
+    waiting, selector = list(arguments), selectors.DefaultSelector()
+    running: dict[int, tuple[int, str, list[bytes]]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            argument = waiting.pop(0)
+            child, read = _forked(function, argument, cpu_seconds, wall_seconds, memory)
+            running[read] = (child, argument, [])
+            selector.register(read, selectors.EVENT_READ)
+        for key, _ in selector.select():
+            child, argument, parts = running[key.fd]
+            if data := os.read(key.fd, 1 << 16):
+                parts.append(data)
+                continue
+            selector.unregister(key.fd)
+            os.close(key.fd)
+            del running[key.fd]
+            signaled = os.waitpid(child, 0)[1]
+            text = b"".join(parts).decode()
+            name = signal.Signals(os.WTERMSIG(signaled)).name if os.WIFSIGNALED(signaled) else "exit"
+            yield (
+                argument,
+                json.loads(text) if text else {"reason": f"passed a limit of time or memory ({name})"},
+            )
+
+
+def _forked(
+    function: Callable[[str], dict[str, Any]], argument: str, cpu_seconds: int, wall_seconds: int, memory: int
+) -> tuple[int, int]:
+    """Start the function in a child; return the child, and where to read its result."""
+    read, write = os.pipe()
+    if child := os.fork():
+        os.close(write)
+        return child, read
+    os.close(read)
+    signal.alarm(wall_seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 2))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        text = json.dumps(function(argument))
+    except BaseException as error:
+        text = json.dumps({"reason": f"{type(error).__name__}: {error}"[:500]})
+    with os.fdopen(write, "w") as pipe:
+        pipe.write(text)
+    os._exit(0)

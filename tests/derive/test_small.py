@@ -1,0 +1,89 @@
+"""Small copies of models: they keep the kinds of layers, train, and need nothing of Echelon."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from echelon.derive.build import Copy, small_copy
+from echelon.derive.inputs import Inputs
+from echelon.derive.small import LAYERS, small_configs
+from echelon.derive.tasks import task_of, tasks_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def copy_of(model_type: str, **settings: Any) -> Copy:
+    task, name = next(iter(tasks_of(model_type).items()))
+    config = transformers.CONFIG_MAPPING[model_type](**settings)
+    return small_copy(getattr(transformers, name), config, task)
+
+
+@pytest.mark.parametrize("name", ["small", "inputs", "build", "tasks"])
+def test_the_denominator_imports_nothing_of_echelon_but_these_files(name: str) -> None:
+    tree = ast.parse((ROOT / "derive" / f"{name}.py").read_text())
+    relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    assert {node.module for node in relative} <= {"small", "inputs", "tasks"}
+    assert all(node.level == 1 for node in relative)
+
+
+def test_a_small_config_has_a_layer_of_every_kind() -> None:
+    kinds = ["full_attention"] * 9 + ["linear_attention", "full_attention", "full_attention"]
+    config = transformers.CONFIG_MAPPING["qwen3_next"](num_hidden_layers=12, layer_types=kinds)
+    small = next(small_configs(config))
+    assert isinstance(small, transformers.PreTrainedConfig)
+    assert small.num_hidden_layers == len(small.layer_types) == LAYERS
+    assert set(small.layer_types) == set(kinds)
+    assert config.num_hidden_layers == 12
+
+
+def test_a_small_config_keeps_periods_within_its_layers() -> None:
+    small = next(small_configs(transformers.CONFIG_MAPPING["jamba"]()))
+    assert isinstance(small, transformers.PreTrainedConfig)
+    assert (small.attn_layer_period, small.attn_layer_offset) == (2, 1)
+    assert len(set(small.layers_block_type)) == 2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "t5", "vit", "mixtral", "qwen2_vl", "wav2vec2", "mamba"])
+def test_a_small_copy_trains_and_is_the_same_each_time(model_type: str) -> None:
+    copies = [copy_of(model_type) for _ in range(2)]
+    losses = [copy.loss() for copy in copies]
+    assert torch.equal(*losses)
+    losses[0].backward()
+    assert all(
+        parameter.grad is not None
+        for name, parameter in copies[0].model.named_parameters()
+        if "masked_spec_embed" not in name  # only with masks drawn at random
+    )
+    assert sum(each.numel() for each in copies[0].model.parameters()) < 5e6
+
+
+def test_features_of_an_image_get_their_places_in_the_text() -> None:
+    batch = copy_of("qwen2_vl").batch
+    assert batch["pixel_values"].shape[0] == 32
+    assert batch["input_ids"].shape[1] > 16
+
+
+def test_an_error_that_no_other_batch_answers_is_left() -> None:
+    model = copy_of("llama").model
+    assert not Inputs(model, "CAUSAL_LM").adapt(ValueError("the model is broken"))
+
+
+def test_a_class_that_no_small_config_builds_is_refused_with_all_errors() -> None:
+    class Broken(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            raise TypeError("this class is broken")
+
+    with pytest.raises(ValueError, match=r"TypeError: this class is broken"):
+        small_copy(Broken, transformers.LlamaConfig(), "CAUSAL_LM")
+
+
+def test_the_task_of_a_class_is_that_of_its_base_class() -> None:
+    class Own(transformers.BertForMaskedLM):
+        pass
+
+    assert task_of(Own) == "MASKED_LM"
+    assert task_of(torch.nn.Linear) == ""

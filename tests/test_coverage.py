@@ -1,0 +1,77 @@
+"""The page of model types that train at all, and the record that it is made from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .coverage.page import DATA, PAGE, make_page
+from .coverage.records import Records, run_each
+
+ABOUT = {"commit": "abc1234", "torch": "2.13.0", "transformers": "5.24.0"}
+LIMITS = {"jobs": 1, "cpu_seconds": 20, "wall_seconds": 20, "memory": 1 << 40}
+
+
+def row(name: str, **settings: Any) -> dict[str, Any]:
+    return {
+        "type": name,
+        "class": name.title(),
+        "task": "CAUSAL_LM",
+        "family": "causal LM",
+        **ABOUT,
+        **settings,
+    }
+
+
+def test_the_page_counts_by_family_and_gives_reasons(tmp_path: Path) -> None:
+    rows = {
+        "good": row("good", trains=True),
+        "bad": row("bad", trains=False, reason="ImportError: Bad requires the timm library | and more"),
+        "net": row("net", trains=True, convolutional=True, family="image classification"),
+    }
+    data, page = tmp_path / "coverage.json", tmp_path / "coverage.md"
+    assert make_page(plain=rows, data=data, page=page) == "coverage.md: 2 of 3 train"
+    text = page.read_text()
+    assert "| causal LM | 2 | 1 | 50 |" in text
+    assert "| a package is missing | 1 | bad |" in text
+    assert "| image classification | 1 | 1 | 100 |" in text
+    assert [each["type"] for each in json.loads(data.read_text())["rows"]] == ["bad", "good", "net"]
+    stages = {"good": {"type": "good", "stages": "derived", **ABOUT}}
+    make_page(stages=stages, data=data, page=page)
+    assert "| all | 0 | 1 | 0 | 100 |" in page.read_text()
+    assert "| causal LM | 2 | 1 | 50 |" in page.read_text()
+
+
+def test_the_page_is_made_from_the_data() -> None:
+    kept = json.loads(DATA.read_text())
+    assert kept["rows"]
+    text = PAGE.read_text()
+    trained = sum(bool(each.get("trains")) for each in kept["rows"] if not each.get("convolutional"))
+    assert f"| all | {sum(not each.get('convolutional') for each in kept['rows'])} | {trained} |" in text
+
+
+def test_a_record_goes_on_and_forgets_other_releases(tmp_path: Path) -> None:
+    records = Records("plain", ABOUT, tmp_path)
+    records.add({"type": "llama", "trains": False})
+    records.add({"type": "llama", "trains": True})
+    assert Records("plain", ABOUT, tmp_path).rows == {"llama": {"type": "llama", "trains": True} | ABOUT}
+    assert Records("plain", ABOUT | {"transformers": "6.0.0"}, tmp_path).rows == {}
+
+
+def _fails(argument: str) -> dict[str, Any]:
+    if argument == "loops":
+        while True:
+            pass
+    raise ValueError(f"no {argument}")
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [("raises", "ValueError: no raises"), ("loops", "passed a limit of time or memory")],
+)
+def test_a_row_that_fails_is_a_reason(argument: str, reason: str) -> None:
+    limits = LIMITS | ({"cpu_seconds": 1} if argument == "loops" else {})
+    ((name, found),) = run_each(_fails, [argument], **limits)
+    assert name == argument
+    assert found["reason"].startswith(reason)
