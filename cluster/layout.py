@@ -56,7 +56,7 @@ class MeshLayout:
             ValueError: the sizes do not fit, with all errors.
         """
         raise_errors(layout_errors(world_size, dp=dp, **sizes))
-        layout = MeshLayout(**sizes, rank=rank)
+        layout = MeshLayout(**sizes, rank=rank)  # dp=1: its world_size is the product of the other axes
         return replace(layout, dp=world_size // layout.world_size)
 
     @property

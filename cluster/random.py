@@ -259,7 +259,7 @@ class SplitRandom:
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def note(self) -> Callable[[], None]:
+    def restorer(self) -> Callable[[], None]:
         """Return a function that restores the present state, entered or left, for recomputation inside a region."""
         return partial(setattr, self, "_other", self._other)
 

@@ -98,11 +98,11 @@ class OfMicrobatch:
 def _tensors(tree: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    map_tensors(tree, note)
+    map_tensors(tree, collect)
     return tensors
 
 

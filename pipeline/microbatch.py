@@ -146,12 +146,12 @@ def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
     """Return all tensors of a tree with their paths, such as `labels` or `inputs.0`."""
     found: list[tuple[str, Tensor]] = []
 
-    def note(entries: list[Any], path: str) -> Any:
+    def collect(entries: list[Any], path: str) -> Any:
         if isinstance(entries[0], Tensor):
             found.append((path, entries[0]))
         return entries[0]
 
-    _joined([tree], note)
+    _joined([tree], collect)
     return found
 
 
@@ -196,6 +196,7 @@ def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
         )
     if tensors[0].dim():
         return torch.cat(tensors, dim)
+    # Nothing says what a number is a mean of, so microbatches weigh alike; the call's "loss" is not formed here.
     stacked = torch.stack(tensors)
     return stacked.mean() if stacked.is_floating_point() or stacked.is_complex() else stacked.float().mean()
 

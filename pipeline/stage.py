@@ -60,7 +60,7 @@ from transformers import Cache, PreTrainedModel
 from ..cluster.transformers_api import CACHE_NAMES, EmptyCache, attention_name
 from .known_masks import compiles_masks, is_compiled, mask_of_all
 from .plan import StagePlan, is_within
-from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, note_returns, stage_roles
+from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, record_returns, stage_roles
 
 _STAGES = "_pipeline_stages"  # the attribute of a cut model with its stages
 _SAYING_WHICH = ("attention_mask", "position_ids")  # the arguments that decide which tokens see each other
@@ -229,7 +229,7 @@ def cut_stages(
     borrowed = {stage: _borrow(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
     _release([*casting.native.values()], kept=set(model.modules()))
     if plan.collects(model):
-        note_returns(model, casting.inbox, plan.entry[0], paths)
+        record_returns(model, casting.inbox, plan.entry[0], paths)
     local = {
         stage: Stage(
             model,
@@ -286,9 +286,12 @@ def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Bo
         for path, switch in stack.plan.repeated.items():
             if isinstance(owner, StandIn):
                 owner.adopt(path)
-            borrowed.append(Borrowed(owner, path))
+            reference = Borrowed(owner, path)
+            borrowed.append(reference)
+            # A plain attribute, not a child module: the owner alone lists the parameters.
             parent, _, name = path.rpartition(".")
-            vars(borrower.get_submodule(parent))[name] = borrowed[-1]
+            vars(borrower.get_submodule(parent))[name] = reference
+            # The boolean by which the layer's forward asks if it has the module.
             holder, _, attribute = switch.rpartition(".")
             setattr(borrower.get_submodule(holder), attribute, True)
     return borrowed

@@ -299,7 +299,7 @@ class LeavingWithAll(_Hooked):
         raise StageExit((*before[:-1], hidden))
 
 
-def note_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[str]) -> None:
+def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[str]) -> None:
     """Record the outputs of the entry (0) and of the layers (from 1) that this rank has, while a stage runs.
 
     Args:
@@ -310,14 +310,14 @@ def note_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[st
     for index, path in enumerate((entry, *layers)):
         module = model.get_submodule(path)
         if not isinstance(module, StandIn):
-            module.register_forward_hook(_note(inbox, index))
+            module.register_forward_hook(_recorder(inbox, index))
 
 
-def _note(inbox: Inbox, index: int) -> Any:
-    def note(module: nn.Module, args: tuple, output: Any) -> None:
+def _recorder(inbox: Inbox, index: int) -> Any:
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
         inbox.returned[index] = output[0] if isinstance(output, tuple) else output
 
-    return note
+    return record
 
 
 def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Roles:

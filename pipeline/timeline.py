@@ -170,13 +170,16 @@ def draw(panels: Sequence[Panel], *, unit: str) -> "Figure":
 
 
 def _shortest_box(panels: Sequence[Panel]) -> tuple[float, int]:
-    """Return the median length of the shortest kind of computation, and the digits of the longest number."""
-    lengths: dict[Op, list[float]] = {}
-    last = 0
+    """Return the median duration, in units of time, of the computations of the op whose median is the shortest.
+
+    Second, the number of digits of the highest microbatch index, which is the text in a box.
+    """
+    durations: dict[Op, list[float]] = {}
+    last_microbatch = 0
     for action, start, end in (span for panel in panels for spans in panel.timeline.spans for span in spans):
-        lengths.setdefault(action.op, []).append(end - start)
-        last = max(last, action.microbatch)
-    return min(map(median, lengths.values())), len(str(last))
+        durations.setdefault(action.op, []).append(end - start)
+        last_microbatch = max(last_microbatch, action.microbatch)
+    return min(map(median, durations.values())), len(str(last_microbatch))
 
 
 def require_matplotlib() -> None:

@@ -110,9 +110,10 @@ class GlobalCounts:
         self._expected_MT = expected_MT
         self._coefficients = _coefficients(terms)
         samples = torch.full((1,), sum(map(batch_size, microbatches)), dtype=torch.float64, device=device)
-        self._of_replica = torch.cat([self._expected_MT.sum(0), samples])
-        numbers = [self._of_replica, torch.ones_like(samples), self._coefficients, self._coefficients**2]
-        self._of_all, sharing, sums, squares = over_replicas(torch.cat(numbers)).split(
+        # The counts of all terms, then of samples.
+        self._replica_counts = torch.cat([self._expected_MT.sum(0), samples])
+        numbers = [self._replica_counts, torch.ones_like(samples), self._coefficients, self._coefficients**2]
+        self._global_counts, sharing, sums, squares = over_replicas(torch.cat(numbers)).split(
             list(map(len, numbers))
         )
         # Above 0 if microbatches counted otherwise than expected, a replica's loss has no such terms, or a coefficient
@@ -120,10 +121,11 @@ class GlobalCounts:
         differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2
         self.deviation = (sharing != num_replicas).any().float() + differ.any()
         self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
-        *totals, all_samples = self._of_all.unbind()
-        main = next((total for total, term in zip(totals, terms, strict=True) if _is_mean(term)), None)
+        *term_counts, global_samples = self._global_counts.unbind()
+        counts = zip(term_counts, terms, strict=True)
+        first = next((count for count, term in counts if _is_mean(term)), None)
         # The weight of the batch beside others of a step: of its first term that counts.
-        self.weight = None if main is None else torch.where(main > 0, main, all_samples)
+        self.weight = None if first is None else torch.where(first > 0, first, global_samples)
 
     def weighed(
         self,
@@ -151,27 +153,32 @@ class GlobalCounts:
                 f"the model's loss has {len(terms)} terms in one microbatch and {self._expected_MT.shape[1]} in the "
                 "first: give a criterion that returns (loss_sum, weight)"
             )
-        fraction = samples / self._of_all[-1]
-        of_all, of_replica = (fraction, samples / self._of_replica[-1]) if rest is None else rest
-        total = _addend(loss, terms, self._of_all, of_all)
+        fraction, replica_fraction = (
+            samples / counts[-1] for counts in (self._global_counts, self._replica_counts)
+        )
+        rest_weight, replica_rest_weight = (fraction, replica_fraction) if rest is None else rest
+        addend = _addend(loss, terms, self._global_counts, rest_weight)
         with torch.no_grad():
-            self.replica_loss += _addend(loss, terms, self._of_replica, of_replica)
+            self.replica_loss += _addend(loss, terms, self._replica_counts, replica_rest_weight)
         self.deviation += (torch.stack(list(_counts(terms, None))) != self._expected_MT[index]).any()
         self.deviation += (_coefficients(terms) != self._coefficients).any()
-        return total, fraction
+        return addend, fraction
 
 
-def _addend(loss: Tensor, terms: Sequence[Term], totals: Tensor, rest: Any) -> Tensor:
-    """Return the addend of a microbatch to the loss of a batch with these counts, and this weight of the rest."""
+def _addend(loss: Tensor, terms: Sequence[Term], batch_counts: Tensor, rest_weight: Any) -> Tensor:
+    """Return the addend of a microbatch to the loss of a batch with these counts.
+
+    The microbatch's loss is Σ cᵢ·tᵢ + rest: all of it gets the rest's weight, then each term the difference to its own.
+    """
     exact = torch.promote_types(loss.dtype, torch.float32)
-    total = loss.to(exact) * rest
-    for (counted, coefficient), count in zip(terms, totals, strict=False):
+    addend = loss.to(exact) * rest_weight
+    for (counted, coefficient), count in zip(terms, batch_counts, strict=False):  # without the samples
         weight: Any = 1.0
         if counted.number is not None:
             weight = counted.number / torch.where(count > 0, count, 1)
-            total = total + torch.where(count > 0, 0.0, torch.nan)  # as in one process; no gradient
-        total = total + (coefficient * counted.term).to(exact) * (weight - rest)
-    return total
+            addend = addend + torch.where(count > 0, 0.0, torch.nan)  # as in one process; no gradient
+        addend = addend + (coefficient * counted.term).to(exact) * (weight - rest_weight)
+    return addend
 
 
 def expected_counts(terms: Sequence[Term], microbatches: Sequence[Any], recorded: int) -> Tensor | None:

@@ -89,9 +89,9 @@ class DataAverage:
         for parameter in self._parameters:
             with _requiring_gradient(parameter):
                 # A weak reference: the garbage collector does not follow the hooks of a tensor.
-                parameter.register_post_accumulate_grad_hook(_noting(WeakMethod(self._note)))
+                parameter.register_post_accumulate_grad_hook(_calling(WeakMethod(self._queue_average)))
 
-    def _note(self) -> None:
+    def _queue_average(self) -> None:
         """Queue the average at the end of this backward, once per backward."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # a number, not a flag: a failed backward ends without it
@@ -129,9 +129,9 @@ def _summing(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
     return summed
 
 
-def _noting(note: WeakMethod) -> Callable[[Tensor], None]:
+def _calling(reference: WeakMethod) -> Callable[[Tensor], None]:
     def accumulated(parameter: Tensor) -> None:
-        if (method := note()) is not None:
+        if (method := reference()) is not None:
             method()
 
     return accumulated

@@ -389,9 +389,15 @@ class LayerSplit:
 
     @property
     def heads(self) -> Heads:
-        """The attention heads of the layer."""
+        """The attention heads of the layer.
+
+        Raises:
+            ValueError: key-value heads can be neither distributed nor replicated evenly.
+        """
         heads, table = heads_of(self._config, self.layer, self._table, self._group.size()), self._table
-        if not table.attention and heads.key_value % heads.ranks and heads.ranks % heads.key_value:
+        divides_evenly = heads.key_value % heads.ranks == 0 or heads.ranks % heads.key_value == 0
+        # A table with `attention` pads uneven heads with heads of zeros.
+        if not (table.attention or divides_evenly):
             name = (table.key_value_heads or "num_key_value_heads").rpartition(".")[2]
             count = heads.key_value
             sizes = [size for size in divisors(heads.query) if count % size == 0 or size % count == 0]

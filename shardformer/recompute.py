@@ -173,33 +173,33 @@ def checkpoint_layers(
             set_recomputed(layer, is_on=True)
             set_checkpoint_function(layer, checkpoint)
             continue
-        within = _within(layer, checkpoint)
+        checkpoint_in_layer = _restoring(layer, checkpoint)
         for path, module in layer.named_modules():
             if path in config.recompute_modules:
-                vars(module)["_recompute"] = within
+                vars(module)["_recompute"] = checkpoint_in_layer
                 module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
-def _within(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
+def _restoring(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint for modules of a layer; it restores the layer's sequence length and random states."""
     if (axis := axis_of(layer)) is not None:
         checkpoint = CheckpointWithLength(checkpoint, axis)
-    rows = [each for each in layer.modules() if isinstance(each, Linear1D_Row)]
-    randoms: list[SplitRandom] = [each.split_random for each in rows if each.split_random is not None]
+    rows = [module for module in layer.modules() if isinstance(module, Linear1D_Row)]
+    randoms: list[SplitRandom] = [row.split_random for row in rows if row.split_random is not None]
     if not randoms:
         return checkpoint
 
-    def within(function: Callable[..., Any], *args: Any) -> Any:
-        put_back = [each.note() for each in randoms]
+    def restoring(function: Callable[..., Any], *args: Any) -> Any:
+        restorers = [random.restorer() for random in randoms]
 
-        def compute(*args: Any) -> Any:
-            for each in put_back:
-                each()
+        def restore_and_compute(*args: Any) -> Any:
+            for restore in restorers:  # in forward they set the states that are there already
+                restore()
             return function(*args)
 
-        return checkpoint(compute, *args)
+        return checkpoint(restore_and_compute, *args)
 
-    return within
+    return restoring
 
 
 @cache

@@ -240,13 +240,17 @@ class TablePolicy(Policy):
                 require_divisible(name, setting(config, name, self._count_advice()), ranks)
 
     def _count_advice(self) -> str:
-        """Return advice for a table without counts: the numbers in the first layer that its code may read."""
+        """Return advice for a table without counts, with the numbers in the first layer that its code may read.
+
+        `divide` lists local counts, `divisors` those of them that the code also divides full widths by, and `divisible`
+        settings of the config, which take the place of `divide` in a table without one.
+        """
         layer = next(iter(layers_of(self.model, self._stacks()).values()))
         counts = [
             f"{join(path, name)}={value}"
             for path, module in layer.named_modules()
             if any(is_within(path, region) for region in self.table.regions)
-            and next(module.parameters(recurse=False), None) is None
+            and next(module.parameters(recurse=False), None) is None  # layers have their own sizes
             for name, value in vars(module).items()
             if type(value) is int and value > 1 and not name.startswith("_")
         ]

@@ -31,7 +31,7 @@ class CombinedOptimizer(Optimizer):
                     f"CombinedOptimizer got a {type(each).__name__}: give torch optimizers that are not combined"
                 )
         common = set.intersection(*(set(each.defaults) for each in self.optimizers))
-        self._is_complete = False
+        self._is_complete = False  # until torch's constructor has added the groups, by add_param_group
         super().__init__([group for each in self.optimizers for group in each.param_groups], {})
         self.defaults = {name: self.optimizers[0].defaults[name] for name in sorted(common)}
         self._is_complete = True

@@ -65,6 +65,7 @@ class Muon(torch.optim.Muon):
         grads: list[Tensor],
         muon_momentum_bufs: list[Tensor],
     ) -> bool:
+        """Let torch fill the lists for a step, then replace each tensor in them by views of its separate matrices."""
         has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
         for tensors in (params_with_grad, grads, muon_momentum_bufs):
             tensors[:] = [matrix for each in tensors for matrix in _matrices(each, group)]

@@ -26,17 +26,17 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
         is_of_batch = self.training or self.running_mean is None
         is_recomputed = torch._C._current_graph_task_id() != -1
         learns = self.training and self.running_mean is not None and not is_recomputed
-        factor = self._factor() if learns else 0.0
+        momentum = self._counted_momentum() if learns else 0.0
         if is_of_batch and self.over is not None and self.over.size() > 1:
-            return self._normalized_together(x, factor, self.over)
+            return self._normalized_together(x, momentum, self.over)
         mean, variance = self.running_mean, self.running_var
         if self.training and is_recomputed and mean is not None and variance is not None:
             # Copies, not None: recomputation must save as many tensors as forward did.
             mean, variance = mean.clone(), variance.clone()
         weight, bias = self._beside(mean, self.weight), self._beside(mean, self.bias)
-        return F.batch_norm(x, mean, variance, weight, bias, is_of_batch, factor, self.eps)
+        return F.batch_norm(x, mean, variance, weight, bias, is_of_batch, momentum, self.eps)
 
-    def _factor(self) -> float:
+    def _counted_momentum(self) -> float:
         """Count this batch and return its weight in the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -48,21 +48,21 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
         # torch's kernels accept 16-bit inputs if all other tensors are float32, but no mixture of those.
         return parameter if running is None or parameter is None else parameter.to(running.dtype)
 
-    def _normalized_together(self, x: Tensor, factor: float, group: dist.ProcessGroup) -> Tensor:
+    def _normalized_together(self, x: Tensor, momentum: float, group: dist.ProcessGroup) -> Tensor:
         """Normalize by the samples of all ranks. One all-gather; backward: one reduce-scatter."""
         x_float = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [0, *range(2, x.ndim)]
         variance_C, mean_C = torch.var_mean(x_float, dims, correction=0)
-        own = torch.cat([mean_C, variance_C, mean_C.new_full((1,), x.numel() / x.shape[1])])
-        every = gather_to(own.unsqueeze(0), group, 0)
-        nums_R1 = every[:, -1:].detach()
-        share_R1 = nums_R1 / nums_R1.sum()
-        means_RC, variances_RC = every[:, :-1].chunk(2, 1)
-        mean_C = (share_R1 * means_RC).sum(0)
-        variance_C = (share_R1 * (variances_RC + (means_RC - mean_C).square())).sum(0)
-        if factor:
-            unbiased = nums_R1.sum() / (nums_R1.sum() - 1)
-            self._learn(mean_C.detach(), variance_C.detach() * unbiased, factor)
+        count_1 = mean_C.new_full((1,), x.numel() / x.shape[1])  # values of each channel
+        moments_R = gather_to(torch.cat([mean_C, variance_C, count_1]).unsqueeze(0), group, 0)
+        means_RC, variances_RC, counts_R1 = moments_R.split([len(mean_C), len(variance_C), 1], 1)
+        counts_R1 = counts_R1.detach()
+        weights_R1 = counts_R1 / counts_R1.sum()
+        mean_C = (weights_R1 * means_RC).sum(0)
+        variance_C = (weights_R1 * (variances_RC + (means_RC - mean_C).square())).sum(0)
+        if momentum:
+            bessel = counts_R1.sum() / (counts_R1.sum() - 1)  # torch's running variance is unbiased
+            self._learn(mean_C.detach(), variance_C.detach() * bessel, momentum)
         shape = (1, -1, *(1 for _ in dims[1:]))
         out = (x_float - mean_C.view(shape)) * torch.rsqrt(variance_C + self.eps).view(shape)
         if self.weight is not None:
@@ -70,10 +70,10 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
         return out.to(x.dtype)
 
     @torch.no_grad()
-    def _learn(self, mean_C: Tensor, variance_C: Tensor, factor: float) -> None:
+    def _learn(self, mean_C: Tensor, variance_C: Tensor, momentum: float) -> None:
         assert self.running_mean is not None and self.running_var is not None
-        self.running_mean.lerp_(mean_C, factor)
-        self.running_var.lerp_(variance_C, factor)
+        self.running_mean.lerp_(mean_C, momentum)
+        self.running_var.lerp_(variance_C, momentum)
 
 
 class _OwnBatchNorm1d(_OwnBatchNorm, nn.BatchNorm1d):

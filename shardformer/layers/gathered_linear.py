@@ -188,7 +188,7 @@ class PrefetchOrder:
         """Return the expected next use; None if it is not known."""
         return self._after.get(use)
 
-    def note(self, use: Use) -> None:
+    def record(self, use: Use) -> None:
         """Record a use."""
         if self._last is not None:
             is_one_pass = (use.kind == "forward") == (self._last.kind == "forward") and use not in self._pass
@@ -244,7 +244,7 @@ class WeightPool:
             for_backward: True for the layer's backward; its forward may run in a backward too (recomputation).
         """
         use = _use(layer, for_backward)
-        self._order.note(use)
+        self._order.record(use)
         gathered, self._prefetched = self._prefetched, None
         if gathered is not None and gathered[:2] != (layer, _state(layer.weight)):
             gathered.weight.wait()  # before its memory is free

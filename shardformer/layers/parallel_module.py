@@ -55,7 +55,7 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def first_tensor(inputs: Mapping[str, Any], *, besides: str | None = None) -> str:
+def name_of_first_tensor(inputs: Mapping[str, Any], *, besides: str | None = None) -> str:
     """Return the name of the first tensor among inputs, except for the name `besides`."""
     for name, value in inputs.items():
         if isinstance(value, Tensor) and name != besides:

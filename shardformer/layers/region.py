@@ -17,7 +17,7 @@ from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from ...cluster.transformers_api import ROTATIONS
 from .linear import Linear1D_Col, ProductLayer, enter
-from .parallel_module import change_inputs, first_tensor, shard_of
+from .parallel_module import change_inputs, name_of_first_tensor, shard_of
 from .split_gather import RegionSequence
 
 
@@ -122,14 +122,16 @@ class Region:
             return enter(xs, process_group, layers, sequence)
 
         def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
-            first = first_tensor(inputs, besides=second_input)
+            first_name = name_of_first_tensor(inputs, besides=second_input)
             if split_random is not None and module.training:
-                split_random.enter(inputs[first].device)
+                split_random.enter(inputs[first_name].device)
             # In one order on all ranks: backward all-reduces in that order too.
             if second_input is not None and isinstance(second := inputs.get(second_input), Tensor):
-                inputs[first], inputs[second_input] = common.enter([inputs[first], second], enter_all)
+                inputs[first_name], inputs[second_input] = common.enter(
+                    [inputs[first_name], second], enter_all
+                )
             else:
-                (inputs[first],) = enter_all([inputs[first]])
+                (inputs[first_name],) = enter_all([inputs[first_name]])
             if further is not None:
                 further.enter(module, inputs)
 

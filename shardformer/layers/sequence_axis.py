@@ -131,7 +131,7 @@ class SequenceAxis:
         finally:
             self.length = before
 
-    def note(self, module: nn.Module) -> None:
+    def mark(self, module: nn.Module) -> None:
         """Mark a layer, and all modules in it, as computing on a sequence shard; see `axis_of`."""
         for each in module.modules():
             setattr(each, _ATTRIBUTE, self)

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, once_differentiable, paired
 from ...pipeline.weight_gradients import WeightGradients
 from .deferred_linear import Crossing, gradient_or_deferred, weight_gradient
-from .parallel_module import change_inputs, first_tensor
+from .parallel_module import change_inputs, name_of_first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 
 # B batch, S true sequence, s a rank's shard with padding, H hidden, I input features, O output features,
@@ -215,7 +215,7 @@ class WholeSequence:
         axis = sequence.axis
 
         def gather(module: nn.Module, inputs: dict[str, Any]) -> None:
-            part = inputs[name := first_tensor(inputs)]
+            part = inputs[name := name_of_first_tensor(inputs)]
             inputs[name] = gather_sequence(part, axis, sequence.length_of(part), is_data=False)
 
         def scatter(module: nn.Module, args: tuple, output: Any) -> Any:

@@ -38,7 +38,7 @@ from ...pipeline.stage import (
 )
 from ...pipeline.stand_ins import StandIn
 from ..layers.attention import FLASH_PACKAGES
-from ..layers.parallel_module import change_inputs, first_tensor
+from ..layers.parallel_module import change_inputs, name_of_first_tensor
 from ..layers.sequence_axis import (
     CommonRandom,
     PartRandom,
@@ -93,7 +93,7 @@ def _shard_stack(model: nn.Module, stack: Stack, split: SequenceSplit) -> list[n
         boundary.enter(first, is_local=not isinstance(first, StandIn))
     local = [layer for layer in layers if not isinstance(layer, StandIn)]
     for layer in local:
-        boundary.note(layer)
+        boundary.prepare(layer)
     if not isinstance(layers[-1], StandIn):
         boundary.leave(layers[-1])
     return local
@@ -280,7 +280,7 @@ class Boundary:
         """Shard sequences before the first layer; before its stand-in on a later stage, only set the length."""
 
         def begin(module: nn.Module, inputs: dict[str, Any]) -> None:
-            hidden = inputs[name := first_tensor(inputs)]
+            hidden = inputs[name := name_of_first_tensor(inputs)]
             if hidden.ndim != _DIM + 2:
                 raise ValueError(
                     f"a {type(module).__name__} received hidden states of shape {tuple(hidden.shape)}, but "
@@ -309,9 +309,9 @@ class Boundary:
 
         last.register_forward_hook(end)
 
-    def note(self, layer: nn.Module) -> None:
+    def prepare(self, layer: nn.Module) -> None:
         """Prepare a layer for sequence shards: mark it with the axis, and shard its arguments by position."""
-        self.axis.note(layer)
+        self.axis.mark(layer)
         if not self._is_data:
             return
 

@@ -66,12 +66,13 @@ def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
     inner: Any = model.loss_function
 
     def is_sharded(given: Mapping[str, Any]) -> bool:
-        keeps_all = (kept := given.get("logits_to_keep")) is None or (isinstance(kept, int) and kept == 0)
+        kept = given.get("logits_to_keep")  # 0 is all positions in transformers; a tensor lists positions
+        keeps_all = kept is None or (isinstance(kept, int) and kept == 0)
         return model.training and has_labels(given) and keeps_all
 
     route_causal_loss(
         model,
-        (axis, "ends_whole"),
+        (axis, "ends_whole"),  # the attribute that tells the last layer to gather; off during these calls
         total=partial(_sum_of_parts, axis=axis, inner=inner),
         finish=lambda part: SequenceParallelLogits(part, axis, axis.length),
         is_sharded=is_sharded,

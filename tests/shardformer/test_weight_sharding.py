@@ -306,9 +306,9 @@ def use(name: str) -> Use:
 def test_a_layer_that_always_followed_is_prefetched(before: str, uses: str, prefetched: str) -> None:
     order, found = PrefetchOrder(), []
     for each in before.split():
-        order.note(use(each))
+        order.record(use(each))
     for each in uses.split():
-        order.note(use(each))
+        order.record(use(each))
         after = order.after(use(each))
         found.append("-" if after is None else after.layer)
     assert " ".join(found) == prefetched

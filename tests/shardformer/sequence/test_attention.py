@@ -60,7 +60,7 @@ def attend_with_flash() -> None:
     axis = SequenceAxis(group, SequenceOrder(size=2))
     axis.length = LENGTH
     module = Attention(LlamaConfig(attn_implementation="eager"))
-    axis.note(module)
+    axis.mark(module)
     module.config._attn_implementation_internal = "echelon_all_to_all_flash_attention_2"
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     q, k, v = (axis.own(each, 2) for each in tensors(LENGTH))
