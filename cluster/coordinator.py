@@ -63,16 +63,23 @@ class DistCoordinator:
     def priority_execution(
         self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> Iterator[None]:
-        """Run the block on one rank first, then on the others, which may read what it prepared. Two barriers."""
-        first = dist.get_rank(process_group) == executor_rank
-        if not first:
+        """Run the block on one rank first, then on the others, which may read what it prepared. Two barriers.
+
+        An exception leaves the block on its own rank alone, when all ranks have ended theirs.
+
+        Args:
+            executor_rank: the first one, a rank in the group.
+            process_group: all ranks that run the block; None is the world.
+        """
+        is_executor = dist.get_rank(process_group) == executor_rank
+        if not is_executor:
             dist.barrier(process_group)
         try:
             yield
-        finally:
-            if first:
+        finally:  # of failed ranks too, for which the others would wait
+            if is_executor:
                 dist.barrier(process_group)
-        dist.barrier(process_group)
+            dist.barrier(process_group)
 
     def on_master_only(self, process_group: dist.ProcessGroup | None = None) -> Callable:
         """Decorate a function so that only the first rank of the group runs it; the others get None."""

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -121,6 +123,19 @@ def test_one_rank_runs_a_block_before_the_others(pool: Pool, tmp_path: os.PathLi
     for order in pool.run(3, coordinate, str(tmp_path)):
         assert order[0] == "2"
         assert sorted(order) == ["0", "1", "2"]
+
+
+def fail_in_priority(failing: int) -> int:
+    """Fail in the block on one rank; return the number of barriers of this rank, none of which waits."""
+    with patch.object(dist, "barrier") as barrier, suppress(OSError), DistCoordinator().priority_execution(1):
+        if dist.get_rank() == failing:
+            raise OSError("no file")
+    return barrier.call_count
+
+
+def test_no_rank_waits_for_one_that_failed_in_its_block(pool: Pool) -> None:
+    for failing in range(2):
+        assert pool.run(2, fail_in_priority, failing) == [2, 2]
 
 
 @pytest.mark.parametrize("device", ["gpu", "", -1, 1.5, True, []], ids=repr)
