@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Optional
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..cluster.transformers_api import ROUTER_LOGITS, router_loss_file
 
@@ -48,6 +49,8 @@ class StagePlan:
         collecting: attributes of model classes that read the outputs of the layers of all stages, like backbones;
             all outputs are then sent from stage to stage.
         module: path of the module that is called to run the layers; required for an encoder and its decoder.
+        sent: paths of modules before the first layer whose outputs later stages read (encoder states, image features),
+            each with the outline of its output. They travel with the hidden states; no plan of an encoder has any.
         encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`; the decoder and its layers
             take its output as `encoder_hidden_states`. Other modules in its `module` run after its layers.
 
@@ -68,6 +71,7 @@ class StagePlan:
     derives_entry_shapes: bool = False
     collecting: tuple[str, ...] = ()
     module: str = ""
+    sent: Mapping[str, "Outlined"] = field(default_factory=dict)
     encoder: Optional["StagePlan"] = None
 
     def __post_init__(self) -> None:
@@ -96,6 +100,7 @@ class StagePlan:
             leading=tuple(f"{prefix}.{name}" for name in self.leading),
             everywhere=tuple(f"{prefix}.{name}" for name in self.everywhere),
             module=f"{prefix}.{self.module}" if self.module else "",
+            sent={f"{prefix}.{name}": output for name, output in self.sent.items()},
             encoder=None if self.encoder is None else self.encoder.under(prefix),
         )
 
@@ -189,7 +194,7 @@ class StagePlan:
     @property
     def before(self) -> tuple[str, ...]:
         """Paths of the modules that are placed on the stage of the first layer."""
-        return (*self.entry, *self.leading)
+        return (*self.entry, *self.leading, *self.sent)
 
     def kept_paths(self, model: nn.Module) -> list[str]:
         """Return all paths that the plan places: layers, modules before them, and modules of every stage."""
@@ -254,6 +259,49 @@ class StagePlan:
             return sums[stop] - sums[start] + shared
 
         return size
+
+
+@dataclass(frozen=True)
+class Outlined:
+    """The structure of a module's output, without its tensors.
+
+    Args:
+        spec: the nesting, as torch's pytrees describe it.
+        leaves: by leaf, None for a tensor, or a tuple with any other value.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[tuple[Any] | None, ...]
+
+    @classmethod
+    def of(cls, output: Any) -> "Outlined":
+        """Return the structure of an output.
+
+        Raises:
+            ValueError: it contains an object that is neither a tensor nor plain data.
+        """
+        leaves, spec = tree_flatten(output)
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, int, float, str, bool, type(None))):
+                raise ValueError(f"it returns a {type(leaf).__name__}, which cannot travel between stages")
+        return cls(spec, tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves))
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors."""
+        return sum(leaf is None for leaf in self.leaves)
+
+    def tensors(self, output: Any) -> tuple[Tensor, ...]:
+        """Return the tensors of an output."""
+        return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """Return an output with these tensors."""
+        given = iter(tensors)
+        return tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
+
+    def __hash__(self) -> int:
+        return hash((str(self.spec), self.leaves))
 
 
 class Stack(NamedTuple):

@@ -32,6 +32,10 @@ the first layer, whose stand-in adopts the module if the layer itself is on anot
 outputs before the first layer (timm). Then the received tensor has not the shape that the forward expects before the
 stage's first layer. An Outline runs the replaced module on the meta device, and returns a tensor of the right shape.
 
+[Note: sent outputs] A model may read the output of a module before the first layer again: encoder states, features of
+an image. On the first stage a hook records it, Leaving sends its tensors along, and on later stages a Sent returns
+them.
+
 [Note: runs] ALBERT runs one layer many times. Every stage with a run of it has the layer, and its parameters count as
 tied between those stages. If a stage has only some of the runs, a Runs replaces the layer: it counts the runs, and
 calls the layer in those of the stage only. Between forwards the layer itself is in its place, see [Note: seats].
@@ -60,7 +64,18 @@ from transformers import Cache, PreTrainedModel
 from ..cluster.transformers_api import CACHE_NAMES, EmptyCache, attention_name
 from .known_masks import compiles_masks, is_compiled, mask_of_all
 from .plan import StagePlan, is_within
-from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, record_returns, stage_roles
+from .stand_ins import (
+    Borrowed,
+    Inbox,
+    Role,
+    Roles,
+    Runs,
+    StageExit,
+    StandIn,
+    record_returns,
+    record_sent,
+    stage_roles,
+)
 
 _STAGES = "_pipeline_stages"  # the attribute of a cut model with its stages
 _SAYING_WHICH = ("attention_mask", "position_ids")  # the arguments that decide which tokens see each other
@@ -230,6 +245,7 @@ def cut_stages(
     _release([*casting.native.values()], kept=set(model.modules()))
     if plan.collects(model):
         record_returns(model, casting.inbox, plan.entry[0], paths)
+    record_sent(model, casting.inbox, plan.sent)
     local = {
         stage: Stage(
             model,

@@ -9,8 +9,8 @@ stages has them all, independent of the stage that runs first.
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from math import nan
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from ..cluster.transformers_api import BaseModelOutput
-from .plan import Stack, StagePlan, is_within
+from .plan import Outlined, Stack, StagePlan, is_within
 
 # The name of the encoder's output in transformers' decoders and their layers.
 ENCODED = "encoder_hidden_states"
@@ -41,12 +41,14 @@ class Inbox:
         self.received: tuple[Tensor, ...] = ()
         self.runs: Counter[nn.Module] = Counter()
         self.returned: dict[int, Tensor] = {}  # see [Note: collecting]
+        self.sent: dict[str, tuple[Tensor, ...]] = {}  # by module of `StagePlan.sent`
 
     def begin(self, received: tuple[Tensor, ...]) -> None:
         """Start a microbatch, with its received tensors."""
         self.received = received
         self.runs.clear()
         self.returned = dict(enumerate(received))
+        self.sent.clear()
 
     def take(self) -> tuple[Tensor, ...]:
         """Return the received tensors."""
@@ -62,13 +64,15 @@ class Role(NamedTuple):
         kind: its class.
         arity: for a layer: the length of the tuple that it returns, 0 for a tensor (see `StagePlan.arity`).
         own_runs: for a layer that runs several times: the first run of the stage, and the end of its runs.
-        arrives_as: for a recalled layer: the index of its output among the received tensors.
+        arrives_as: for a recalled layer or a sent output: the index of its first tensor among the received ones.
+        output: for a sent output: its structure.
     """
 
     kind: "type[StandIn]"
     arity: int = 0
     own_runs: tuple[int, int] = (0, 0)
     arrives_as: int = 0
+    output: Outlined | None = None
 
 
 Roles = dict[str, Role]  # by path; modules without a role are the stage's own
@@ -91,6 +95,13 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["native"], name)
+
+    def hidden(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Return the first argument of a layer's call, given by position or by name."""
+        if args:
+            return args[0]
+        first = next(iter(inspect.signature(self.native.forward).parameters))
+        return kwargs[first]
 
     def adopt(self, path: str) -> None:
         """Keep a submodule of the native module under its own path, with its parameters."""
@@ -145,8 +156,8 @@ class Outline(StandIn):
 class Passing(StandIn):
     """Stand-in for a layer of an earlier stage: returns its input."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple:
+        return self._as_layer(self.hidden(args, kwargs))
 
     def _as_layer(self, hidden: Tensor) -> Tensor | tuple:
         return (hidden, *(None,) * (self.role.arity - 1)) if self.role.arity else hidden
@@ -155,7 +166,7 @@ class Passing(StandIn):
 class Arriving(Passing):
     """Stand-in for the layer before the stage's first: returns the received tensor."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple:
         return self._as_layer(self.inbox.take()[0])
 
 
@@ -170,22 +181,32 @@ class Runs(Passing):
         for kind in ("_modules", "_parameters", "_buffers"):
             self.__dict__[kind] = native.__dict__[kind]
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         first, end = self.role.own_runs
         run = self.inbox.runs[self]
         self.inbox.runs[self] += 1
         if run < first:
             return self._as_layer(self.inbox.take()[0])
         if run >= end:
-            raise StageExit((hidden,))
-        return self.native(hidden, *args, **kwargs)
+            raise StageExit((self.hidden(args, kwargs),))
+        return self.native(*args, **kwargs)
 
 
 class Leaving(StandIn):
-    """Stand-in for the layer after the stage's last: leaves the forward with its input."""
+    """Stand-in for the layer after the stage's last: leaves the forward with its input and the sent outputs."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        raise StageExit((hidden,))
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        sent = [tensor for tensors in self.inbox.sent.values() for tensor in tensors]
+        raise StageExit((self.hidden(args, kwargs), *(sent or self.inbox.received[1:])))
+
+
+class Sent(StandIn):
+    """Stand-in for a module before the first layer: returns its received output."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, output = self.role.arrives_as, self.role.output
+        assert output is not None
+        return output.filled(self.inbox.take()[first : first + output.num_tensors])
 
 
 class LeavingEncoder(StandIn):
@@ -198,8 +219,8 @@ class LeavingEncoder(StandIn):
 class LeavingDecoder(StandIn):
     """Stand-in for the decoder's layer after the stage's last: sends its input and the encoder's output."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise StageExit((hidden, _encoded(self.native, (hidden, *args), kwargs)))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageExit((self.hidden(args, kwargs), _encoded(self.native, args, kwargs)))
 
 
 class Encoded(StandIn):
@@ -287,16 +308,16 @@ class RecalledEntry(Outline):
 class Recalled(_Hooked, Passing):
     """Stand-in for the entry or a layer of an earlier stage: returns its received output."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple:
         return self._as_layer(self.inbox.take()[self.role.arrives_as])
 
 
 class LeavingWithAll(_Hooked):
     """Stand-in for the layer after the stage's last: sends the outputs of all layers, its input as the last one's."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         before = [self.inbox.returned[index] for index in sorted(self.inbox.returned)]
-        raise StageExit((*before[:-1], hidden))
+        raise StageExit((*before[:-1], self.hidden(args, kwargs)))
 
 
 def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[str]) -> None:
@@ -311,6 +332,23 @@ def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[
         module = model.get_submodule(path)
         if not isinstance(module, StandIn):
             module.register_forward_hook(_recorder(inbox, index))
+
+
+def record_sent(model: nn.Module, inbox: Inbox, outputs: Mapping[str, Outlined]) -> None:
+    """Record the outputs of these modules that this rank has, while the first stage runs."""
+    for path in outputs:
+        module = model.get_submodule(path)
+        if not isinstance(module, StandIn):
+            module.register_forward_hook(_sent_recorder(inbox, path, outputs))
+
+
+def _sent_recorder(inbox: Inbox, path: str, outputs: Mapping[str, Outlined]) -> Any:
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
+        inbox.sent[path] = outputs[path].tensors(output)
+        if len(inbox.sent) == len(outputs):  # in the order of the plan, whatever ran first
+            inbox.sent = {name: inbox.sent[name] for name in outputs}
+
+    return record
 
 
 def _recorder(inbox: Inbox, index: int) -> Any:
@@ -361,7 +399,15 @@ def _before_roles(model: nn.Module, stack: Stack) -> Roles:
         is_list = isinstance(module, nn.ModuleList)
         singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
     entry = Outline if stack.plan.derives_entry_shapes else Placeholder
-    return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Outline))
+    outputs, arrives_as = (
+        stack.plan.sent,
+        accumulate((output.num_tensors for output in stack.plan.sent.values()), initial=1),
+    )
+    sent = {
+        path: Role(Sent, arrives_as=first, output=outputs[path])
+        for path, first in zip(outputs, arrives_as, strict=False)
+    }
+    return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Outline)) | sent
 
 
 def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:

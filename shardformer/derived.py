@@ -25,7 +25,7 @@ from ..cluster.transformers_api import (
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
-from .layers.forward_code import exit_error, own_names, returns_tuple, takes_named_inputs, tensor_inputs
+from .layers.forward_code import exit_error, own_names, takes_named_inputs, tensor_inputs
 from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present
 
 # Packed: two projections of equal size in one weight.
@@ -41,7 +41,7 @@ _ADVICE = "write a table for this model type"
 def derived_table(model: nn.Module) -> Table:
     """Return a table made from the plans of a transformers model's config.
 
-    Errors of tensor parallelism and of pipeline stages are separate fields of the table: a model may support only one.
+    Errors of tensor parallelism are a field of the table: the model may support sequence parallelism all the same.
 
     Args:
         model: the full model; may be on the meta device.
@@ -75,7 +75,6 @@ def derived_table(model: nn.Module) -> Table:
             entry=tuple(order)[: list(order).index(stack)] if stack in order else (),
             everywhere=tuple(present(base, (ROTARY,))),
         ),
-        pipeline_errors=tuple(_pipeline_errors(base, layers[0], stack, order)),
         divisible=(),
         embedding=embedding,
         heads=() if head is None else (head,),
@@ -84,31 +83,6 @@ def derived_table(model: nn.Module) -> Table:
         return _with_layers(plain, splits, layers, config)
     except ValueError as error:
         return replace(plain, tensor_errors=errors_of(error))
-
-
-def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mapping[str, Any]) -> list[str]:
-    if not order:
-        return [f"transformers has no {PP_PLAN} for this model: use pp_size=1"]
-    found = [
-        f"{PP_PLAN} does not name {name}, which has parameters: use pp_size=1"
-        for name, child in base.named_children()
-        if name not in (*order, ROTARY) and any(True for _ in child.parameters())
-    ]
-    found += [
-        f"{PP_PLAN} names {name!r}, and the model has no such module"
-        for name in order
-        if not has_submodule(base, name)
-    ]
-    if returns_tuple(layer):
-        found.append(
-            f"a {type(layer).__name__} may return more than hidden states to the next layer: use pp_size=1"
-        )
-    if further := tensor_inputs(layer):
-        found.append(
-            f"a {type(layer).__name__} takes {', '.join(further)} besides hidden states, which a later stage "
-            "may not have: use pp_size=1"
-        )
-    return found
 
 
 def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module], config: Any) -> Table:

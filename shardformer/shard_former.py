@@ -18,9 +18,10 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.transformers_api import ROUTER_LOGITS, adds_router_loss, router_loss_file
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
 from ..lazy import materialize
+from ..pipeline.plan import StagePlan
 from . import tables as tables  # registers them
 from .configs import copy_configs
-from .derived import derived_table
+from .derived_policy import DerivedPolicy
 from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import add_gradient_hooks
 from .layers.lora import adapted
@@ -265,7 +266,7 @@ def _adapter_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
 
 
 def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
-    """Return the policy of a model type: by its table, or by one derived from transformers' plans (derived.py).
+    """Return the policy of a model type: by its table, or derived from transformers' plans and by running it.
 
     A model without a config takes the table of its class.
 
@@ -274,24 +275,25 @@ def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
         sequences_alone: the policy is for sequence parallelism without a tensor or a pipeline axis.
 
     Raises:
-        ValueError: there is neither a table nor a plan.
+        ValueError: there is no table, and nothing can be derived for the request.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     table = table_for_class(type(model)) if model_type is None else table_for(model_type)
-    try:
-        return TablePolicy(table or derived_table(model))
-    except ValueError:
-        kind = f"a {type(model).__name__} (model_type={model_type!r})"
-        advice = "register a Table of its layers (docs/policies.md), or give one as custom_policy"
+    if table is not None:
+        return TablePolicy(table)
+    kind = f"a {type(model).__name__} (model_type={model_type!r})"
+    advice = "register a Table of its layers (docs/policies.md), or give one as custom_policy"
+    policy = DerivedPolicy(model) if model_type is not None else None
+    if sequences_alone and (policy is None or not isinstance(policy.table.stage, StagePlan)):
         raise ValueError(
             f"sequence parallelism needs a table, and {kind} has none: leave enable_sequence_parallelism and sp_size "
             f"out, {advice}"
-            if sequences_alone
-            else (
-                f"{kind} has neither a table nor a plan of transformers to shard it: use tp_size=1 and "
-                f"pp_size=1, {advice}"
-            )
-        ) from None
+        )
+    if policy is None:
+        raise ValueError(
+            f"{kind} has neither a table nor a plan of transformers to shard it: use tp_size=1 and pp_size=1, {advice}"
+        )
+    return policy
 
 
 def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:

@@ -118,8 +118,9 @@ def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Mod
         return None
     policy.set_model(model)
     plan = policy.stage_plan()
-    paths = [] if plan is None else plan.layer_paths(model)
-    return list(dict.fromkeys(model.get_submodule(path) for path in paths))
+    if plan is None:
+        return None
+    return list(dict.fromkeys(model.get_submodule(path) for path in plan.layer_paths(model)))
 
 
 def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -50,11 +50,18 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
 
     The decoder of an encoder-decoder model gets (num_samples, TARGET_LENGTH), padded too.
     """
+    if choice.is_generic:
+        return choice.copy().inputs.make(num_samples, seed)
     drawn = torch.Generator().manual_seed(seed)
     if choice.model_type in MODAL:
         return MODAL[choice.model_type](choice, num_samples, drawn)
     if choice.is_of_images:
         return classified_image(choice, num_samples, drawn)
+    return _text(choice, num_samples, drawn)
+
+
+def _text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Return text for the model's head."""
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=drawn)

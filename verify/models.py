@@ -9,6 +9,10 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ..derive.build import Copy
+from ..derive.small import LAYERS
+from .generic import LABELLED, generic_copy, generic_errors, generic_heads, has_no_recipe
+
 # Odd and unequal sizes on purpose: a vocabulary that no world size divides, padded rows of all lengths.
 VOCABULARY = 101
 LENGTH = 13
@@ -280,13 +284,23 @@ class ModelChoice:
     model_type: str
     head: str | None = None
     tied: bool = False
-    num_layers: int = 4
+    num_layers: int = LAYERS
     settings: tuple[tuple[str, object], ...] = ()
 
     @property
     def head_name(self) -> str:
         """The head; the usual one by default."""
-        return self.head or DEFAULT_HEAD.get(self.model_type, "causal")
+        usual = next(iter(heads_of(self.model_type)), "") if self.is_generic else "causal"
+        return self.head or DEFAULT_HEAD.get(self.model_type, usual)
+
+    @property
+    def is_generic(self) -> bool:
+        """True if model and batches are made by general rules, not by the settings of this file."""
+        return self.model_type not in DEFAULT_HEAD and has_no_recipe(self.model_type)
+
+    def copy(self) -> Copy:
+        """Return the small copy of a generic choice."""
+        return generic_copy(self.model_type, self.head_name)
 
     @property
     def described_head(self) -> str:
@@ -297,7 +311,11 @@ class ModelChoice:
     def is_of_images(self) -> bool:
         """True if images are its only input."""
         main_input = getattr(heads_of(self.model_type)[self.head_name], "main_input_name", "")
-        return main_input == "pixel_values" and self.model_type not in BATCHES_OF_THEIR_OWN
+        return (
+            not self.is_generic
+            and main_input == "pixel_values"
+            and self.model_type not in BATCHES_OF_THEIR_OWN
+        )
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -310,6 +328,8 @@ class ModelChoice:
 
         By samples: losses that are no sum of means over labels, or compare samples with each other (contrastive).
         """
+        if self.is_generic:
+            return None if self.head_name in LABELLED else "samples"
         return "samples" if self.head_name in ("double", "masked_image", "zero_shot_image") else None
 
     def errors(self) -> list[str]:
@@ -319,6 +339,9 @@ class ModelChoice:
             found.append(
                 f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}"
             )
+        elif self.is_generic:
+            is_plain = not (self.tied or self.settings or self.num_layers != LAYERS)
+            return generic_errors(self.model_type, self.head_name, is_plain=is_plain)
         if self.head_name not in HEADS:
             found.append(f"head {self.head_name!r} is unknown: use one of {', '.join(HEADS)}")
         if found:
@@ -346,6 +369,8 @@ class ModelChoice:
 
     def config(self) -> PretrainedConfig:
         """Return its config: small, without dropout."""
+        if self.is_generic:
+            return cast(PretrainedConfig, self.copy().model.config)
         blank = AutoConfig.for_model(self.model_type)
         chosen = self._chosen(self.model_type, blank, dict(self.settings))
         return AutoConfig.for_model(self.model_type, **chosen)
@@ -423,6 +448,8 @@ class ModelChoice:
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the model, in float32 and training mode; equal seeds give equal models."""
+        if self.is_generic:
+            return self.copy().make(seed)
         torch.manual_seed(seed)
         model = self._from_config().float()
         for parameter in model.parameters():
@@ -434,6 +461,8 @@ class ModelChoice:
 
     def build_on_meta(self) -> nn.Module:
         """Build the model on the meta device, for checks."""
+        if self.is_generic:
+            return self.copy().make(0).to("meta")
         with torch.device("meta"):
             return self._from_config()
 
@@ -454,6 +483,8 @@ def _is_derived(config: PretrainedConfig, name: str) -> bool:
 
 def heads_of(model_type: str) -> dict[str, type[nn.Module]]:
     """Return the heads that transformers has for a model type, with their classes; two heads may share a class."""
+    if ModelChoice(model_type=model_type).is_generic:
+        return generic_heads(model_type)
     config_class = transformers.CONFIG_MAPPING[model_type]
     found = {}
     for head, auto in HEADS.items():

@@ -119,11 +119,6 @@ def takes_named_inputs(module: nn.Module) -> bool:
     return all(each.kind is not each.VAR_POSITIONAL for each in inputs)
 
 
-def returns_tuple(module: nn.Module) -> bool:
-    """Return True if a module's forward returns, or may return, a tuple."""
-    return not _returned(_statements(module)) or says_tuple(module)
-
-
 def says_tuple(module: nn.Module) -> bool:
     """Return True if the code of a module's forward explicitly returns a tuple."""
     statements = _statements(module)

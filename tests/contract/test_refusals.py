@@ -238,7 +238,6 @@ REFUSALS = {
     "no plan of tensor parallelism": Refusal(
         model="gpt_oss", needles=("has no base_model_tp_plan",), **at(tp=2)
     ),
-    "no plan of a pipeline": Refusal(model="olmoe", needles=("has no base_model_pp_plan",), **at(pp=2)),
     "a plan that leaves a module whole": Refusal(
         model="doge",
         needles=("self_attn.A is replicated, but", "'self_attn.dt_proj', 'self_attn.o_proj'"),
@@ -247,20 +246,23 @@ REFUSALS = {
     "a plan with an unknown word": Refusal(
         model="longcat_flash", needles=("'moe_identity_expert', which Echelon does not support",), **at(tp=2)
     ),
-    "layers that return more than hidden states": Refusal(
-        model="glm_moe_dsa",
-        needles=("may return more than hidden states", "takes prev_topk_indices"),
+    "lists of layers that are not called": Refusal(
+        model="funnel",
+        needles=(
+            "no pipeline stages of a FunnelForMaskedLM",
+            "layers [0, 1, 2] were not called",
+            "write a table",
+        ),
         **at(pp=2),
     ),
-    "a module of no known place": Refusal(
-        model="phi4_multimodal", needles=("does not name embed_tokens_extend",), **at(pp=2)
+    "layers that run several times": Refusal(
+        model="hrm_text", needles=("model.H_module.layers: its layers run up to 2 times",), **at(pp=2)
     ),
 }
 # Cases whose message differs in older releases.
 NEWER = (
     *("experts too narrow for torch's product", "a plan that leaves a module whole"),
-    *("a plan with an unknown word", "no plan of a pipeline", "no plan of tensor parallelism"),
-    *("layers that return more than hidden states", "a module of no known place"),
+    *("a plan with an unknown word", "no plan of tensor parallelism", "layers that run several times"),
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.shardformer.layers.forward_code import exit_error, returns_tuple, scales_alone, tensor_inputs
+from echelon.shardformer.layers.forward_code import exit_error, says_tuple, scales_alone, tensor_inputs
 
 
 class Attention(nn.Module):
@@ -130,7 +130,7 @@ class Crossed(nn.Module):
 
 
 def test_further_inputs_and_outputs_of_layers_are_recognized() -> None:
-    assert returns_tuple(Tuples())
-    assert not returns_tuple(Crossed())
+    assert says_tuple(Tuples())
+    assert not says_tuple(Crossed())
     assert tensor_inputs(Tuples()) == []
     assert tensor_inputs(Crossed()) == ["encoder_states"]

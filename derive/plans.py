@@ -1,0 +1,56 @@
+"""The stage plan of a user's model, derived from a small copy of its config. No communication."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..cluster.random import generators_put_back
+from ..pipeline.plan import StagePlan
+from .build import small_copy
+from .stages import derived_plan
+from .tasks import task_of
+
+
+def stage_plan_of(model: nn.Module) -> StagePlan:
+    """Return the stage plan of a transformers model; see [Note: derived stages].
+
+    Equal models give equal plans on every rank: the copy has fixed seeds. The random state, the default device and
+    dtype of the script stay as they are, and the model is only looked at.
+
+    Args:
+        model: the full model, not yet cut; may be on the meta device.
+
+    Raises:
+        ValueError: it has no config, no small copy trains, or the stages depart from the whole copy.
+    """
+    kind, config = type(model), getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(
+            f"a {kind.__name__} has no config of transformers, from which a small copy could be built"
+        )
+    with _apart():
+        return derived_plan(small_copy(kind, config, task_of(kind)), model)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Compute on the CPU in float32 with gradients, and leave nothing behind: no random number, no warning."""
+    cpu, dtype, verbosity = (
+        torch.device("cpu"),
+        torch.get_default_dtype(),
+        transformers.logging.get_verbosity(),
+    )
+    with generators_put_back(cpu), cpu, torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_default_dtype(torch.float32)
+        transformers.logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            transformers.logging.set_verbosity(verbosity)

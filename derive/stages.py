@@ -1,0 +1,373 @@
+"""Stage plans from a traced forward of a small copy, each proven by executing it.
+
+[Note: derived stages] Hooks tell which modules a forward of the small copy calls, in which order. The layers are the
+list with the most parameters whose members are called once each, in order. Modules that ran before the first layer are
+placed on the first stage, all others on the last. Later stages get outlines of the former's outputs, full of nan. If a
+value of theirs is read after the first layer (a position bias for all layers, encoder states, a residual around the
+layers), the trial shows it: the output of an embedding is then computed on every stage, any other is sent along.
+
+Nothing of this is believed: `departure` runs a plan with a stage for every layer, each on a copy of the model that has
+this stage alone, as on a rank of its own, forward and backward, and compares loss and gradients with the whole model.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..pipeline.plan import Outlined, StagePlan, is_within
+from ..pipeline.stage import Stage, cut_stages
+from .build import Copy, described
+from .inputs import loss_of, tensors_in
+
+# Of the largest gradient of a parameter; stages compute the same products in the same order as the whole model.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class Call(NamedTuple):
+    """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls."""
+
+    path: str
+    start: int
+    stop: int
+    inputs: tuple[Tensor, ...]
+    output: Any
+
+
+def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
+    """Return a stage plan of a model, proven by execution of a small copy.
+
+    Args:
+        copy: the copy.
+        model: the full model, perhaps on the meta device. Its largest list of layers becomes the stages.
+
+    Raises:
+        ValueError: no plan was found, or none that gives the numbers of the whole model; with the departure.
+    """
+    copy = in_double(copy)
+    calls = calls_of(copy)
+    plan = traced_plan(copy.model, calls, sizes_of(model))
+    error = departure(copy, plan)
+    if error is None:
+        return plan
+    # Later stages read values of modules before the layers, or cannot outline them: look for these modules.
+    outputs = {call.path: call.output for call in calls}
+    read = [
+        name
+        for name in plan.before
+        if departure(copy, _kept(copy.model, plan, outputs, without=name)) is not None
+    ]
+    plan = _kept(copy.model, plan, {name: outputs[name] for name in read})
+    if (error := departure(copy, plan)) is None:
+        return plan
+    raise ValueError(error)
+
+
+def calls_of(copy: Copy) -> list[Call]:
+    """Trace one forward and backward of a copy; return the calls of its modules in the order of their starts."""
+    paths: dict[nn.Module, str] = {}
+    for path, module in copy.model.named_modules():
+        paths.setdefault(module, path)
+    clock, begun, found, handles = [0], list[tuple[str, int]](), list[Call](), []
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        clock[0] += 1
+        begun.append((paths[module], clock[0]))
+
+    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        clock[0] += 1
+        path, start = begun.pop()
+        kept = tree_map(lambda leaf: leaf, output)  # the model may change the object afterwards
+        found.append(Call(path, start, clock[0], tuple(tensors_in([args, kwargs])), kept))
+
+    for module in paths:
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        copy.model.zero_grad()
+        copy.loss().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sorted(found, key=lambda call: call.start)
+
+
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Return the number of parameters of every module that is a list, by its path."""
+    return {
+        path: sum(each.numel() for each in module.parameters())
+        for path, module in model.named_modules()
+        if module._modules and all(name.isdecimal() for name in module._modules)
+    }
+
+
+def traced_plan(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> StagePlan:
+    """Return the plan that the calls of a forward suggest.
+
+    Args:
+        model: the small copy.
+        calls: of one forward, after its backward.
+        sizes: the number of parameters of each list in the full model.
+
+    Raises:
+        ValueError: no list of layers was called in order.
+    """
+    stack, layers = _layers(model, calls, sizes)
+    first = layers[0]
+    around = [call.path for call in calls if call.start < first.start and call.stop > layers[-1].stop]
+    outer = [call for call in _outermost(model, calls, around) if not is_within(call.path, stack)]
+    before = [call for call in outer if call.stop < first.start]
+    again = {call.path for call in outer if call.start > first.start}
+    silent = _silent(model, calls, around)
+    entry, leading = list[str](), list[str]()
+    for call in before:
+        if call.path not in again and call.path not in (*entry, *leading):
+            (entry if _is_placeholder(call, first) else leading).append(call.path)
+    shared = [call.path for call in before if call.path in again]
+    return StagePlan(
+        layers=stack,
+        entry=tuple(entry),
+        leading=tuple(leading),
+        everywhere=tuple(dict.fromkeys([*shared, *silent])),
+        arity=_arity(layers),
+    )
+
+
+def _layers(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> tuple[str, list[Call]]:
+    """Return the path of the list of layers with the most parameters, and the calls of its members."""
+    by_path: dict[str, list[Call]] = {}
+    for call in calls:
+        by_path.setdefault(call.path, []).append(call)
+    stacks: dict[str, list[Call]] = {}
+    others: dict[str, str] = {}
+    for path in sizes_of(model):
+        members = [f"{path}.{name}" for name in model.get_submodule(path)._modules]
+        runs = [by_path.get(member, []) for member in members]
+        if len(runs) > 1 and sizes.get(path) and not any(is_within(path, outer) for outer in stacks):
+            if reason := _irregular(runs):
+                others[path] = reason
+            else:
+                stacks[path] = [each[0] for each in runs]
+    largest = max([*stacks, *others], key=lambda path: sizes[path], default=None)
+    if largest not in stacks:
+        known = "; ".join(f"{path}: {reason}" for path, reason in others.items())
+        raise ValueError(
+            f"no list of layers runs in order, each layer once ({known or 'the model has no list'})"
+        )
+    assert largest is not None
+    return largest, stacks[largest]
+
+
+def _irregular(runs: Sequence[Sequence[Call]]) -> str:
+    """Return why the members of a list are no layers of a pipeline; empty if they may be."""
+    if silent := [place for place, each in enumerate(runs) if not each]:
+        return f"layers {silent} were not called, or as layer.forward(), in the traced forward"
+    if any(len(each) > 1 for each in runs):
+        return f"its layers run up to {max(map(len, runs))} times"
+    flat = [each[0] for each in runs]
+    is_ordered = all(left.stop < right.start for left, right in pairwise(flat))
+    return "" if is_ordered else "its layers do not run one after the other"
+
+
+def _outermost(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> list[Call]:
+    """Return the calls of modules with parameters that no other call contains, but for those around the layers."""
+    found: list[Call] = []
+    for call in calls:
+        if call.path in around or (found and call.stop < found[-1].stop):
+            continue
+        if any(True for _ in model.get_submodule(call.path).parameters()):
+            found.append(call)
+    return found
+
+
+def _silent(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> list[str]:
+    """Return the modules whose parameters got gradients though neither they nor a module around them was called.
+
+    Raises:
+        ValueError: one of them has submodules, and may have been called as `module.forward()`.
+    """
+    called = {call.path for call in calls} - {*around}
+    found = []
+    for path, module in model.named_modules():
+        own = [each for each in module.parameters(recurse=False) if each.grad is not None]
+        is_called = any(is_within(path, each) for each in called)
+        is_around = not path or any(is_within(each, path) for each in called)
+        if own and not is_called and not is_around:
+            found.append(path)
+    return found
+
+
+def _is_placeholder(call: Call, first: Call) -> bool:
+    """Return True if a Placeholder has the shape of a module's output: that of ids, or of the first layer's output."""
+    if not isinstance(call.output, Tensor) or not call.inputs:
+        return False
+    arrived = next(tensors_in(first.output)).shape
+    given = call.inputs[0]
+    return call.output.shape == (*(arrived[:-1] if given.is_floating_point() else given.shape), arrived[-1])
+
+
+def _arity(layers: Sequence[Call]) -> int:
+    kinds = {len(call.output) if isinstance(call.output, tuple) else type(call.output) for call in layers}
+    (kind, *further) = kinds
+    if further or not (kind is Tensor or isinstance(kind, int)):
+        names = sorted(getattr(each, "__name__", f"a tuple of {each}") for each in kinds)
+        raise ValueError(f"its layers return {' or '.join(names)}, and not a tensor or tuples of one length")
+    return kind if isinstance(kind, int) else 0
+
+
+def departure(copy: Copy, plan: StagePlan) -> str | None:
+    """Return how the stages of a plan depart from the whole model, in words; None if they do not.
+
+    Args:
+        copy: the model and its batch; `in_double` gives exact comparisons.
+        plan: the plan, with a stage for each layer.
+    """
+    try:
+        whole = copy.make(0)
+        loss = _loss(whole, copy.batch)
+        loss.backward()
+        stages = _stages(copy, plan)
+    except Exception as error:  # of any model class
+        return described(error)
+    received: tuple[Tensor, ...] = ()
+    sent: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    for stage in stages:
+        try:
+            torch.manual_seed(1)
+            output = stage.forward(copy.batch, received)
+        except Exception as error:
+            return f"the stage of layer {stage.index} fails: {described(error)}"
+        if not stage.is_last:
+            sent.append((output, received))
+            received = tuple(each.detach().requires_grad_(each.requires_grad) for each in output)
+    staged = loss_of(output)
+    try:
+        return (
+            _loss_departure(loss, staged)
+            or _backward(sent, received, staged)
+            or (_gradient_departure(whole, plan, stages))
+        )
+    except RuntimeError as error:  # a graph that layers of two stages share
+        return f"the backward of the stages fails: {described(error)}"
+
+
+def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    torch.manual_seed(1)
+    return loss_of(model(**batch))
+
+
+def _stages(copy: Copy, plan: StagePlan) -> list[Stage]:
+    """Return a stage for each layer, each of a copy of the model that was cut for it alone."""
+    count = plan.num_layers(copy.model)
+    return [
+        cut_stages(copy.make(0), plan, stages=[stage], bounds=range(count + 1))[stage]
+        for stage in range(count)
+    ]
+
+
+def _backward(
+    sent: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], received: tuple[Tensor, ...], loss: Tensor
+) -> str | None:
+    """Run the backward of all stages, from the last to the first."""
+    loss.backward()
+    for place, (outputs, inputs) in reversed([*enumerate(sent)]):
+        pairs = [(out, into.grad) for out, into in zip(outputs, received, strict=True) if out.requires_grad]
+        if all(gradient is None for _, gradient in pairs):
+            return f"no gradient comes back to layer {place}"
+        torch.autograd.backward(
+            [out for out, _ in pairs],
+            [torch.zeros_like(out) if into is None else into for out, into in pairs],
+        )
+        received = inputs
+    return None
+
+
+def _loss_departure(whole: Tensor, staged: Tensor) -> str | None:
+    expected, found = float(whole.detach()), float(staged.detach())
+    if abs(expected - found) <= _tolerance(whole) * max(abs(expected), 1.0):
+        return None
+    return f"the loss in stages is {found:.6g}, that of the whole model {expected:.6g}"
+
+
+def _tolerance(tensor: Tensor) -> float:
+    return TOLERANCES.get(tensor.dtype, TOLERANCES[torch.float32])
+
+
+def _gradient_departure(whole: nn.Module, plan: StagePlan, stages: Sequence[Stage]) -> str | None:
+    """Return the largest departure of a gradient, summed over the stages that have the parameter."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    bounds = range(len(stages) + 1)
+    local = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
+    for parameter, aliases in names.items():
+        owners = {stage for name in aliases for stage in plan.stages_of(whole, name, bounds)}
+        total = torch.zeros_like(parameter)
+        for place, parameters in enumerate(local):
+            own = next((parameters[name] for name in aliases if name in parameters), None)
+            if own is None or own.grad is None:
+                continue
+            if place not in owners:
+                return f"{aliases[0]} gets a gradient on the stage of layer {place}, which does not own it"
+            total += own.grad
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        largest, distance = (
+            float(each.abs().max()) if each.numel() else 0.0 for each in (expected, total - expected)
+        )
+        if not distance <= _tolerance(total) * largest + 1e-12:
+            return (
+                f"the gradient of {aliases[0]} departs by {distance:.2g} from that of the whole model, whose largest "
+                f"value is {largest:.2g}"
+            )
+    return None
+
+
+def _kept(model: nn.Module, plan: StagePlan, outputs: Mapping[str, Any], *, without: str = "") -> StagePlan:
+    """Return the plan with these modules' outputs on every stage: of small modules computed again, of others sent.
+
+    Args:
+        model: the small copy.
+        plan: a plan whose later stages have outlines of the outputs of all modules before the layers.
+        outputs: outputs by module; those that the plan does not place before the layers are skipped.
+        without: a module to leave out.
+    """
+    names = [name for name in plan.before if name in outputs and name != without]
+    sent = {}
+    for name in names:
+        with suppress(ValueError):  # an output that cannot travel
+            if not isinstance(model.get_submodule(name), nn.Embedding):
+                sent[name] = Outlined.of(outputs[name])
+    return replace(
+        plan,
+        entry=tuple(name for name in plan.entry if name not in names),
+        leading=tuple(name for name in plan.leading if name not in names),
+        everywhere=(*plan.everywhere, *(name for name in names if name not in sent)),
+        sent=sent,
+    )
+
+
+def in_double(copy: Copy) -> Copy:
+    """Return the copy in 64 bits, if it computes in them; otherwise the copy itself."""
+
+    def make(seed: int) -> nn.Module:
+        return copy.make(seed).double()
+
+    batch = {name: _double(value) for name, value in copy.batch.items()}
+    try:
+        double = replace(copy, make=make, model=make(0), batch=batch)
+        return double if double.loss().dtype is torch.float64 else copy
+    except Exception:  # of any model class, whose code may convert to 32 bits
+        return copy
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _double(each) for key, each in value.items()}
+    return type(value)(_double(each) for each in value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,60 @@
+"""The policy of a model type without a table: tensors by transformers' plans, stages by running a small copy."""
+
+from functools import cached_property
+from typing import Any
+
+from ..derive.plans import stage_plan_of
+from ..pipeline.plan import StagePlan
+from .derived import derived_table
+from .table_policy import TablePolicy
+from .tables.table import Table
+
+
+class DerivedPolicy(TablePolicy):
+    """Shard a transformers model that has no table.
+
+    Args:
+        model: the full model; may be on the meta device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        try:
+            table = derived_table(model)
+        except ValueError:
+            kind = f"a {type(model).__name__} (model_type={getattr(model.config, 'model_type', None)!r})"
+            error = (
+                f"{kind} has neither a table nor a plan of transformers to shard it: use tp_size=1, register a Table "
+                "of its layers (docs/policies.md), or give one as custom_policy"
+            )
+            table = Table(stage=(), divisible=(), tensor_errors=(error,))
+        super().__init__(table)
+        self._full_model = model
+
+    def stage_plan(self) -> StagePlan | None:  # type: ignore[override]
+        """Return the plan that was derived from a small copy; without a pipeline the list of layers of the table."""
+        if self._has_stages:
+            return None if isinstance(self._derived, str) else self._derived
+        return super().stage_plan() if isinstance(self.table.stage, StagePlan) else None
+
+    def config_errors(self) -> list[str]:
+        """List errors, with the reason if no stages were derived."""
+        if self._has_stages and isinstance(self._derived, str):
+            errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
+            return [*errors, self._derived]
+        return super().config_errors()
+
+    @property
+    def _has_stages(self) -> bool:
+        """True if stages are asked for, and before it is known."""
+        return "shard_config" not in vars(self) or self.shard_config.num_stages > 1
+
+    @cached_property
+    def _derived(self) -> StagePlan | str:
+        """The plan of the full model, also for its copies and when it is cut; or the error."""
+        try:
+            return stage_plan_of(self._full_model)
+        except ValueError as error:
+            return (
+                f"no pipeline stages of a {type(self._full_model).__name__} are known: {error}. Use pp_size=1, or "
+                "write a table with its StagePlan (docs/policies.md)"
+            )

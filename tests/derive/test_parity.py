@@ -1,0 +1,35 @@
+"""Models without a table train in derived pipeline stages as in one process."""
+
+import pytest
+
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import Report, parity
+
+from ..pool import Pool
+
+
+def run(choice: ModelChoice, layout: Layout) -> Report:
+    """Compare on one rank of the pool."""
+    return parity(choice, layout)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        ("mamba", Layout(pp=2)),  # layers without attention
+        *(
+            pytest.param(model_type, layout, marks=pytest.mark.slow)
+            for model_type, layout in (
+                ("blip", Layout(pp=2)),  # states of an encoder travel with the hidden states
+                ("qwen2_vl", Layout(pp=2)),  # features of images do
+                ("olmoe", Layout(pp=2, dp=2, zero=1)),
+                ("ctrl", Layout(pp=2)),  # reads the embedding's weight outside of the module
+                ("deberta", Layout(pp=2, schedule="interleaved", chunks=2, microbatches=4)),
+            )
+        ),
+    ],
+)
+def test_a_derived_pipeline_trains_as_one_process_does(pool: Pool, model_type: str, layout: Layout) -> None:
+    reports = pool.run(layout.world_size, run, ModelChoice(model_type=model_type), layout, timeout=120.0)
+    assert [report.departure for report in reports] == [None] * layout.world_size

@@ -1,0 +1,182 @@
+"""Stage plans derived by running: right ones are accepted, and what a pipeline would compute otherwise is refused."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from echelon.derive.build import small_copy
+from echelon.derive.plans import stage_plan_of
+from echelon.derive.stages import departure, derived_plan
+from echelon.derive.tasks import tasks_of
+from echelon.pipeline.plan import StagePlan
+from echelon.shardformer import Table
+from echelon.shardformer.tables.table import table_for
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+}
+
+
+def small_model(model_type: str) -> nn.Module:
+    task, name = next(iter(tasks_of(model_type).items()))
+    kind = getattr(transformers, name)
+    return small_copy(kind, transformers.CONFIG_MAPPING[model_type](), task).model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "opt", "bloom", "gpt_neox", "vit"])
+def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
+    model: Any = small_model(model_type)
+    table = table_for(model_type)
+    assert isinstance(table, Table) and isinstance(table.stage, StagePlan)
+    plan, written = stage_plan_of(model), table.stage.under(model.base_model_prefix).fitted(model)
+    named = {name for name in written.entry if any(True for _ in model.get_submodule(name).parameters())}
+    assert (plan.layers, {*plan.entry}) == (written.layers, named)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "layers", "everywhere", "sent"),
+    [
+        ("mamba", "backbone.layers", (), ()),
+        ("ctrl", "transformer.h", ("transformer.w",), ()),  # its weight is the head's, and read by a function
+        ("bros", "bros.encoder.layer", (), ("bros.bbox_embeddings",)),  # read by every layer
+        ("deberta", "deberta.encoder.layer", (), ()),  # layers return tuples
+        ("blip", "text_decoder.bert.encoder.layer", (), ("vision_model",)),
+    ],
+)
+def test_types_without_a_table_have_a_plan(
+    model_type: str, layers: str, everywhere: tuple[str, ...], sent: tuple[str, ...]
+) -> None:
+    plan = stage_plan_of(small_model(model_type))
+    assert (plan.layers, plan.everywhere, (*plan.sent,)) == (layers, everywhere, sent)
+
+
+def derived(kind: type[nn.Module], **settings: Any) -> StagePlan:
+    return stage_plan_of(kind(LlamaConfig(num_hidden_layers=2, **SMALL, **settings)))
+
+
+def with_layers(change: Callable[[nn.Module, int], None]) -> type[LlamaForCausalLM]:
+    """Return a Llama whose layers are changed when it is built."""
+
+    class Changed(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            for index, layer in enumerate(self.model.layers):
+                change(layer, index)
+
+    return Changed
+
+
+class Remembering(nn.Module):
+    """A norm that adds what the norm of the first layer saw, which Python state passes on."""
+
+    seen: Tensor | None = None
+
+    def __init__(self, norm: nn.Module, index: int) -> None:
+        super().__init__()
+        self.norm, self.index = norm, index
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.index == 0:
+            Remembering.seen = hidden
+        assert Remembering.seen is not None
+        return self.norm(hidden + Remembering.seen.tanh())
+
+
+def remembering(layer: Any, index: int) -> None:
+    layer.input_layernorm = Remembering(layer.input_layernorm, index)
+
+
+def test_layers_that_python_state_connects_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the gradient of .* departs by|fails|no gradient comes back"):
+        derived(with_layers(remembering))
+
+
+def test_layers_called_as_forward_are_refused_by_their_name() -> None:
+    class Direct(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            for layer in self.model.layers:
+                layer.__class__ = type("Direct", (type(layer),), {"__call__": _forward})
+
+    def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    with pytest.raises(ValueError, match=r"model.layers: layers \[0, 1\] were not called"):
+        derived(Direct)
+
+
+def test_layers_dropped_at_random_are_refused() -> None:
+    def drop(layer: Any, index: int) -> None:
+        layer.register_forward_hook(
+            lambda module, args, output: output if torch.rand(()) > 0.5 else args[0] if args else output
+        )
+
+    with pytest.raises(ValueError, match=r"departs|the loss in stages"):
+        derived(with_layers(lambda layer, index: drop(layer.mlp, index)))
+
+
+def test_layers_that_run_in_another_order_are_refused() -> None:
+    class Reversed(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.model.layers = nn.ModuleList(reversed(self.model.layers))
+            self.model.register_forward_pre_hook(lambda module, args: None)
+            layers = self.model.layers
+            self.model.layers.__class__ = type(
+                "Reversed",
+                (nn.ModuleList,),
+                {"__getitem__": lambda own, index: [*nn.ModuleList.__iter__(own)][::-1][index]},
+            )
+            assert layers[0] is not next(iter(layers))
+
+    with pytest.raises(ValueError, match=r"model.layers: its layers do not run one after the other"):
+        derived(Reversed)
+
+
+def test_the_departure_of_a_wrong_plan_is_named() -> None:
+    copy = small_copy(LlamaForCausalLM, LlamaConfig(), "CAUSAL_LM")
+    right = derived_plan(copy, copy.model)
+    assert departure(copy, right) is None
+    wrong = StagePlan(layers=right.layers, entry=())
+    assert "was called on a stage that does not have it" in str(departure(copy, wrong))
+    with_a_tuple = StagePlan(layers=right.layers, entry=right.entry, arity=2)
+    assert "the stage of layer" in str(departure(copy, with_a_tuple))
+
+
+def test_deriving_leaves_the_script_as_it_is() -> None:
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SMALL))
+    before = {name: each.clone() for name, each in model.named_parameters()}
+
+    def state() -> list[Any]:
+        return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
+
+    start = state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            plans = [stage_plan_of(model) for _ in range(2)]
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert plans[0] == plans[1]
+    assert state() == start
+    assert all(
+        torch.equal(each, before[name]) and each.grad is None for name, each in model.named_parameters()
+    )
+
+
+def test_a_model_without_a_config_of_transformers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a Linear has no config of transformers"):
+        stage_plan_of(nn.Linear(2, 2))
