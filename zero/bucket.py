@@ -238,6 +238,20 @@ class Bucket:
         elif to_zeros and self.gradients is not None:
             self.gradients.zero_()
 
+    def put_back(self, own: Tensor, were_reduced: Iterable[bool]) -> None:
+        """Make an earlier slice of reduced gradients the present one again, after a drop (from NONE to REDUCED).
+
+        Args:
+            own: as `own_gradients`.
+            were_reduced: by slot, True if this rank gave a gradient.
+        """
+        self.own_gradients.copy_(own)
+        for slot, was_reduced in zip(self.slots, were_reduced, strict=True):
+            slot.was_reduced = was_reduced
+            view = slot.sharded_gradient if self.shards_gradients else slot.gradient
+            slot.show(view if was_reduced else None)
+        self.state = GradientState.REDUCED
+
     def _give_back(self) -> None:
         if self._pool is not None and self.gradients is not None:
             self._pool.give_back(self.gradients)

@@ -177,7 +177,9 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
         Below stage 2 gradients are reduced in the last of several calls. A call without a name leaves a
-        `gradient_factor`: earlier gradients are reduced apart, inside `no_sync` too. If it fails, its own are dropped.
+        `gradient_factor`: earlier gradients are reduced apart, inside `no_sync` too. If it fails in a backward or after
+        one, its gradients are dropped, with those of earlier calls of the same step if several are averaged; if it
+        fails before, nothing is lost.
 
         Args:
             name: "backward()", whose gradients have no factor, and which ranks compare.
@@ -186,9 +188,10 @@ class ShardedOptimizer(OptimizerWrapper):
             RuntimeError: all calls have been made, or gradients were written to by something other than a backward.
         """
         self._calls.begin(is_backward=name is not None, has_factor=self.gradient_factor is not None)
+        is_first = self._calls.is_first
         if name is not None:
             self._gradients.apply_factor()
-        elif self._calls.is_first and self.reducer.holds_gradients:
+        elif is_first and self.reducer.holds_gradients:
             self._gradients.set_aside(self._reduce)
         reducer, num_backwards = self.reducer, self.reducer.num_backwards
         with nullcontext() if self._calls.is_last or reducer.shards_gradients else self.no_sync():
@@ -202,7 +205,8 @@ class ShardedOptimizer(OptimizerWrapper):
             try:
                 yield
             except BaseException:
-                if name is None and reducer.num_backwards > num_backwards:
+                has_backward = reducer.num_backwards > num_backwards
+                if name is None and (has_backward or is_first):
                     self._calls.clear()
                     self._gradients.discard()
                 raise

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import isfinite, isinf
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,14 @@ from .reducer import Reducer
 
 # Entries of which a CPU makes a temporary copy in float64 at a time, in its cache. Kernels of CUDA convert as they go.
 _PART = 2**16
+
+
+class _Aside(NamedTuple):
+    """Gradients from before a call: the slices by bucket, by bucket and slot if there is one, and their factor."""
+
+    slices: list[Tensor]
+    were_reduced: list[list[bool]]
+    factor: float | Tensor | None
 
 
 class ReducedGradients:
@@ -38,8 +47,7 @@ class ReducedGradients:
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
-        # Slices of earlier gradients, their factor, and the slots that have one.
-        self._aside: tuple[list[Tensor], float | Tensor | None, list[bool]] | None = None
+        self._aside: _Aside | None = None
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
@@ -65,7 +73,7 @@ class ReducedGradients:
             reduce: reduces all gradients; collective over the data axis.
         """
         reduce()
-        self._aside = self._reducer.take_reduced(), self.factor, self._reducer.were_reduced
+        self._aside = _Aside(*self._reducer.take_reduced(), self.factor)
         self.factor = None
 
     def renew(self) -> None:
@@ -74,7 +82,7 @@ class ReducedGradients:
         self._unclip = 1.0
         if self._aside is None:
             return
-        (slices, factor, _), self._aside = self._aside, None
+        (slices, _, factor), self._aside = self._aside, None
         if isinstance(self.factor, Tensor):
             # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
             self.factor = torch.where(self.factor != 0, self.factor, 1.0)
@@ -89,12 +97,14 @@ class ReducedGradients:
             self.factor = None
 
     def discard(self) -> None:
-        """Drop the gradients of a call that failed, without those that were set aside before it."""
-        self.factor = None
+        """Drop the gradients of a call that failed, and of earlier ones with its factor; those set aside come back."""
+        aside, self._aside, self.factor = self._aside, None, None
         with suppress(RuntimeError):  # another rank failed, too: the error of the call says so
-            self._reducer.drop(to_zeros=False)
-        if self._aside is not None:
-            self._reducer.were_reduced = self._aside[2]
+            if aside is None:
+                self._reducer.drop_since_zeros()
+            else:
+                self._reducer.put_back(aside.slices, aside.were_reduced)
+                self.factor = aside.factor
 
     def finish(self) -> None:
         """End a step; another step on the same gradients measures them as this step left them."""

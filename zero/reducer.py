@@ -89,6 +89,7 @@ class Reducer:
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
         self.num_backwards = 0
+        self._zeros: list[Slot] = []  # had a gradient of zeros after the last drop; empty after a reduction
         self._before_plain_backward = before_plain_backward
         self._group, self._device, self._scaler = group, device, scaler
         # The last gradient of a bucket is that of its first parameter in the model: backward reaches it last.
@@ -230,20 +231,33 @@ class Reducer:
         self._finish(0)
         if self.slots and self._group.size() > 1:
             dist.all_reduce(has_gradients, op=dist.ReduceOp.MAX, group=self._group)
-        self.is_reduced, self.has_gradients = True, has_gradients
+        self.is_reduced, self.has_gradients, self._zeros = True, has_gradients, []
         self.unscale_factor = 1 / self.loss_scale
         self.writes.note()
 
     @torch.no_grad()
-    def take_reduced(self) -> list[Tensor]:
-        """Return copies of the reduced slices, with the loss scale, and begin to accumulate from zeros."""
+    def take_reduced(self) -> tuple[list[Tensor], list[list[bool]]]:
+        """Return copies of the reduced slices, with the loss scale, and begin to accumulate from zeros.
+
+        Also returns for every bucket and slot whether this rank gave a gradient.
+        """
+        flags = [[slot.was_reduced for slot in bucket.slots] for bucket in self._buckets]
         slices = [bucket.own_gradients for bucket in self._buckets]
         taken = [each * (self.loss_scale * self.unscale_factor) for each in slices]
         for each in slices:
             each.zero_()
         self.writes.note()
         self.open()
-        return taken
+        return taken, flags
+
+    @torch.no_grad()
+    def put_back(self, slices: Sequence[Tensor], were_reduced: Sequence[Sequence[bool]]) -> None:
+        """Replace all gradients by what `take_reduced` returned, as reduced ones. No communication."""
+        self.drop(to_zeros=False)
+        for bucket, own, flags in zip(self._buckets, slices, were_reduced, strict=True):
+            bucket.put_back(own, flags)
+        self.is_reduced, self.unscale_factor = True, 1 / self.loss_scale
+        self.writes.note()
 
     def add(self, slices: Sequence[Tensor], factor: float | Tensor) -> None:
         """Add slices from `take_reduced`, times a factor, to the reduced ones."""
@@ -266,16 +280,6 @@ class Reducer:
             return False
         return any(bucket.holds_gradients for bucket in self._buckets)
 
-    @property
-    def were_reduced(self) -> list[bool]:
-        """By slot, True if this rank gave a gradient to a reduction since the last drop."""
-        return [slot.was_reduced for slot in self.slots]
-
-    @were_reduced.setter
-    def were_reduced(self, flags: Sequence[bool]) -> None:
-        for slot, flag in zip(self.slots, flags, strict=True):
-            slot.was_reduced = flag
-
     def multiply(self, factor: float) -> None:
         """Multiply the true gradients by a factor, applied to the slices by the next `unscale_`."""
         self.unscale_factor *= factor
@@ -296,6 +300,15 @@ class Reducer:
         self.is_reduced = False
         for bucket in self._buckets:
             bucket.drop(to_zeros=to_zeros)
+        self._zeros = [slot for slot in self.slots if slot.has_gradient] if to_zeros else []
+
+    def drop_since_zeros(self) -> None:
+        """Drop all gradients that were not reduced; those that the last drop set to zeros are zeros again."""
+        zeros = self._zeros
+        self.drop(to_zeros=False)
+        for slot in zeros:
+            slot.was_reduced = True
+        self.drop(to_zeros=True)
 
     def require_untouched(self) -> None:
         """Raise RuntimeError if something other than a backward changed gradients before further accumulation."""

@@ -205,6 +205,11 @@ MIXTURES = {
     "ccezc": 1,
     "cce": 2,
     "ece": 1,
+    "cxmc": 1,
+    "cxmlc": 2,
+    "cxml": 1,
+    "cesmc": 1,
+    "bZxc": 1,
 }
 
 
@@ -265,6 +270,28 @@ def fail(booster: Any, model: Any, optimizer: Any, batch: Any) -> None:
 
     batches = [] if batch is None else [batch]
     booster.execute_pipeline(iter(batches), model, criterion, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_zeros_stay_zeros_when_a_call_fails(pool: Pool, stage: int) -> None:
+    """With zeros, unlike None, a parameter decays in the next step."""
+    assert pool.run(2, have_gradients, stage) == [(True, False)] * 2
+
+
+def have_gradients(stage: int) -> tuple[bool, bool]:
+    """Return whether parameters have a gradient after a failed call: after one to zeros, and after one to None."""
+    booster = hybrid(zero_stage=stage, num_microbatches=2)
+    model, optimizer = boosted(booster, LLAMA)
+    batch = make_batch(LLAMA, num_samples=3, seed=0)
+    found = []
+    for to_none in (False, True):
+        booster.execute_pipeline(iter([batch]), model, None, optimizer)
+        optimizer.zero_grad(set_to_none=to_none)
+        with pytest.raises(KeyError):
+            fail(booster, model, optimizer, batch)
+        found.append({slot.has_gradient for slot in optimizer.reducer.slots})
+    (zeros,), (nones,) = found
+    return zeros, nones
 
 
 @pytest.mark.parametrize("stage", [0, 2])
