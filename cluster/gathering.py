@@ -147,6 +147,35 @@ def run_or_raise_together(work: Callable[[], Result], *groups: dist.ProcessGroup
     return result[0]
 
 
+def checked_together(what: str, check: Callable[[], Result]) -> Result:
+    """Run a check on every rank of the world before a collective call, and return this rank's result.
+
+    A barrier through the store and all-gathers of the errors' texts. Errors of other types than ValueError are
+    reported as by `naming_failures`.
+
+    Args:
+        what: name of the call.
+        check: raises ValueError for what is wrong on this rank.
+
+    Raises:
+        ValueError: the check failed on some rank. Raised on every rank; if errors differ, with each rank's error.
+    """
+    if dist.get_world_size() == 1:
+        return check()
+    with all_ranks_in(what, raised_alike=(ValueError,)):
+        own: ValueError | None = None
+        try:
+            result = check()
+        except ValueError as error:
+            own = error
+        texts = gather_objects(None if own is None else str(own))
+        if own is not None and len(set(texts)) == 1:
+            raise own
+        if errors := {rank: ValueError(text) for rank, text in enumerate(texts) if text is not None}:
+            raise joined_errors(errors, len(texts)) from own
+        return result
+
+
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     """Run `work` on the first rank and return its result on all ranks. Errors are raised as by `on_all_ranks`."""
     done = on_all_ranks(lambda: work() if group.rank() == 0 else None, group)[0]

@@ -14,7 +14,7 @@ from ..checkpoint.local import Adapter, TensorNames, saved_state
 from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
 from ..cluster.failures import all_ranks_in, naming_failures
-from ..cluster.gathering import require_equal
+from ..cluster.gathering import checked_together, require_equal
 from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
@@ -41,8 +41,8 @@ from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import (
     given_errors,
-    mark_all_taken,
-    mark_taken,
+    mark_all_parallelized,
+    mark_parallelized,
     mark_trained,
     refuse_partial_state,
     trained_errors,
@@ -85,16 +85,17 @@ def boost(
         The parallelized model; its attribute `optimizer` is the wrapped optimizer.
 
     Raises:
-        ValueError: this model cannot be trained with this config; all reasons at once, before anything changes.
+        ValueError: this model cannot be trained with this config; all reasons at once, on every rank, before anything
+            changes.
     """
-    raise_errors(given_errors(model) or peft_model_errors(model))
-    model, adapters = unwrapped(model)
-    plan = plan_boost(model, optimizer, config, mesh, shard_config)
+    model, adapters, plan = checked_together(
+        "boost", lambda: plan_boost(model, optimizer, config, mesh, shard_config)
+    )
     with all_ranks_in("boost"):
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's names, of the full model
         if mesh.size("tp", "pp", "sp", *SUB_AXES) > 1:
-            mark_all_taken(model)  # before the cut, which leaves other modules to each stage
+            mark_all_parallelized(model)  # before the cut, which leaves other modules to each stage
         load = ExpertLoad(model, mesh)
         copy_configs(model)
         config.fused.choose_attention(model, mesh.device)
@@ -164,12 +165,17 @@ def plan_boost(
     config: HybridConfig,
     mesh: ParallelMesh,
     shard_config: ShardConfig,
-) -> BoostPlan:
+) -> tuple[nn.Module, Sequence[Adapter], BoostPlan]:
     """Check every change that `boost` will make, by a dry run on the meta device. No change, no communication.
+
+    Returns:
+        The model without peft's wrapper, its adapters, and the plan.
 
     Raises:
         ValueError: a change is impossible; all reasons at once.
     """
+    raise_errors(given_errors(model) or peft_model_errors(model))
+    model, adapters = unwrapped(model)
     errors = optimizer_errors(model, optimizer) + format_errors(model)
     errors += config.fused.model_errors(model, mesh.device)
     if optimizer is not None:
@@ -191,7 +197,8 @@ def plan_boost(
         errors += recompute_errors(recomputed, config.gradient_checkpoint_config)
     compiled = layers_to_compile(model, errors, policy=config.custom_policy) if config.compile_layers else ()
     raise_errors(errors)
-    return BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed, compiled=compiled)
+    plan = BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed, compiled=compiled)
+    return model, adapters, plan
 
 
 def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -362,7 +369,7 @@ class HybridParallelModule(BoostedModule):
         self.module = module = engine.module
         self.engine, self.config, self.mesh = engine, engine.config, engine.mesh
         self.random = engine.random
-        mark_taken(module)
+        mark_parallelized(module)
         if self.mesh.size("pp") > 1:
             refuse_direct_calls(module)
         self.optimizer: ShardedOptimizer | None = None

@@ -19,7 +19,7 @@ from ..cluster.errors import raise_errors
 from ..cluster.transformers_api import modeling_auto
 from ..shardformer.layers.lora import adapted
 from ..shardformer.layers.parallel_module import is_of_peft
-from ..shardformer.refusals import is_taken
+from ..shardformer.refusals import is_parallelized
 
 _PREFIX = "base_model.model."  # of the transformers model's names in a PeftModel
 
@@ -147,7 +147,7 @@ def enable_lora(
             "booster.save_lora_as_pretrained or peft's save_pretrained wrote",
         ),
         (
-            is_taken(model),
+            is_parallelized(model),
             "the model is already boosted or sharded: call booster.enable_lora before booster.boost",
         ),
         (

@@ -18,14 +18,14 @@ from ..checkpoint.optimizer import Trained
 from ..cluster.device import is_cuda
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
-from ..cluster.gathering import require_equal
+from ..cluster.gathering import checked_together, require_equal
 from ..cluster.mesh import ParallelMesh
 from ..cluster.options import Check, option, option_errors
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
 from ..pipeline.stage import with_known_cache_name
 from ..shardformer.layers.batch_norm import own_batch_norms
-from ..shardformer.refusals import given_errors, mark_taken
+from ..shardformer.refusals import given_errors, mark_parallelized
 from ..zero.precision import DTYPES, default_precision
 from .base import BoostedModule, Plugin, require_boosted, taking
 from .colossalai import DDP
@@ -72,9 +72,7 @@ class TorchPlugin(Plugin):
         return self._precision
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        raise_errors(given_errors(model))
-        model, adapters = unwrapped(model)
-        raise_errors(self._errors(model, optimizer))
+        model, adapters = checked_together("boost", lambda: self._checked(model, optimizer))
         names = {parameter: name for name, parameter in model.named_parameters()}
         with naming_failures("boost"):
             require_equal({**self._settings, self.precision_option: self._precision}, what="the plugin")
@@ -88,6 +86,13 @@ class TorchPlugin(Plugin):
             wrapped.after_step = statistics.average
             boosted.leave_alone(statistics.names)
         return boosted, wrapped
+
+    def _checked(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Sequence[Adapter]]:
+        """Return the model without peft's wrapper, and its adapters; raise ValueError if it cannot be wrapped."""
+        raise_errors(given_errors(model))
+        model, adapters = unwrapped(model)
+        raise_errors(self._errors(model, optimizer))
+        return model, adapters
 
     def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
         """List reasons why this model and optimizer cannot be wrapped."""
@@ -247,7 +252,7 @@ class TorchDDPModel(TorchModel):
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None
         # A tuple is not registered as a submodule, so parameters keep the model's names.
         self._ddp = (ddp,)
-        mark_taken(module)
+        mark_parallelized(module)
         self._autocast = partial(
             torch.autocast, mesh.device.type, DTYPES[precision], enabled=precision != "fp32"
         )

@@ -30,7 +30,7 @@ from ..cluster.options import option, option_errors, option_like
 from ..pipeline.stage import with_known_cache_name
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.recompute import recomputable_layers
-from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
+from ..shardformer.refusals import is_partial, mark_parallelized, refuse_partial_state
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.kinds import require_elementwise
 from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision
@@ -201,7 +201,7 @@ class TorchFSDPModel(TorchModel):
         # A tuple is not registered as a submodule, so every parameter has one name.
         self.root = (fully_shard(module, **policy),)
         refuse_partial_state(module)
-        mark_taken(module)
+        mark_parallelized(module)
 
     def ranks_of_call(self) -> Sequence[int]:
         """Return the ranks of the shard group if layers are gathered in every forward, else none."""
@@ -273,12 +273,13 @@ def separable_layers(model: nn.Module) -> list[nn.Module]:
     No other module uses a parameter of such a layer.
     """
     uses = _uses(model)
-    found = []
+    layers = []
     for layer in reversed(recomputable_layers(model)):
-        own = _uses(layer)
-        if own and layer is not model and all(uses[parameter] == count for parameter, count in own.items()):
-            found.append(layer)
-    return found
+        inside = _uses(layer)
+        is_alone = all(uses[parameter] == count for parameter, count in inside.items())
+        if inside and is_alone and layer is not model:
+            layers.append(layer)
+    return layers
 
 
 def _uses(module: nn.Module) -> Counter[Parameter]:

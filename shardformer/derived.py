@@ -35,7 +35,7 @@ _HEAD_COUNTS = {"num_heads", "num_attention_heads", "num_key_value_heads", "n_he
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE = ("k_proj", "v_proj")
 _DROPOUT = "attention_dropout"
-_ADVICE = "write a table for this model type"
+_ADVICE = "write a table for this model type (docs/policies.md)"
 
 
 def derived_table(model: nn.Module) -> Table:

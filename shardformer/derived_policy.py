@@ -20,13 +20,9 @@ class DerivedPolicy(TablePolicy):
     def __init__(self, model: Any) -> None:
         try:
             table = derived_table(model)
-        except ValueError:
-            kind = f"a {type(model).__name__} (model_type={getattr(model.config, 'model_type', None)!r})"
-            error = (
-                f"{kind} has neither a table nor a plan of transformers to shard it: use tp_size=1, register a Table "
-                "of its layers (docs/policies.md), or give one as custom_policy"
-            )
-            table = Table(stage=(), divisible=(), tensor_errors=(error,))
+        except ValueError as error:
+            reason = without_table(error, model.config.model_type, "tp_size at 1")
+            table = Table(stage=(), divisible=(), tensor_errors=(reason,))
         super().__init__(table)
         self._full_model = model
 
@@ -58,3 +54,11 @@ class DerivedPolicy(TablePolicy):
                 f"no pipeline stages of a {type(self._full_model).__name__} are known: {error}. Use pp_size=1, or "
                 "write a table with its StagePlan (docs/policies.md)"
             )
+
+
+def without_table(error: ValueError, model_type: str | None, options: str) -> str:
+    """Return the error of a model without a table, for which none was derived; `options` are those to leave."""
+    return (
+        f"{error}, and model_type={model_type!r} has no table: leave {options}, register a Table of its layers "
+        "(docs/policies.md), or give one as custom_policy"
+    )

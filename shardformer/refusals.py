@@ -15,19 +15,19 @@ from .gradients import is_split
 from .policy import Policy
 from .tables.table import Table
 
-_TAKEN = "_echelon_taken"
+_PARALLELIZED = "_echelon_parallelized"
 _TRAINED = "_echelon_trained"
 
 
-def mark_taken(model: nn.Module) -> None:
+def mark_parallelized(model: nn.Module) -> None:
     """Mark a model as processed by a plugin; its copies are not marked."""
-    vars(model)[_TAKEN] = id(model)
+    vars(model)[_PARALLELIZED] = id(model)
 
 
-def mark_all_taken(model: nn.Module) -> None:
+def mark_all_parallelized(model: nn.Module) -> None:
     """Mark all modules and parameters of a full model that will be cut or sharded: no other model may use them."""
     for each in chain(model.modules(), model.parameters()):
-        vars(each)[_TAKEN] = id(each)
+        vars(each)[_PARALLELIZED] = id(each)
 
 
 def mark_trained(model: nn.Module) -> None:
@@ -48,28 +48,28 @@ def trained_errors(model: nn.Module) -> list[str]:
     ]
 
 
-def _is_taken_as_one(model: nn.Module) -> bool:
+def _is_parallelized_as_one(model: nn.Module) -> bool:
     """Return True if a marked module has all parameters of a model: the model, or what a wrapper contains."""
     everything = set(model.parameters())
     return any(
-        vars(each).get(_TAKEN) == id(each) and set(each.parameters()) == everything
+        vars(each).get(_PARALLELIZED) == id(each) and set(each.parameters()) == everything
         for each in model.modules()
     )
 
 
-def _taken_inside(model: nn.Module) -> list[str]:
+def _parallelized_inside(model: nn.Module) -> list[str]:
     """Return the names of the outermost modules, and of parameters outside of them, that were marked."""
     names: list[str] = []
     for name, each in chain(model.named_modules(), model.named_parameters()):
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
-        if vars(each).get(_TAKEN) == id(each) and not is_inside:
+        if vars(each).get(_PARALLELIZED) == id(each) and not is_inside:
             names.append(name)
     return names
 
 
-def is_taken(model: nn.Module) -> bool:
+def is_parallelized(model: nn.Module) -> bool:
     """Return True if a plugin or ShardFormer processed the model, or a model inside it."""
-    return is_split(model) or any(vars(each).get(_TAKEN) == id(each) for each in model.modules())
+    return is_split(model) or any(vars(each).get(_PARALLELIZED) == id(each) for each in model.modules())
 
 
 def given_errors(model: object) -> list[str]:
@@ -85,12 +85,12 @@ def given_errors(model: object) -> list[str]:
             "the model is wrapped by torch.compile, which renames its parameters: give the plain model, and "
             "call model.compile() on the returned one"
         ]
-    if not _is_taken_as_one(model) and (shared := _taken_inside(model)):
+    if not _is_parallelized_as_one(model) and (shared := _parallelized_inside(model)):
         return [
             f"{first_of(shared)} of this {type(model).__name__} is already boosted, or sharded by ShardFormer, in "
             "another model: copy it (copy.deepcopy) before the first boost, or boost one module that contains both"
         ]
-    if is_taken(model):
+    if is_parallelized(model):
         return [
             "the model is already boosted, or sharded by ShardFormer: give the plain transformers model, once"
         ]

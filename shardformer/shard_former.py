@@ -18,10 +18,10 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.transformers_api import ROUTER_LOGITS, adds_router_loss, router_loss_file
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
 from ..lazy import materialize
-from ..pipeline.plan import StagePlan
 from . import tables as tables  # registers them
 from .configs import copy_configs
-from .derived_policy import DerivedPolicy
+from .derived import derived_table
+from .derived_policy import DerivedPolicy, without_table
 from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import add_gradient_hooks
 from .layers.lora import adapted
@@ -279,21 +279,15 @@ def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     table = table_for_class(type(model)) if model_type is None else table_for(model_type)
-    if table is not None:
-        return TablePolicy(table)
-    kind = f"a {type(model).__name__} (model_type={model_type!r})"
-    advice = "register a Table of its layers (docs/policies.md), or give one as custom_policy"
-    policy = DerivedPolicy(model) if model_type is not None else None
-    if sequences_alone and (policy is None or not isinstance(policy.table.stage, StagePlan)):
-        raise ValueError(
-            f"sequence parallelism needs a table, and {kind} has none: leave enable_sequence_parallelism and sp_size "
-            f"out, {advice}"
+    if table is None and model_type is not None and not sequences_alone:
+        return DerivedPolicy(model)
+    try:
+        return TablePolicy(table or derived_table(model))
+    except ValueError as error:
+        options = (
+            "enable_sequence_parallelism and sp_size out" if sequences_alone else "tp_size and pp_size at 1"
         )
-    if policy is None:
-        raise ValueError(
-            f"{kind} has neither a table nor a plan of transformers to shard it: use tp_size=1 and pp_size=1, {advice}"
-        )
-    return policy
+        raise ValueError(without_table(error, model_type, options)) from None
 
 
 def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:

@@ -150,3 +150,19 @@ def test_a_config_of_other_types_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=reported):
             ShardConfig(**settings)
+
+
+def refuse_what_one_rank_cannot_wrap(plugin: str) -> str:
+    """Give one rank alone a model without values, then boost a good one. Return the error."""
+    booster = Booster(plugin=PLUGINS[plugin]())
+    with pytest.raises(ValueError) as refused:
+        booster.boost(CHOICE.build() if torch.distributed.get_rank() == 0 else CHOICE.build_on_meta())
+    booster.boost(CHOICE.build())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "stages"])
+def test_an_error_of_one_rank_alone_is_raised_on_all_before_anything_changes(pool: Pool, plugin: str) -> None:
+    errors = pool.run(2, refuse_what_one_rank_cannot_wrap, plugin)
+    assert errors[0] == errors[1]
+    assert "of the model are on the meta device" in errors[0] and errors[0].endswith("(rank 1)")

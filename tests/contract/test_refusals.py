@@ -223,7 +223,7 @@ REFUSALS = {
     # Models without a table.
     "no table and no plan": Refusal(
         model="xglm",
-        needles=("has neither a table", "nor a plan of transformers to shard it: use tp_size=1"),
+        needles=("has no base_model_tp_plan or", "'xglm' has no table: leave tp_size and pp_size at 1"),
         **at(tp=2),
     ),
     "a part without a table": Refusal(
@@ -233,7 +233,9 @@ REFUSALS = {
         **at(tp=2),
     ),
     "no table and no plan, of another release": Refusal(
-        model="hrm_text", needles=("has neither a table", "nor a plan of transformers"), **at(tp=2)
+        model="hrm_text",
+        needles=("has plans for ['L_module.layers', 'H_module.layers']", "no table"),
+        **at(tp=2),
     ),
     "no plan of tensor parallelism": Refusal(
         model="gpt_oss", needles=("has no base_model_tp_plan",), **at(tp=2)

@@ -83,7 +83,7 @@ def sharded_in_both_ways(model_type: str) -> list[str]:
     left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
     own, others = (
         {
-            name: vars(each) | {"_echelon_taken": None, "_echelon_trained": None}
+            name: vars(each) | {"_echelon_parallelized": None, "_echelon_trained": None}
             for name, each in model.local_parameters.items()
         }
         for model in (lazy, eager)

@@ -335,7 +335,7 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         ),
         "unknown": (
             hybrid_boost(plain, tp_size=2),
-            ("a Sequential (model_type=None) has neither a table",),
+            ("the config of a Sequential has no base_model_tp_plan",),
         ),
         "its sequences": (hybrid_boost(plain, sp_size=2, **SEQUENCES), ("leave enable_sequence",)),
         "stepped": (sharded(stepped), ("AdamW already has state for",)),

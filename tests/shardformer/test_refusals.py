@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -305,14 +306,23 @@ def test_layers_of_several_widths_are_split_each_by_its_own() -> None:
 @pytest.mark.parametrize(
     ("sequences_alone", "words"),
     [
-        (
-            False,
-            "a Linear (model_type=None) has neither a table nor a plan of transformers to shard it: use tp_size=1",
-        ),
-        (True, "sequence parallelism needs a table, and a Linear (model_type=None) has none"),
+        (False, "and model_type=None has no table: leave tp_size and pp_size at 1"),
+        (True, "and model_type=None has no table: leave enable_sequence_parallelism and sp_size out"),
     ],
 )
 def test_a_model_without_a_table_is_refused_with_what_to_do(sequences_alone: bool, words: str) -> None:
     with pytest.raises(ValueError, match=r"register a Table of its layers \(docs/pol") as refused:
         policy_for(nn.Linear(2, 2), sequences_alone=sequences_alone)
     assert words in str(refused.value)
+    assert "the config of a Linear has no base_model_tp_plan or" in str(refused.value)
+
+
+def test_a_model_with_plans_for_two_lists_of_layers_is_refused_with_their_names() -> None:
+    model = nn.ModuleDict({name: nn.ModuleList([nn.Linear(2, 2)]) for name in ("encoder", "decoder")})
+    model.config = SimpleNamespace(  # type: ignore[assignment]
+        model_type="two_lists", base_model_tp_plan={"encoder.*": "colwise", "decoder.*": "colwise"}
+    )
+    with pytest.raises(
+        ValueError, match=r"plans for \['encoder', 'decoder'\].*'two_lists' has no table: leave tp"
+    ):
+        policy_for(model)
