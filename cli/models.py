@@ -39,8 +39,9 @@ Made by `echelon models --markdown` from the last results of the tests (`make te
 "yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated
 weight, over three AdamW steps with microbatches of unequal size, in fp32 unless stated otherwise.
 "3 of 4": 3 of 4 heads do. Empty: not tried. By "table": `shardformer/tables`; by "plan": derived from
-transformers' own. TP and PP are two ranks of that axis alone. Of a model with several parts (BLIP-2, Gemma 3 with
-images) only the language model is divided into pipeline stages; the other parts run on its first stage.
+transformers' own. Where a plan fails, or a type has none, write a table and register it under the `model_type`:
+[policies.md](policies.md). TP and PP are two ranks of that axis alone. Of a model with several parts (BLIP-2,
+Gemma 3 with images) only the language model is divided into pipeline stages; the other parts run on its first stage.
 
 Features are tried with the usual head, compared in the same way with a process that has none of them: flash
 attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says which
@@ -198,10 +199,11 @@ def versions(kept: dict[str, Any]) -> str:
 
 
 def _other_lines(kept: dict[str, Any]) -> list[str]:
-    """List the cells whose results are from another commit than the rest, by commit."""
-    by_commit: dict[str, list[str]] = {}
-    for cell, commit in kept.get("others", {}).items():
-        by_commit.setdefault(commit, []).append(cell)
+    """Return a table of the cells whose results are from another commit than the rest, by commit and model type."""
+    by_type: dict[tuple[str, str], list[str]] = {}
+    for cell, commit in sorted(kept.get("others", {}).items()):
+        model_type, _, result = cell.partition(" ")
+        by_type.setdefault((commit, model_type), []).append(result)
     heading = [
         "",
         "## Results of other commits",
@@ -209,8 +211,8 @@ def _other_lines(kept: dict[str, Any]) -> list[str]:
         "Not tried at the commit above, or again at a later one:",
         "",
     ]
-    lines = [f"- {commit}: {'; '.join(sorted(cells))}." for commit, cells in sorted(by_commit.items())]
-    return [*heading, *lines] if lines else []
+    rows = [[*key, "; ".join(results)] for key, results in sorted(by_type.items())]
+    return [*heading, *_markdown(["commit", "model type", "results"], rows)] if rows else []
 
 
 # The columns of the table on a terminal of 80 characters: heading, and the heading of the page's column.
@@ -282,8 +284,11 @@ def rows_named(name: str, rows: Sequence[ModelRow]) -> list[ModelRow]:
 
 def _unknown(name: str, rows: Sequence[ModelRow]) -> str:
     close = get_close_matches(name.lower(), [row.model_type for row in rows])
-    advice = f"did you mean {' or '.join(close)}?" if close else "`echelon models` lists those that were"
-    return f"no model type {name!r} was tried: {advice}"
+    meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
+    return (
+        f"no model type {name!r} was tried: {meant}`echelon verify --model {name}` tries one of transformers, and "
+        "docs/policies.md describes the table of any other"
+    )
 
 
 def short_lines(rows: Sequence[ModelRow]) -> list[str]:

@@ -27,7 +27,7 @@ from .gradients import add_gradient_hooks
 from .layers.lora import adapted
 from .layers.parallel_module import is_of_peft
 from .policy import Policy
-from .refusals import given_errors, mark_all_taken, policy_errors, refuse_partial_state
+from .refusals import given_errors, mark_all_parallelized, policy_errors, refuse_partial_state
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table_policy import TablePolicy
@@ -129,7 +129,7 @@ class ShardFormer:
             require_equal_models(model, *groups)
         raise_errors(errors)
         if sharder is not None:
-            mark_all_taken(model)
+            mark_all_parallelized(model)
         copy_configs(model)
         fused.choose_attention(model, device)
         shared = []

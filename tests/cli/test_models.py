@@ -183,7 +183,7 @@ def test_the_page_is_made_once_all_parts_are_there_and_says_which_cells_are_of_o
     }
     assert kept["others"] == {"llama causal pp2": "aaa", "llama causal tp4": "000"}
     assert document.read_text() == page(kept)
-    assert document.read_text().endswith("- 000: llama causal tp4.\n- aaa: llama causal pp2.\n")
+    assert document.read_text().endswith("| 000 | llama | causal tp4 |\n| aaa | llama | causal pp2 |\n")
     assert "torch 1, transformers 2, commit abc." in document.read_text()
     (results / "1-of-1.json").write_text(json.dumps(part(1, 1, "abd", dp2=True)))
     make_page(results, matrix, document)  # with a repeated row
@@ -223,8 +223,8 @@ def test_a_part_of_a_run_keeps_the_rows_that_it_ran_in_other_processes(tmp_path:
 
 def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
     for arguments, reported in (
-        (["lama"], "echelon models: no model type 'lama' was tried: did you mean llama or laguna?"),
-        (["zzz"], "no model type 'zzz' was tried: `echelon models` lists those that were"),
+        (["lama"], "echelon models: no model type 'lama' was tried: did you mean llama or laguna? If not, "),
+        (["zzz"], "no model type 'zzz' was tried: `echelon verify --model zzz` tries one"),
         (["llama", "--markdown"], "--markdown prints all model types: leave 'llama' out"),
     ):
         result = CliRunner().invoke(app, ["models", *arguments])
