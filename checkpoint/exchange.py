@@ -53,13 +53,13 @@ def entries_of(offers: Sequence[Mapping[str, Offer]], order: Sequence[str]) -> l
     Raises:
         AssertionError: ranks differ in the shape or dtype of a tensor.
     """
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for listing in offers:
-        for name, each in listing.items():
-            entry = Entry(name, each.shape, each.dtype)
-            if found.setdefault(name, entry) != entry:
-                raise AssertionError(f"ranks have {found[name]} and {entry}")
-    return [found.pop(name) for name in order if name in found] + list(found.values())
+        for name, offer in listing.items():
+            entry = Entry(name, offer.shape, offer.dtype)
+            if entries.setdefault(name, entry) != entry:
+                raise AssertionError(f"ranks have {entries[name]} and {entry}")
+    return [entries.pop(name) for name in order if name in entries] + list(entries.values())
 
 
 def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[str, Offer]]) -> list[FilePlan]:

@@ -49,19 +49,19 @@ def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) 
         visit: called with a rank's place and tensor; returns a new contiguous tensor, of one shape on all ranks.
     """
     ring, within = rings[0], rings[1:]
-    own: Tensor | None = None
+    total: Tensor | None = None
     in_flight: Shift | None = None
     for step, visited in _steps(x, ring):
         place = (ring.rank() - step) % ring.size()
-        found = _visit(place, visited, within, visit)
-        if own is None:
-            own = found  # the own result is sent to no rank
+        result = _visit(place, visited, within, visit)
+        if total is None:
+            total = result  # the own result is sent to no rank
             continue
         if in_flight is not None:
-            found += in_flight.wait()
-        in_flight = Shift(found, ring, tag=_HOMEWARD)
-    assert own is not None
-    return own if in_flight is None else own.add_(in_flight.wait())
+            result += in_flight.wait()
+        in_flight = Shift(result, ring, tag=_HOMEWARD)
+    assert total is not None
+    return total if in_flight is None else total.add_(in_flight.wait())
 
 
 def _visit(place: int, visited: Tensor, within: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -122,14 +122,14 @@ class Value:
 def fingerprint(value: Value) -> int:
     """Return a hash of a value's calls, their arguments and random states, and samples of the files."""
     codes: dict[Value | None, int] = {None: 0}
-    for each in in_order(value):
-        if each.there is not None:
-            codes[each] = batch_hash([tuple(each.there.shape), _samples(each.there)])
+    for made in in_order(value):
+        if made.there is not None:
+            codes[made] = batch_hash([tuple(made.there.shape), _samples(made.there)])
             continue
-        assert each.call is not None
-        described = tree_map(lambda leaf: _described(leaf, codes), (each.call.args, dict(each.call.kwargs)))
-        rest = (each.call.generator_state, codes[each.before], each.num_bytes, repr(each.returned))
-        codes[each] = batch_hash([str(each.call.function), described, rest])
+        assert made.call is not None
+        described = tree_map(lambda leaf: _described(leaf, codes), (made.call.args, dict(made.call.kwargs)))
+        rest = (made.call.generator_state, codes[made.before], made.num_bytes, repr(made.returned))
+        codes[made] = batch_hash([str(made.call.function), described, rest])
     return codes[value]
 
 
@@ -188,16 +188,16 @@ def make(value: Value) -> UntypedStorage:
 def borrow(value: Value) -> UntypedStorage:
     """Compute a value as `make` does, but without copying an existing tensor: only for reading."""
     order = in_order(value)
-    uses = Counter(need for each in order for need in each.needs())
-    found: dict[Value, UntypedStorage] = {}
-    for each in order:
-        needs = {need: found[need] for need in each.needs()}
+    uses = Counter(need for made in order for need in made.needs())
+    computed: dict[Value, UntypedStorage] = {}
+    for made in order:
+        needs = {need: computed[need] for need in made.needs()}
         for need in needs:
             uses[need] -= 1
             if not uses[need]:
-                del found[need]
-        found[each] = _made_of(each, needs, is_kept=each.before in found)
-    return found[value]
+                del computed[need]
+        computed[made] = _made_of(made, needs, is_kept=made.before in computed)
+    return computed[value]
 
 
 def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool) -> UntypedStorage:
@@ -226,14 +226,17 @@ def _returned(
         assert read.value is not None, "only a call that writes reads the memory that it writes to"
         return read.geometry.of_memory(needs[read.value])
 
-    found = call.run(tensor_of)[index]
-    if (found.dtype, tuple(found.size())) != (geometry.dtype, geometry.size):
-        raise AssertionError(f"{call.function} returned {found.dtype} {tuple(found.size())}, not {geometry}")
-    own = found.untyped_storage()
-    inputs = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)]
-    old = {each.data_ptr() for each in (*needs.values(), *(each.untyped_storage() for each in inputs))}
-    if Geometry.of(found) == geometry and own.nbytes() == num_bytes and own.data_ptr() not in old:
-        return own
-    own = UntypedStorage(num_bytes, device="cpu")
-    geometry.of_memory(own).copy_(found)
-    return own
+    result = call.run(tensor_of)[index]
+    if (result.dtype, tuple(result.size())) != (geometry.dtype, geometry.size):
+        raise AssertionError(
+            f"{call.function} returned {result.dtype} {tuple(result.size())}, not {geometry}"
+        )
+    storage = result.untyped_storage()
+    inputs = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    existing = {each.data_ptr() for each in (*needs.values(), *(leaf.untyped_storage() for leaf in inputs))}
+    is_new = storage.data_ptr() not in existing
+    if is_new and storage.nbytes() == num_bytes and Geometry.of(result) == geometry:
+        return storage
+    storage = UntypedStorage(num_bytes, device="cpu")
+    geometry.of_memory(storage).copy_(result)
+    return storage

@@ -167,21 +167,21 @@ class StagePlan:
 
     def path_errors(self, model: nn.Module) -> list[str]:
         """Return errors for names of the plan that the model does not have; empty if it has all."""
-        found = [] if self.encoder is None else self.encoder.path_errors(model)
+        errors = [] if self.encoder is None else self.encoder.path_errors(model)
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        found += [
+        errors += [
             f"the stage plan names {name!r}, and this {type(model).__name__} has no such module"
             for name in (self.layers.partition(".*.")[0], *self.before, *filter(None, [self.module]))
             if name not in names
         ]
         if self.layers.partition(".*.")[0] not in names:
-            return found
+            return errors
         if missing := [each for each in self.list_paths(model) if each not in names]:
-            return [*found, f"the stage plan names {self.layers!r}, and there is no {missing[0]!r}"]
+            return [*errors, f"the stage plan names {self.layers!r}, and there is no {missing[0]!r}"]
         paths = self._paths(model)
         if not paths:
-            return [*found, f"the model has no layers in {self.layers!r}"]
-        return found + [
+            return [*errors, f"the model has no layers in {self.layers!r}"]
+        return errors + [
             f"the stage plan repeats {name!r} of the first layer, and {paths[0]} has no such module"
             for name in self.repeated
             if f"{paths[0]}.{name}" not in names

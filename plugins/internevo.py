@@ -300,19 +300,20 @@ def _layout(given: _Given) -> dict[str, Any]:
     if is_split is not None and size > 1 and is_split != (mode != "mtp"):
         why = f"contradicts tensor.mode={mode!r}, which decides: leave it out"
         given.refuse("parallel.sequence_parallel", is_split, why)
-    found: dict[str, Any] = {"tp_size": 1, "sp_size": size} if mode == "isp" else {"tp_size": size}
-    found |= MODES[mode] if size > 1 else {}
+    arguments: dict[str, Any] = {"tp_size": 1, "sp_size": size} if mode == "isp" else {"tp_size": size}
+    arguments |= MODES[mode] if size > 1 else {}
     wp_size = given("parallel.weight.size", 1)
     if wp_size != 1:
         if mode != "isp":
             why = f"needs tensor=dict(mode='isp'), and the mode is {mode!r}: use 1, or that mode"
             given.refuse("parallel.weight.size", wp_size, why)
-        found["wp_size"] = wp_size
-        found["wp_overlap"] = given("parallel.weight.overlap", False)  # InternEvo's default, not the plugin's
+        arguments["wp_size"] = wp_size
+        # InternEvo's default, not the plugin's.
+        arguments["wp_overlap"] = given("parallel.weight.overlap", False)
     # `zero1` counts ranks with the same weight shard; `zero_size` counts all neighbours, wp_size times as many.
     zero_size = given("parallel.zero1.size", -1)
     zero_size = -1 if zero_size <= 0 else 1 if zero_size == 1 else zero_size * wp_size
-    return found | {"zero_stage": 1, "zero_size": zero_size} | _pipeline(given)
+    return arguments | {"zero_stage": 1, "zero_size": zero_size} | _pipeline(given)
 
 
 def _pipeline(given: _Given) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def _pipeline(given: _Given) -> dict[str, Any]:
         given.errors.append(f"num_chunks={beside} and model.num_chunks={inside} differ: give one")
     chunks = next((each for each in (inside, beside) if each is not None), 1)
     mode, size = given("parallel.pipeline.mode", "1F1B"), given("parallel.pipeline.size", 1)
-    found: dict[str, Any] = {"pp_size": size}
+    arguments: dict[str, Any] = {"pp_size": size}
     styles = _SCHEDULES.get(mode.lower())
     if styles is None:
         names = ", ".join(repr(each.upper()) for each in _SCHEDULES)
@@ -330,11 +331,11 @@ def _pipeline(given: _Given) -> dict[str, Any]:
         why = f"and num_chunks={chunks} do not go together: ZBH1 has 1 chunk, ZBV 2"
         given.refuse("parallel.pipeline.mode", mode, why)
     elif size != 1:  # without a pipeline InternEvo ignores these keys
-        found["pp_style"] = style
+        arguments["pp_style"] = style
         if style == "interleaved":
             overlap = given("parallel.pipeline.interleaved_overlap")
-            found |= {"num_model_chunks": chunks} | ({} if overlap is None else {"overlap_p2p": overlap})
-    return found
+            arguments |= {"num_model_chunks": chunks} | ({} if overlap is None else {"overlap_p2p": overlap})
+    return arguments
 
 
 def _batches(given: _Given) -> dict[str, Any]:
@@ -350,22 +351,22 @@ def _batches(given: _Given) -> dict[str, Any]:
 
 def _numbers(given: _Given) -> dict[str, Any]:
     """Return arguments that take a value unchanged, precision, recomputation and the bucket size."""
-    found = {key.argument: given(path) for path, key in KEYS.items() if key.argument and given.has(path)}
+    arguments = {key.argument: given(path) for path, key in KEYS.items() if key.argument and given.has(path)}
     zero = "hybrid_zero_optimizer"
     overlap, older = given(f"{zero}.overlap_sync_grad"), given(f"{zero}.zero_overlap_communication")
     if None not in (overlap, older) and overlap != older:
         why = f"is the older name of overlap_sync_grad={overlap}: give one"
         given.refuse(f"{zero}.zero_overlap_communication", older, why)
     if given.has(f"{zero}.reduce_bucket_size"):
-        found["zero_bucket_size_in_m"] = given(f"{zero}.reduce_bucket_size") / 2**20
+        arguments["zero_bucket_size_in_m"] = given(f"{zero}.reduce_bucket_size") / 2**20
     if given("model.checkpoint"):
         ratio = float(given("model.checkpoint"))
-        found["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
+        arguments["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
             gradient_checkpointing_ratio=ratio
         )
     if given.has("model"):
-        found["precision"] = _precision(given)
-    return found
+        arguments["precision"] = _precision(given)
+    return arguments
 
 
 def _precision(given: _Given) -> str | None:

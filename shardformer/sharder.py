@@ -222,21 +222,21 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     def tensor(of: Tensor) -> Tensor:
         if id(of) not in copies:
             copies[id(of)] = _meta_tensor(of)
-        found: Tensor = copies[id(of)]
-        return found
+        copied: Tensor = copies[id(of)]
+        return copied
 
     modules = dict.fromkeys(model.modules())
     for module in modules:
-        copies[id(module)] = own = type(module).__new__(type(module))
-        vars(own).update({name: _own_value(value, configs) for name, value in vars(module).items()})
+        copies[id(module)] = copied = type(module).__new__(type(module))
+        vars(copied).update({name: _own_value(value, configs) for name, value in vars(module).items()})
     for module in modules:
-        own = copies[id(module)]
+        copied = copies[id(module)]
         for name, child in module._modules.items():
-            own._modules[name] = None if child is None else copies[id(child)]
-        for tensors in (own._parameters, own._buffers):
+            copied._modules[name] = None if child is None else copies[id(child)]
+        for tensors in (copied._parameters, copied._buffers):
             tensors.update({name: None if each is None else tensor(each) for name, each in tensors.items()})
-    found: nn.Module = copies[id(model)]
-    return found
+    meta_model: nn.Module = copies[id(model)]
+    return meta_model
 
 
 def _own_value(value: Any, configs: dict[int, Any]) -> Any:

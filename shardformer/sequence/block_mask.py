@@ -47,13 +47,13 @@ class Mask(ABC):
 
     def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
         """Determine the kinds of blocks of queries and keys: one host read for all blocks that must be evaluated."""
-        new = dict.fromkeys(each for each in blocks if each not in self._known)
-        inferred = {each: kind for each in new if (kind := self._kind_by_positions(*each)) is not None}
-        facts = {each: self._facts(*each) for each in new if each not in inferred}
+        new = dict.fromkeys(block for block in blocks if block not in self._known)
+        inferred = {block: kind for block in new if (kind := self._kind_by_positions(*block)) is not None}
+        facts = {block: self._facts(*block) for block in new if block not in inferred}
         self._known |= inferred
         if facts:
-            found = torch.stack(list(facts.values())).tolist()
-            self._known |= {each: _kind_of(*each, *of) for each, of in zip(facts, found, strict=True)}
+            rows = torch.stack(list(facts.values())).tolist()
+            self._known |= {block: _kind_of(*block, *row) for block, row in zip(facts, rows, strict=True)}
 
     def block(self, queries: range, keys: range) -> BlockKind | Tensor:
         """Return the block: a kind, or a tensor (B or 1, N or 1, Q, K) of booleans, or of numbers to add to scores."""

@@ -113,12 +113,12 @@ def look_back(
     """
     with torch.enable_grad():
         q, k_BMKD, v_BMKD = inputs = [each.detach().requires_grad_() for each in (q, k_BMKD, v_BMKD)]
-        found, found_lse = look(q, k_BMKD, v_BMKD, mask, **settings)
-    weight = (found_lse.detach() - lse).exp().unsqueeze(-1)
-    towards = weight * gradient
-    of_lse = (towards * (found.detach() - out)).sum(-1)
+        partial_out, partial_lse = look(q, k_BMKD, v_BMKD, mask, **settings)
+    weight = (partial_lse.detach() - lse).exp().unsqueeze(-1)
+    of_out = weight * gradient
+    of_lse = (of_out * (partial_out.detach() - out)).sum(-1)
     return torch.autograd.grad(
-        (found, found_lse), inputs, (towards.to(found.dtype), of_lse.to(found_lse.dtype))
+        (partial_out, partial_lse), inputs, (of_out.to(partial_out.dtype), of_lse.to(partial_lse.dtype))
     )
 
 
