@@ -71,7 +71,7 @@ _LIMITS: tuple[tuple[re.Pattern[str], int], ...] = tuple(
             WINDOW,
         ),
         (r"max_window_layers|first_k_dense_replace", 1),
-        (r"index_topk", WINDOW),
+        (r"index_(topk|kpool)", WINDOW),
         (r"num_nextn_predict_layers|mtp_num_hidden_layers|num_kv_shared_layers", 0),
         (r"train_num_points", 32),
         (r"upsample_groups|num_conv_pos_embedding_groups", 4),
@@ -145,6 +145,8 @@ class _Small:
                 chosen[name] = _FILLED[name]
             elif layers and isinstance(value, (list, tuple)) and len(value) == _depth(config):
                 chosen[name] = [value[layer] for layer in layers]
+            elif isinstance(value, (list, tuple)) and len(value) > LAYERS and len(value) in _depths(config):
+                chosen[name] = value[:LAYERS]  # of an encoder or a decoder
             elif self.derived or (
                 name in defaults and (defaults[name] is not None or _TOKEN.fullmatch(name))
             ):
@@ -261,6 +263,12 @@ def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     hidden = ("transformers_version", "architectures", "dtype", "model_type")
     return {name: value for name, value in vars(config).items() if name[0] != "_" and name not in hidden}
+
+
+def _depths(config: PreTrainedConfig) -> set[int]:
+    """Return the numbers of layers in a config."""
+    settings = _settings(config).items()
+    return {value for name, value in settings if _DEPTH.fullmatch(name) and isinstance(value, int)}
 
 
 def _depth(config: PreTrainedConfig) -> int | None:

@@ -206,7 +206,8 @@ class Sent(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first, output = self.role.arrives_as, self.role.output
         assert output is not None
-        return output.filled(self.inbox.take()[first : first + output.num_tensors])
+        received = self.inbox.take()[first : first + output.num_tensors]
+        return output.filled([tensor.clone() for tensor in received])  # the model may change it in place
 
 
 class LeavingEncoder(StandIn):

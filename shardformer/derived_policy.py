@@ -37,7 +37,13 @@ class DerivedPolicy(TablePolicy):
         if self._has_stages and isinstance(self._derived, str):
             errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
             return [*errors, self._derived]
-        return super().config_errors()
+        found = super().config_errors()
+        if self.shard_config.sequence_split is not None and not isinstance(self.table.stage, StagePlan):
+            found.append(
+                f"sequence parallelism needs a table, and a {type(self._full_model).__name__} has none: leave "
+                "enable_sequence_parallelism and sp_size out, or register a Table of its layers (docs/policies.md)"
+            )
+        return found
 
     @property
     def _has_stages(self) -> bool:

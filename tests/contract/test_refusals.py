@@ -257,6 +257,11 @@ REFUSALS = {
         ),
         **at(pp=2),
     ),
+    "sequences of a model without a table, in stages": Refusal(
+        model="mamba",
+        needles=("sequence parallelism needs a table, and a MambaForCausalLM has none",),
+        **at(pp=2, sp=2, sequence="all_to_all"),
+    ),
     "layers that run several times": Refusal(
         model="hrm_text", needles=("model.H_module.layers: its layers run up to 2 times",), **at(pp=2)
     ),

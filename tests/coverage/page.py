@@ -68,7 +68,7 @@ def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     found = {
         name: row[name]
         for name in (*names, "commit", "torch", "transformers")
-        if row.get(name) not in (None, False, "")
+        if not (row.get(name) is None or row[name] is False or row[name] == "")
     }
     texts = {name: each.partition(" | ")[0][:240] for name, each in found.items() if isinstance(each, str)}
     return found | texts
@@ -151,6 +151,8 @@ def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str
         "Of the types that train: by a table, or derived from a traced forward and proven in one process",
         "(`python -m tests.coverage.stages`): a stage for each layer, forward and backward, against the whole copy.",
         "",
+        f"{len(known)} of these {len(families)} types have been tried.",
+        "",
         *_table(["family", "table", "derived", "refused", "%"], cells),
         "",
         "Refused, with what departs:",
@@ -185,7 +187,7 @@ def _sample_lines(sample: Sequence[Mapping[str, Any]]) -> list[str]:
         "Types without a table, drawn by a date, under `echelon verify --model TYPE --pp 2`: three steps beside one",
         "process (`python -m tests.coverage.sample`):",
         f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}.",
-        "The gradient is the largest distance of one, as a share of the largest.",
+        "The gradient is the largest distance of one, as `echelon verify` prints it.",
         "",
         *_table(["type", "pp2", "gradient off by", "reason", "commit"], cells),
     ]
