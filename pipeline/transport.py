@@ -72,10 +72,8 @@ class PendingTransfer:
         """
         if self.tensors is None:
             self._channel.begin_up_to(self)
-        works, self._works = (
-            self._works,
-            [],
-        )  # wait once for each: a second wait in gloo would wait for another tensor
+        # Wait once for each: a second wait in gloo would wait for another tensor.
+        works, self._works = self._works, []
         try:
             for work in works:
                 work.wait()

@@ -10,11 +10,11 @@ class Unavailable(NamedTuple):
     """An argument of ColossalAI 0.5.
 
     Args:
-        taken: the accepted values, which need nothing that Echelon lacks.
+        accepted: the accepted values, which need nothing that Echelon lacks.
         instead: advice in the error for any other value.
     """
 
-    taken: tuple[Any, ...]
+    accepted: tuple[Any, ...]
     instead: str
 
 
@@ -85,7 +85,7 @@ def unavailable_errors(
     errors = [
         f"{name}={value!r} of ColossalAI is not available: {known[name].instead}"
         for name, value in given.items()
-        if name in known and not any(_is_same(value, accepted) for accepted in known[name].taken)
+        if name in known and not any(_is_same(value, accepted) for accepted in known[name].accepted)
     ]
     if unknown := unknown_arguments(init, given, known):
         raise TypeError(str(ErrorList(*unknown, *errors)))

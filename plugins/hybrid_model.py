@@ -85,8 +85,7 @@ def boost(
         The parallelized model; its attribute `optimizer` is the wrapped optimizer.
 
     Raises:
-        ValueError: this model cannot be trained with this config; all reasons at once, on every rank, before anything
-            changes.
+        ValueError: this model cannot be trained with this config; on every rank, all reasons at once, before a change.
     """
     model, adapters, plan = checked_together(
         "boost", lambda: plan_boost(model, optimizer, config, mesh, shard_config)

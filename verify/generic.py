@@ -27,7 +27,8 @@ LABELLED = ("causal_lm", "seq_to_seq_causal_lm", "masked_lm", "image_text_to_tex
 
 def has_no_recipe(model_type: str) -> bool:
     """Return True if model and batches of a type are made by general rules."""
-    return model_type not in WITHOUT_TABLE and table_for(model_type) is None
+    is_known = model_type in WITHOUT_TABLE or table_for(model_type) is not None
+    return not is_known and bool(tasks_of(model_type))  # not a type that a script registered
 
 
 def generic_heads(model_type: str) -> dict[str, type[nn.Module]]:

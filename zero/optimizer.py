@@ -177,9 +177,8 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
         Below stage 2 gradients are reduced in the last of several calls. A call without a name leaves a
-        `gradient_factor`: earlier gradients are reduced apart, inside `no_sync` too. If it fails in a backward or after
-        one, its gradients are dropped, with those of earlier calls of the same step if several are averaged; if it
-        fails before, nothing is lost.
+        `gradient_factor`: earlier gradients are reduced apart, inside `no_sync` too. If it fails in or after a
+        backward, its gradients are dropped, and those of calls that would be averaged with it; if before, none are.
 
         Args:
             name: "backward()", whose gradients have no factor, and which ranks compare.
@@ -205,8 +204,7 @@ class ShardedOptimizer(OptimizerWrapper):
             try:
                 yield
             except BaseException:
-                has_backward = reducer.num_backwards > num_backwards
-                if name is None and (has_backward or is_first):
+                if name is None and (is_first or reducer.num_backwards > num_backwards):
                     self._calls.clear()
                     self._gradients.discard()
                 raise

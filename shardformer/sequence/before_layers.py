@@ -152,9 +152,10 @@ class PartsAlone:
     def _cut(
         self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
+        """Replace the one input by position by this rank's shard; None leaves the call as it is."""
         self._given = None
         leaves, form = tree_flatten((args, dict(kwargs)))
-        places = [place for place, each in enumerate(leaves) if _is_by_position(each)]
+        places = [place for place, leaf in enumerate(leaves) if _is_by_position(leaf)]
         is_watched = bool(module._backward_hooks or module._backward_pre_hooks)  # they need the full tensor
         if self._is_whole or is_watched or len(places) != 1 or _reenters(self._first):
             return None
@@ -162,8 +163,8 @@ class PartsAlone:
         _require_rows(module, leaves[place])
         self._given = args, dict(kwargs), leaves[place].shape[-1]
         leaves[place] = self._own(leaves[place])
-        own: tuple[tuple, dict[str, Any]] = tree_unflatten(leaves, form)
-        return own
+        sharded: tuple[tuple, dict[str, Any]] = tree_unflatten(leaves, form)
+        return sharded
 
     def _stand_in(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if self._given is None:

@@ -223,7 +223,7 @@ REFUSALS = {
     # Models without a table.
     "no table and no plan": Refusal(
         model="xglm",
-        needles=("has no base_model_tp_plan or", "'xglm' has no table: leave tp_size and pp_size at 1"),
+        needles=("has no base_model_tp_plan or", "'xglm' has no table: leave tp_size at 1"),
         **at(tp=2),
     ),
     "a part without a table": Refusal(

@@ -87,7 +87,7 @@ def differing(
     """Return the arguments whose default is not ColossalAI's, which is not accepted as without effect either."""
     found = set()
     for name, default in theirs.items():
-        accepted = others[name].taken if name in others else (own(call)[name].default,)
+        accepted = others[name].accepted if name in others else (own(call)[name].default,)
         if default is not REQUIRED and default not in accepted:
             found.add(name)
     return found

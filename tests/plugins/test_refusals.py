@@ -424,7 +424,7 @@ COLOSSALAI = (
 def take_and_refuse_arguments_of_colossalai() -> None:
     """Accept values that change nothing, refuse others with advice, and raise Python's error for an unknown name."""
     for plugin, table in COLOSSALAI:
-        plugin(**{name: known.taken[0] for name, known in table.items()})
+        plugin(**{name: known.accepted[0] for name, known in table.items()})
         for name, known in table.items():
             if known.instead:
                 assert known.instead in refused(lambda: plugin(**{name: "else"}))  # noqa: B023

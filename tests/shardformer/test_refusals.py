@@ -323,6 +323,6 @@ def test_a_model_with_plans_for_two_lists_of_layers_is_refused_with_their_names(
         model_type="two_lists", base_model_tp_plan={"encoder.*": "colwise", "decoder.*": "colwise"}
     )
     with pytest.raises(
-        ValueError, match=r"plans for \['encoder', 'decoder'\].*'two_lists' has no table: leave tp"
+        ValueError, match=r"plans for \['encoder', 'decoder'\].*'two_lists' has no table: leave enable"
     ):
-        policy_for(model)
+        policy_for(model, sequences_alone=True)
