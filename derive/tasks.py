@@ -1,9 +1,10 @@
-"""Tasks of model types, by transformers' own mappings to classes. Imports nothing of Echelon."""
+"""Tasks of model types, by transformers' own mappings to classes."""
 
 from collections.abc import Mapping
 
 from torch import nn
-from transformers.models.auto import modeling_auto
+
+from ..cluster.transformers_api import modeling_auto
 
 _PREFIX, _SUFFIX = "MODEL_FOR_", "_MAPPING_NAMES"
 _PREFERRED = (
