@@ -25,7 +25,11 @@ def copy_of(model_type: str, **settings: Any) -> Copy:
 @pytest.mark.parametrize("name", ["small", "inputs", "build", "tasks"])
 def test_the_denominator_imports_of_echelon_only_these_files_and_the_names_of_transformers(name: str) -> None:
     tree = ast.parse((ROOT / "derive" / f"{name}.py").read_text())
-    relative = {(node.level, node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
+    relative = {
+        (node.level, node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    }
     names = (2, "cluster.transformers_api")
     assert relative <= {(1, "small"), (1, "inputs"), (1, "tasks"), names}
 
