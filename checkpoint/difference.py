@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cluster.box import Box, Stored, flat_boxes
-from .inspect import Opened, Progress, nbytes
+from .inspection import Opened, Progress, nbytes
 from .tensor_file import dtype_name
 
 # Config entries that do not describe the model.

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..cluster.box import Box, cuts_of, flat_boxes, whole_shape
+from ..cluster.forward_random import ForwardRandom
 from ..cluster.placement import PlacedShard
-from ..cluster.random import ForwardRandom
 from .background import Keep
 
 # Name components that peft inserts into the names of a wrapped model's own tensors.

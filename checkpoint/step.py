@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.errors import raise_errors
+from ..cluster.forward_random import ForwardRandom, set_torch_state, torch_state
 from ..cluster.gathering import on_all_ranks, on_first_rank, run_or_raise_together
 from ..cluster.hashes import batch_hash
 from ..cluster.layout import AXES
 from ..cluster.mesh import ParallelMesh
-from ..cluster.random import ForwardRandom, set_torch_state, torch_state
 from .background import Keep
 from .commit import written_beside
 from .local import LocalModel

@@ -16,7 +16,7 @@ from .console import refuse, show_table
 
 if TYPE_CHECKING:
     from ..checkpoint.difference import Difference
-    from ..checkpoint.inspect import Findings
+    from ..checkpoint.inspection import Findings
 
 FOLDER_HELP = "A step-… folder, the folder above (its newest complete step), or a Hugging Face folder."
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help=FOLDER_HELP, show_default=False)]
@@ -44,7 +44,7 @@ def inspect(
 
     Exit status: 0 shown, 1 damaged, 2 bad arguments.
     """
-    from ..checkpoint.inspect import list_tensors, open_folder, plain, summarize
+    from ..checkpoint.inspection import list_tensors, open_folder, plain, summarize
 
     is_pattern_alone = pattern is not None and not tensors
     errors = [f"{pattern!r} is a pattern of names: give --tensors too"] * is_pattern_alone
@@ -88,7 +88,7 @@ def diff(
     2 bad arguments.
     """
     from ..checkpoint.difference import Comparison
-    from ..checkpoint.inspect import open_folder
+    from ..checkpoint.inspection import open_folder
 
     is_wrong = not (isfinite(tolerance) and tolerance >= 0)
     errors = [f"tolerance={tolerance} must be a number of at least 0"] * is_wrong
@@ -154,7 +154,7 @@ def found_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> lis
 
     Ends the command with all errors if one is missing.
     """
-    from ..checkpoint.inspect import find_folder
+    from ..checkpoint.inspection import find_folder
 
     found, errors = [], list(errors)
     for path in paths:
@@ -171,7 +171,7 @@ def found_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> lis
 
 def examined(folder: Path) -> "Findings":
     """Read every byte of a checkpoint, and return all damage."""
-    from ..checkpoint.inspect import examine
+    from ..checkpoint.inspection import examine
 
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     with progress_bar(total, "reading") as progress:
@@ -201,7 +201,7 @@ def progress_bar(total: int, what: str) -> Iterator[Callable[[int], object]]:
 
 def show_summary(summary: Mapping[str, Any]) -> None:
     """Print a checkpoint's metadata, its kinds of tensors and its files."""
-    from ..checkpoint.inspect import plain
+    from ..checkpoint.inspection import plain
 
     facts = [
         (name, value if isinstance(value, str) else json.dumps(plain(value)))
@@ -228,7 +228,7 @@ def show_summary(summary: Mapping[str, Any]) -> None:
 
 
 def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    from ..checkpoint.inspect import plain
+    from ..checkpoint.inspection import plain
 
     yield "step", summary["step"]
     yield "written by", summary["echelon"] and f"echelon {summary['echelon']}"

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.errors import raise_errors
-from ..cluster.random import generators_put_back, seed_torch
+from ..cluster.forward_random import generators_put_back, seed_torch
 from .sampler import BegunPass, Draw, ForeignSampler, ResumableSampler, StatefulSampler, derived_seed
 
 

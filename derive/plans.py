@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..cluster.random import generators_put_back
+from ..cluster.forward_random import generators_put_back
 from ..pipeline.plan import StagePlan
 from .build import small_copy
 from .stages import derived_plan

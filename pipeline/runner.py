@@ -343,10 +343,10 @@ def loss_and_weight(returned: Any) -> tuple[Tensor, Tensor | float | None]:
         TypeError: it returned something else. ValueError: a weight that cannot be used.
     """
     loss, *weights = returned if isinstance(returned, tuple) else (returned,)
-    is_loss = isinstance(loss, Tensor) and loss.numel() == 1
+    is_loss = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
     if not is_loss or len(weights) > 1 or not all(map(_is_number, weights)):
         raise TypeError(
-            f"the criterion must return a scalar tensor, or (loss_sum, weight), not {_described(returned)}"
+            f"the criterion must return a real scalar tensor, or (loss_sum, weight), not {_described(returned)}"
         )
     for weight in weights:
         if isinstance(weight, Tensor) and weight.requires_grad:
@@ -370,5 +370,6 @@ def _described(returned: Any) -> str:
     if isinstance(returned, tuple):
         return f"({', '.join(map(_described, returned))})"
     if isinstance(returned, Tensor):
-        return f"a tensor of shape {tuple(returned.shape)}"
+        kind = "complex tensor" if returned.is_complex() else "tensor"
+        return f"a {kind} of shape {tuple(returned.shape)}"
     return type(returned).__name__

@@ -23,10 +23,10 @@ from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
 from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
+from ..cluster.forward_random import ForwardRandom
 from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
 from ..cluster.options import described
-from ..cluster.random import ForwardRandom
 from ..cluster.releases import log_newer_releases
 from ..data.loader import ShardedLoader, sharded_loader
 from ..data.user_loader import shard_user_loaders
@@ -255,7 +255,8 @@ def taking(
         options: the dataclass.
         known: ColossalAI's arguments.
     """
-    parameters = signature(options).parameters
+    options_signature = signature(options)
+    parameters = options_signature.parameters
 
     def decorate(
         init: Callable[[Any, Options, list[str]], None],
@@ -267,6 +268,12 @@ def taking(
             require_process_group()
             for name in others:
                 del kwargs[name]
+            try:
+                options_signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(
+                    f"{type(self).__name__}: {error}; {_by_position(options_signature)}"
+                ) from None
             init(self, options(*args, **kwargs), errors)
 
         own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
@@ -275,6 +282,12 @@ def taking(
         return taking_options
 
     return decorate
+
+
+def _by_position(options: Signature) -> str:
+    """Return which options may be given by position."""
+    names = [name for name, each in options.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return f"by position it takes {', '.join(names) or 'nothing'}: give every option by its name"
 
 
 def require_process_group() -> None:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..cluster.agreement import ENDED, AgreedCall, Agreement, CallKind
 from ..cluster.errors import raise_errors
+from ..cluster.forward_random import ForwardRandom
 from ..cluster.gathering import differing_ranks, gather_integers
 from ..cluster.hashes import batch_hash
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
-from ..cluster.random import ForwardRandom
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.counted_loss import ObservedStage

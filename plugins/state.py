@@ -27,9 +27,9 @@ from ..checkpoint.local import (
 from ..checkpoint.optimizer import Trained, TrainedPiece
 from ..checkpoint.step import Resumed
 from ..cluster.errors import raise_errors
+from ..cluster.forward_random import ForwardRandom
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import shards_of
-from ..cluster.random import ForwardRandom
 from ..shardformer.refusals import is_partial
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.slot import Slot

@@ -18,10 +18,10 @@ from ..checkpoint.optimizer import Trained
 from ..cluster.device import is_cuda
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
+from ..cluster.forward_random import ForwardRandom
 from ..cluster.gathering import checked_together, require_equal
 from ..cluster.mesh import ParallelMesh
 from ..cluster.options import Check, option, option_errors
-from ..cluster.random import ForwardRandom
 from ..lazy import materialize
 from ..pipeline.stage import with_known_cache_name
 from ..shardformer.layers.batch_norm import own_batch_norms

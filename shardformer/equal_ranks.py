@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cluster.agreement import MODES, MODES_ADVICE, require_equal_call
+from ..cluster.forward_random import torch_state
 from ..cluster.gathering import gather_integers
 from ..cluster.hashes import batch_hash
-from ..cluster.random import torch_state
 from ..lazy.replay import fingerprint
 from ..lazy.tensor import LazyTensor, content_of
 

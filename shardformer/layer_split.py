@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cluster.errors import raise_errors
+from ..cluster.forward_random import SplitRandom
 from ..cluster.layout import divisors
 from ..cluster.placement import PartialGrad, ReplicaKind, Replicated
-from ..cluster.random import SplitRandom
 from ..cluster.transformers_api import MASK_NAMES, Conv1D
 from ..pipeline.plan import is_within
 from .layers.forward_code import part_errors

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..cluster.random import SplitRandom
+from ..cluster.forward_random import SplitRandom
 from ..cluster.transformers_api import (
     Conv1D,
     GradientCheckpointingLayer,

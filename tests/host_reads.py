@@ -17,7 +17,7 @@ from echelon.pipeline.known_masks import KnownTensor
 
 # Reads of tensors that are on the host also on a GPU machine, by file and function, with the reason.
 ON_THE_HOST = {
-    ("cluster/random.py", "_drawn"): "a number of the CPU's generator",
+    ("cluster/forward_random.py", "_drawn"): "a number of the CPU's generator",
     ("cluster/hashes.py", "_extend"): "a batch as the dataloader gives it; on a device it is hashed there",
     ("sequence/block_mask.py", "block_mask"): "a number; older releases of transformers alone give a tensor",
     ("pipeline/known_masks.py", "__torch_function__"): "numbers that the host has kept",

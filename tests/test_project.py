@@ -165,6 +165,11 @@ def module_graph() -> dict[Path, set[Path]]:
     }
 
 
+def test_python_starts_in_every_folder_of_the_package() -> None:
+    """`python -m` puts the folder that it is called in before the standard library."""
+    assert not {path.stem for path in package_sources()} & sys.stdlib_module_names
+
+
 def test_no_file_imports_itself_over_others() -> None:
     graph = {
         str(path.relative_to(ROOT)): {str(other.relative_to(ROOT)) for other in others}

@@ -22,8 +22,8 @@ from ...cluster.collectives import (
     scatter_to,
     unchanged,
 )
+from ...cluster.forward_random import SplitRandom
 from ...cluster.placement import PartialGrad, Replicated, place
-from ...cluster.random import SplitRandom
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import WeightGradients
 from .deferred_linear import Crossing, LaterProduct, Regather, beside, is_trained, linear

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
+from ...cluster.forward_random import SplitRandom
 from ...cluster.placement import PartialGrad, Replicated, Shard, place, shard_on
-from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, Linear1D_Row, SharedKeyValueLinear1D_Col
 from .parallel_module import is_of_peft
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...cluster.collectives import copy_to, reduce_from
+from ...cluster.forward_random import SplitRandom
 from ...cluster.placement import PartialGrad, place
-from ...cluster.random import SplitRandom
 from ...cluster.transformers_api import ROTATIONS
 from .linear import Linear1D_Col, ProductLayer, enter
 from .parallel_module import change_inputs, name_of_first_tensor, shard_of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ...cluster.collectives import begin_gather, paired
-from ...cluster.random import SplitRandom, common_seed, device_of_call, seed_torch, split_seed
+from ...cluster.forward_random import SplitRandom, common_seed, device_of_call, seed_torch, split_seed
 from ...cluster.ring import Rings
 
 # B batch, S sequence

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...cluster.random import not_compiled
+from ...cluster.forward_random import not_compiled
 from ...cluster.transformers_api import (
     ATTENTION,
     ATTENTION_BY_HEADS,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ...cluster.collectives import all_to_all
-from ...cluster.random import SplitRandom
+from ...cluster.forward_random import SplitRandom
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import SequenceAxis
 

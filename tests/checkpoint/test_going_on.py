@@ -16,7 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from echelon.checkpoint.difference import Comparison
-from echelon.checkpoint.inspect import Findings, examine, open_folder
+from echelon.checkpoint.inspection import Findings, examine, open_folder
 from echelon.verify.layout import AXES, Layout, Training
 from echelon.verify.models import ModelChoice
 from echelon.verify.reference import StepRecord

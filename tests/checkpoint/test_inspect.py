@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from echelon.checkpoint import difference
 from echelon.checkpoint.difference import Comparison, Difference, Distance, chunks_of, distance_between
-from echelon.checkpoint.inspect import Findings, examine, open_folder
+from echelon.checkpoint.inspection import Findings, examine, open_folder
 from echelon.checkpoint.steps import commit_step, manifest_of
 from echelon.checkpoint.tensor_file import write_small
 from echelon.cluster.box import Box

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from echelon.checkpoint.difference import Comparison
-from echelon.checkpoint.inspect import examine, open_folder
+from echelon.checkpoint.inspection import examine, open_folder
 
 from .failures import anonymous_peak as peak
 from .failures import in_warm_process, run_ranks

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from echelon.cluster import random as random_module
+from echelon.cluster import forward_random as random_module
+from echelon.cluster.forward_random import SplitRandom
 from echelon.cluster.launch import seed_everything
-from echelon.cluster.random import SplitRandom
 from echelon.shardformer.layers.region import Region
 from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
 

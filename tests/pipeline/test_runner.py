@@ -318,9 +318,13 @@ def test_stages_of_one_rank_need_no_transport() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda outputs, microbatch: outputs["out"], "the criterion must return a scalar tensor.*shape"),
-        (lambda outputs, microbatch: 1.0, "the criterion must return a scalar tensor.*float"),
-        (lambda outputs, microbatch: None, "the criterion must return a scalar tensor.*NoneType"),
+        (lambda outputs, microbatch: outputs["out"], "the criterion must return a real scalar tensor.*shape"),
+        (lambda outputs, microbatch: 1.0, "the criterion must return a real scalar tensor.*float"),
+        (
+            lambda outputs, microbatch: outputs["out"].sum() * 1j,
+            "the criterion must return a real scalar tensor.*complex tensor",
+        ),
+        (lambda outputs, microbatch: None, "the criterion must return a real scalar tensor.*NoneType"),
     ],
 )
 def test_a_criterion_that_returns_no_scalar_is_refused(returned: Callable, message: str) -> None:

@@ -22,8 +22,8 @@ from echelon import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from echelon.cluster import random as random_module
-from echelon.cluster.random import ForwardRandom
+from echelon.cluster import forward_random as random_module
+from echelon.cluster.forward_random import ForwardRandom
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer

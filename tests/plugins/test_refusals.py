@@ -220,7 +220,7 @@ def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
     def dividing(divisor: Any) -> Callable[[], Any]:
         return run(data=iter([batch | {"num_items_in_batch": divisor}]))
 
-    scalar, turns = "the criterion must return a scalar tensor", iter([True, False])
+    scalar, turns = "the criterion must return a real scalar tensor", iter([True, False])
     wrong_weights = {"words": "a", "no number": None, "a list of one": [1.0]}
     wrong_divisors = {"a word": "a", "zero": 0, "negative": -3, "not a number": float("nan"), "True": True}
     wrong_divisors |= {"zero on the CPU": torch.tensor(0), "two": torch.tensor([1, 2])}
@@ -252,6 +252,14 @@ def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
             f"{scalar}, or (loss_sum, weight)",
         ),
         "none": (run(lambda *_: None), scalar),
+        "no labels": (
+            run(lambda outputs, _: outputs.loss, iter([{k: v for k, v in batch.items() if k != "labels"}])),
+            scalar,
+        ),
+        "no loss": (
+            run(None, iter([batch | {"return_dict": False}])),
+            "the model's outputs contain no loss: give labels in the batch, without return_dict=False",
+        ),
         "some weights": (
             run(lambda outputs, _: (outputs.loss, 1) if next(turns) else outputs.loss),
             "the criterion returned a weight for some microbatches only",
@@ -477,6 +485,11 @@ def misspell_arguments() -> None:
             if parameter.kind is not parameter.VAR_KEYWORD:
                 with pytest.raises(TypeError, match=rf"did you mean .*{name}"):
                     called(**{name[:3] + name[4:]: 1})
+    by_position = "HybridParallelPlugin: too many positional arguments; by position it takes tp_size, pp_size"
+    with pytest.raises(TypeError, match=by_position):
+        HybridParallelPlugin(*[1] * 20)
+    with pytest.raises(TypeError, match="HybridParallelPlugin: multiple values for argument 'tp_size'"):
+        HybridParallelPlugin(1, tp_size=1)
     with pytest.raises(TypeError) as error:
         HybridParallelPlugin(tp=2, use_fp8=True, dp_outside=False)
     unknown, unavailable = str(error.value).splitlines()[1:]

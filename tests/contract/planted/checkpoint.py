@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint.dcp import StateFiles
-from echelon.checkpoint.inspect import examine, find_folder
+from echelon.checkpoint.inspection import examine, find_folder
 from echelon.checkpoint.local import LocalTensor, Part
 from echelon.checkpoint.steps import recover
 from echelon.verify.resume import contents_of, differing
@@ -262,7 +262,7 @@ FAULTS = {
         notice="loss scaler",
     ),
     "a flipped bit is not detected": fault(
-        "checkpoint.inspect:damage_of", returning([]), check=flipped, num_ranks=1, notice="called sound"
+        "checkpoint.inspection:damage_of", returning([]), check=flipped, num_ranks=1, notice="called sound"
     ),
     "a step is removed before the new one has its name": fault(
         "checkpoint.steps:_name_step",

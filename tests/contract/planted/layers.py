@@ -146,7 +146,7 @@ FAULTS = {
         quick=True,
     ),
     "a module that is recomputed does not know that its region was entered": fault(
-        "cluster.random:SplitRandom.restorer",
+        "cluster.forward_random:SplitRandom.restorer",
         returning(lambda: None),
         check=checkpointing,
         args=(by_modules,),
