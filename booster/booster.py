@@ -15,6 +15,7 @@ from ..checkpoint.background import Save
 from ..checkpoint.calls import save_errors
 from ..checkpoint.step import Resume, Resumed
 from ..cluster.errors import naming_arguments, raise_errors
+from ..cluster.gathering import checked_together
 from ..plugins.base import Boosted, Dataloaders, Plugin, Returned
 from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
@@ -89,9 +90,13 @@ class Booster:
                 of the arguments; objects that a checkpoint cannot save; the dataloader; model and optimizer, with each
                 other and with the plugin.
         """
-        raise_errors(_type_errors(optimizer, criterion, lr_scheduler))
-        if isinstance(model, nn.Module):
-            raise_errors(save_errors(unwrapped(model).model, optimizer, lr_scheduler))
+
+        def check() -> None:
+            raise_errors(_type_errors(optimizer, criterion, lr_scheduler))
+            if isinstance(model, nn.Module):
+                raise_errors(save_errors(unwrapped(model).model, optimizer, lr_scheduler))
+
+        checked_together("boost", check)
         dataloader = self.plugin.shard_dataloader(dataloader)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         self.plugin.log_releases_and_precision()

@@ -250,7 +250,7 @@ class Agreement:
             raise ValueError(error)
 
     @property
-    def share(self) -> float | Tensor:
+    def checksum_term(self) -> float | Tensor:
         """This rank's term of a sum that is 0 if the ranks of each replica agree; a Python float, or 0-d float64."""
         # Convert to float64 before adding: a code plus a float is float32, which rounds sums above 2**24.
         parts = (self._batch * self._weight, *(deviation for deviation, _ in self._deviations))

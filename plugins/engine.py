@@ -43,7 +43,7 @@ from ..shardformer.router_loss import share_router_loss
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
-from .loss import BatchLoss, LossReducer, WeighedCriterion, model_loss, note_factor, require_num_items
+from .loss import BatchLoss, LossReducer, WeighedCriterion, model_loss, require_num_items, set_gradient_factor
 
 _HASHED_HERE = 2**20  # bytes of a batch; a CPU takes about a millisecond for as many
 _TWO_KINDS = (
@@ -166,7 +166,9 @@ class PipelineEngine:
                 microbatches=microbatches,
                 criterion=weighed if wanted.loss else None,
                 transport=self._transport,
-                scale=lambda loss: weighed.share(loss if optimizer is None else optimizer.scale_loss(loss)),
+                scale=lambda loss: weighed.differentiated(
+                    loss if optimizer is None else optimizer.scale_loss(loss)
+                ),
                 keep_outputs=wanted.outputs,
                 before_forward=begin_forward,
                 weight_gradients=self._weight_gradients,
@@ -306,7 +308,7 @@ class PipelineEngine:
         if call.kind.trains or self.mesh.world_size > 1 or weighed.has_terms:
             self.agreement.require_none(loss.deviation, _OTHER_COUNTS, waits=not call.kind.trains)
         if optimizer is not None and call.kind.trains:
-            note_factor(optimizer, loss.factor)
+            set_gradient_factor(optimizer, loss.factor)
         if call.is_compared:
             weighed.note_uneven()
         return loss.mean, loss.of_replica

@@ -295,7 +295,7 @@ class WeighedCriterion:
         """True if the loss has several terms, which are counted before the first backward."""
         return self._counts is not None
 
-    def share(self, loss_sum: Tensor) -> Tensor:
+    def differentiated(self, loss_sum: Tensor) -> Tensor:
         """Return the tensor that is differentiated; the optimizer multiplies the gradients by the rest."""
         assert self.divisor is not None
         return loss_sum / self.divisor
@@ -456,7 +456,7 @@ def _power_of_two(number: Tensor) -> Tensor:
     return (bits & 0x7F800000).view(torch.float32)
 
 
-def note_factor(optimizer: ShardedOptimizer, factor: Tensor) -> None:
+def set_gradient_factor(optimizer: ShardedOptimizer, factor: Tensor) -> None:
     """Give the optimizer the factor that corrects a batch's gradients, combined with those of accumulated batches."""
     previous = optimizer.gradient_factor
     if optimizer.accumulation_steps > 1 and isinstance(previous, Tensor):

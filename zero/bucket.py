@@ -75,7 +75,7 @@ class Bucket:
         is_owned: True if owners keep the masters, and step them.
         unrounded: this rank's slice of the parameters as they were given, until owners have taken it.
         stepped_gradients: `own_gradients`, or with offload their copy on the CPU.
-        counted, watched: ranges of `own_gradients` that this rank counts in the norm, and that other ranks count.
+        counted, counted_elsewhere: ranges of `own_gradients` that this rank, and other ranks, count in the norm.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Bucket:
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
         self._padding = _gaps(self.slots, length)
         self.counted = list(self._runs(primary=True)) if partition.is_counted else []
-        self.watched = list(self._runs(primary=False)) if partition.is_counted else []
+        self.counted_elsewhere = list(self._runs(primary=False)) if partition.is_counted else []
 
     def _allocate(self, values: Tensor, dtype: torch.dtype) -> None:
         """Allocate the flat memory from float32 values of the parameters."""

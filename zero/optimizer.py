@@ -192,7 +192,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self._gradients.apply_factor()
         elif is_first and self.reducer.holds_gradients:
             self._gradients.set_aside(self._reduce)
-        reducer, num_backwards = self.reducer, self.reducer.num_backwards
+        reducer, num_contexts = self.reducer, self.reducer.num_contexts
         with nullcontext() if self._calls.is_last or reducer.shards_gradients else self.no_sync():
             is_collective = reducer.may_launch
             if is_collective and name is not None:
@@ -204,7 +204,7 @@ class ShardedOptimizer(OptimizerWrapper):
             try:
                 yield
             except BaseException:
-                if name is None and (is_first or reducer.num_backwards > num_backwards):
+                if name is None and (is_first or reducer.num_contexts > num_contexts):
                     self._calls.clear()
                     self._gradients.discard()
                 raise
@@ -375,7 +375,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """Return the norm of the gradients; compare batches, arguments and options. One all-reduce over the world."""
         settings = {**arguments, **optimizer_options(self.inner)}
         norm = self._gradients.measure(
-            code=self._agreement.code(settings), share=self._agreement.share, flags=self._owned.flags
+            code=self._agreement.code(settings), share=self._agreement.checksum_term, flags=self._owned.flags
         )
         if not self._gradients.is_agreed:
             require_equal(settings, what="the optimizer", rule=EQUAL_OPTIONS)
@@ -402,7 +402,7 @@ class ShardedOptimizer(OptimizerWrapper):
             wait_for_stream(self._mesh.device)
         with self._guard:
             self.inner.step()
-        self._owned.spread()
+        self._owned.return_to_slices()
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -495,6 +495,6 @@ class ShardedOptimizer(OptimizerWrapper):
             self.parameter_gather.wait()
             load_local_masters(self.local_masters(), state_dict)
             load_local_state(self.inner, self._scaler, state_dict, device=self._step_device)
-            self._owned.spread()
+            self._owned.return_to_slices()
             self.parameter_gather.gather()
         self.skipped_steps = state_dict["skipped_steps"]

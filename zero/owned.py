@@ -169,7 +169,7 @@ class OwnedParameters:
             host = self._host_gradients.get(slot)
             slot.piece_gradient = gradient if host is None else host.copy_(gradient, non_blocking=True)
 
-    def spread(self) -> None:
+    def return_to_slices(self) -> None:
         """Copy the masters into the slices of the parameters. One all-to-all over the team. Drop the gradients."""
         if self.buckets:
             self._spread_into(lambda bucket: bucket.masters, self._dtype)

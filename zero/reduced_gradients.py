@@ -54,7 +54,7 @@ class ReducedGradients:
         self.flags: list[float] = []
         self._slices = [bucket.own_gradients for bucket in buckets]
         self._counted = [run for bucket in buckets for run in bucket.counted]
-        self._watched = [run for bucket in buckets for run in bucket.watched]
+        self._counted_elsewhere = [run for bucket in buckets for run in bucket.counted_elsewhere]
         self._reducer = reducer
         self._device = device
         self._unclip = 1.0  # undoes the clipping of a step
@@ -129,7 +129,7 @@ class ReducedGradients:
         assert self._reducer.is_reduced
         norm, is_agreed, *sums = norm_over_all_ranks(
             self._counted,
-            self._watched,
+            self._counted_elsewhere,
             norm_type=norm_type,
             device=self._device,
             code=code,
@@ -182,7 +182,7 @@ class ReducedGradients:
             self._reducer.unscale_()
             torch._foreach_clamp_min_(self._slices, -clip_value)
             torch._foreach_clamp_max_(self._slices, clip_value)
-            self._reducer.writes.note()
+            self._reducer.writes.accept()
 
 
 def norm_over_all_ranks(

@@ -65,7 +65,7 @@ class Reducer:
         unscale_factor: removes the loss scale from reduced gradients; applied by `unscale_`.
         shards_gradients: True if every backward averages its gradients into the ranks' slices (stage 2).
         writes: detects foreign writes to gradients since the last backward or reduction.
-        num_backwards: of the optimizer's own until now.
+        num_contexts: number of contexts of backwards that were entered until now.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reducer:
         self.unscale_factor = 1.0
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
-        self.num_backwards = 0
+        self.num_contexts = 0
         self._zeros: list[Slot] = []  # had a gradient of zeros after the last drop; empty after a reduction
         self._before_plain_backward = before_plain_backward
         self._group, self._device, self._scaler = group, device, scaler
@@ -174,14 +174,14 @@ class Reducer:
 
     @contextmanager
     def _running(self, backward: _Backward) -> Iterator[None]:
-        self.num_backwards += 1
+        self.num_contexts += 1
         before, self._backward = self._backward, backward
         try:
             yield
         finally:
             self._backward = before
             if before is _Backward.OUTSIDE:
-                self.writes.note()
+                self.writes.accept()
 
     # Reduction
 
@@ -206,7 +206,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.open(factor)
         self._in_flight.clear()
-        self.writes.note_again()
+        self.writes.accept_again()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -233,7 +233,7 @@ class Reducer:
             dist.all_reduce(has_gradients, op=dist.ReduceOp.MAX, group=self._group)
         self.is_reduced, self.has_gradients, self._zeros = True, has_gradients, []
         self.unscale_factor = 1 / self.loss_scale
-        self.writes.note()
+        self.writes.accept()
 
     @torch.no_grad()
     def take_reduced(self) -> tuple[list[Tensor], list[list[bool]]]:
@@ -246,7 +246,7 @@ class Reducer:
         taken = [each * (self.loss_scale * self.unscale_factor) for each in slices]
         for each in slices:
             each.zero_()
-        self.writes.note()
+        self.writes.accept()
         self.open()
         return taken, flags
 
@@ -257,13 +257,13 @@ class Reducer:
         for bucket, own, flags in zip(self._buckets, slices, were_reduced, strict=True):
             bucket.put_back(own, flags)
         self.is_reduced, self.unscale_factor = True, 1 / self.loss_scale
-        self.writes.note()
+        self.writes.accept()
 
     def add(self, slices: Sequence[Tensor], factor: float | Tensor) -> None:
         """Add slices from `take_reduced`, times a factor, to the reduced ones."""
         for bucket, added in zip(self._buckets, slices, strict=True):
             bucket.own_gradients.add_(added * factor)
-        self.writes.note()
+        self.writes.accept()
 
     @torch.no_grad()
     def scale_(self, factor: float | Tensor) -> None:
@@ -271,7 +271,7 @@ class Reducer:
         self.open()
         for bucket in self._buckets:
             bucket.scale_(factor)
-        self.writes.note_again()
+        self.writes.accept_again()
 
     @property
     def holds_gradients(self) -> bool:
@@ -289,7 +289,7 @@ class Reducer:
         if self.unscale_factor * coefficient != 1.0 and self._buckets:
             slices = [bucket.own_gradients for bucket in self._buckets]
             torch._foreach_mul_(slices, self.unscale_factor * coefficient)
-            self.writes.note()
+            self.writes.accept()
         self.unscale_factor = 1.0
 
     def drop(self, *, to_zeros: bool) -> None:
@@ -378,7 +378,7 @@ class Reducer:
         """Hook after a gradient was accumulated. If a foreign hook may still change it, the end of backward counts."""
         slot, bucket = self._places[place]
         if self._backward is _Backward.OUTSIDE:
-            self.writes.note_unscaled()
+            self.writes.record_unscaled()
         slot.collect()
         if self._awaited and not has_foreign_last_hooks(parameter):
             self._complete(slot, bucket)

@@ -38,18 +38,18 @@ class WriteWatch:
         self._versions: list[int | None] | None = None
         self._had = [False] * len(self._slots)
 
-    def note(self) -> None:
+    def accept(self) -> None:
         """Accept all writes of a backward or reduction that has ended."""
         self._versions = [_version(bucket) for bucket in self._buckets]
         self._had = [slot.parameter.grad is not None for slot in self._slots]
 
-    def note_again(self) -> None:
+    def accept_again(self) -> None:
         """Accept the write that kept reduced gradients aside, unless a plain backward is running."""
         if self._versions is not None:
-            self.note()
+            self.accept()
 
     def forget(self) -> None:
-        """Accept all writes until the next note: gradients are dropped or reduced."""
+        """Accept all writes until the next call of `accept`: gradients are dropped or reduced."""
         self._versions = None
         self._has_unscaled = False
         self._had = [False] * len(self._slots)
@@ -60,17 +60,17 @@ class WriteWatch:
         Raises:
             RuntimeError: gradients were written to before it.
         """
-        # Compared by its id, since a backward that raises ends without the note.
+        # Compared by its id, since a backward that raises ends without that call.
         backward = torch._C._current_graph_task_id()
         if backward == self._plain_backward:
             return False
         self._plain_backward = backward
         self.require_no_writes()
         self._versions = None
-        Variable._execution_engine.queue_callback(self.note)
+        Variable._execution_engine.queue_callback(self.accept)
         return True
 
-    def note_unscaled(self) -> None:
+    def record_unscaled(self) -> None:
         """Record a gradient of a backward that the optimizer does not run, see [Note: plain backwards]."""
         self._has_unscaled = self._has_loss_scale
 

@@ -157,6 +157,9 @@ def refuse_what_one_rank_cannot_wrap(plugin: str) -> str:
     booster = Booster(plugin=PLUGINS[plugin]())
     with pytest.raises(ValueError) as refused:
         booster.boost(CHOICE.build() if torch.distributed.get_rank() == 0 else CHOICE.build_on_meta())
+    with pytest.raises(ValueError, match="optimizer") as wrong_type:
+        booster.boost(CHOICE.build(), "adam" if torch.distributed.get_rank() == 1 else None)  # type: ignore[arg-type]
+    assert str(wrong_type.value).endswith("(rank 1)")
     booster.boost(CHOICE.build())
     return str(refused.value)
 

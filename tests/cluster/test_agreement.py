@@ -23,5 +23,5 @@ def test_shares_of_four_equal_ranks_are_0(
         agreement.note("a batch")
         if deviation is not None:
             agreement.require_none(deviation, "why", waits=False)
-        shares.append(float(agreement.share))
+        shares.append(float(agreement.checksum_term))
     assert sum(shares) == 0

@@ -18,13 +18,13 @@ def departing_batch() -> str | None:
 
 FAULTS = {
     "the codes of a batch are not counted": fault(
-        "cluster.agreement:Agreement.share",
+        "cluster.agreement:Agreement.checksum_term",
         around(lambda share: property(lambda self: 0.0)),
         check=departing_batch,
         notice="^not named: ",
     ),
     "the code of a replica's first rank is not subtracted": fault(
-        "cluster.agreement:Agreement.share",
+        "cluster.agreement:Agreement.checksum_term",
         around(lambda share: property(lambda self: float(self._batch))),
         LLAMA,
         Layout(tp=2),

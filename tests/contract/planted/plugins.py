@@ -61,7 +61,7 @@ FAULTS = {
         "plugins.torch_fsdp:TorchFSDPModel.free_whole_parameters", returning(None), check=old_weights
     ),
     "a loss over the global batch is not corrected": fault(
-        "plugins.engine:note_factor",
+        "plugins.engine:set_gradient_factor",
         returning(None),
         check=SCRIPTS["a loss exact over the global batch"].departure,
     ),

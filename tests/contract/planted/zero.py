@@ -202,7 +202,7 @@ FAULTS = {
         notice="^step 2: weight",
     ),
     "updated pieces do not return from their owners": fault(
-        "zero.owned:OwnedParameters.spread",
+        "zero.owned:OwnedParameters.return_to_slices",
         returning(None),
         LLAMA,
         ZERO1,
