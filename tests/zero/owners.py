@@ -58,6 +58,52 @@ class Lamb(Optimizer):
         weight.sub_(update * ratio * group["lr"])
 
 
+class Soap(Optimizer):
+    """SOAP (arXiv:2409.11321, algorithm 3): Adam in the eigenbasis of Shampoo, whose states are of other shapes."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._update(each, each.grad, group)
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a matrix, or a stack of them as one; a vector has no eigenbasis."""
+        state, (first, second) = self.state[weight], group["betas"]
+        matrix = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(1, -1)
+        if not state:
+            state.update(exp_avg=torch.zeros_like(matrix), exp_avg_sq=torch.zeros_like(matrix))
+        row = column = None
+        if gradient.dim() > 1:
+            row = _basis(state, "row", matrix @ matrix.T, second)
+            column = _basis(state, "column", matrix.T @ matrix, second)
+        mean = _rotated(state["exp_avg"].lerp_(matrix, 1 - first), row, column)
+        rotated = _rotated(matrix, row, column)
+        square = state["exp_avg_sq"].mul_(second).addcmul_(rotated, rotated, value=1 - second)
+        update = mean / (square.sqrt() + group["eps"])
+        if row is not None and column is not None:
+            update = row @ update @ column.T
+        weight.sub_(update.reshape(weight.shape), alpha=group["lr"])
+
+
+def _basis(state: dict[str, Tensor], side: str, product: Tensor, decay: float) -> Tensor:
+    """Return the basis of one side, after a step of the power iteration."""
+    if side not in state:
+        state[side] = torch.zeros_like(product)
+    average, before = state[side].lerp_(product, 1 - decay), state.get(f"{side}_basis")
+    turned = torch.linalg.eigh(average)[1] if before is None else average @ before
+    state[f"{side}_basis"] = torch.linalg.qr(turned)[0]
+    return state[f"{side}_basis"]
+
+
+def _rotated(matrix: Tensor, row: Tensor | None, column: Tensor | None) -> Tensor:
+    return matrix if row is None or column is None else row.T @ matrix @ column
+
+
 def muon(named: dict[str, Parameter]) -> Optimizer:
     matrices = [each for name, each in named.items() if name.startswith("m_")]
     rest = [each for name, each in named.items() if not name.startswith("m_")]
@@ -81,6 +127,7 @@ OPTIMIZERS: dict[str, Callable[[dict[str, Parameter]], Optimizer]] = {
     "muon of stacks": muon_of_stacks,
     "adafactor": lambda named: torch.optim.Adafactor(list(named.values()), lr=0.02),
     "lamb": lambda named: Lamb(list(named.values())),
+    "soap": lambda named: Soap(list(named.values())),
 }
 
 

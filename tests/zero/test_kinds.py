@@ -95,11 +95,12 @@ def test_optimizer_that_couples_parameters_is_refused_by_name() -> None:
         update_kinds(kind("WholeNorm")(matrix(), lr=0.01))
 
 
-def test_muon_adafactor_and_lamb_need_full_parameters() -> None:
+def test_muon_adafactor_lamb_and_soap_need_full_parameters() -> None:
     named = {name: Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
     for name, expected in {
         "adafactor": [PARAMETER],
         "lamb": [PARAMETER],
+        "soap": [PARAMETER],
         "muon": [PARAMETER, ELEMENT],
         "muon of stacks": [PARAMETER] * 4,
     }.items():
