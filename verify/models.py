@@ -117,7 +117,6 @@ EXPERTS: dict[str, object] = {
 _STEADY: dict[str, object] = {"initializer_range": 0.2}
 _GEMMA: dict[str, object] = {"sliding_window": 5, "final_logit_softcapping": 2.0, **_STEADY}
 SETTINGS: dict[str, dict[str, object]] = {
-    "afmoe": _STEADY,
     # Older names of settings, in nested configs without defaults that run.
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
@@ -135,9 +134,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "kolibri1": _STEADY,
-    "minimax_m2": _STEADY,
-    "olmo3": _STEADY,
     "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3_moe": {"mlp_only_layers": [1]},
     "bloom": UNCACHED,
