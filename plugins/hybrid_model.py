@@ -186,7 +186,7 @@ def plan_boost(
     if config.wp_size > 1:
         weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
     if config.ep_size > 1:
-        errors += expert_errors(model, config.ep_size, zero_stage=config.zero_stage)
+        errors += expert_errors(model, config.ep_size)
     if mesh.size("tp", "pp", "sp") > 1:
         sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
         if config.custom_policy is None:  # a custom policy may replicate experts

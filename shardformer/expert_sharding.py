@@ -17,7 +17,7 @@ from .layers.lora import is_adapted_parameter
 from .tables.experts import REFUSED, interface_of
 
 
-def expert_errors(model: nn.Module, ep_size: int, *, zero_stage: int = 0) -> list[str]:
+def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
     """List reasons why the experts of a full model cannot be distributed over `ep_size` ranks; empty if they can."""
     refused = {type(each).__name__ for each in model.modules()} & REFUSED.keys()
     if refused:
@@ -45,12 +45,6 @@ def expert_errors(model: nn.Module, ep_size: int, *, zero_stage: int = 0) -> lis
             for name, parameter in module.named_parameters()
             if not interface.is_apart and _blocks(parameter, _numbers(module, interface)) is None
         ]
-    if zero_stage == 2 and any(interface.is_apart for _, interface in experts.values()):
-        # A backward would wait for averages of ranks that wait for its tokens.
-        errors.append(
-            f"zero_stage=2 averages gradients in backward, and an expert of a {type(model).__name__} has one only if "
-            "a token chose it: use zero_stage=1"
-        )
     return list(dict.fromkeys(errors))
 
 

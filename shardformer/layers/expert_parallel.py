@@ -7,7 +7,9 @@ section 2.2, without a capacity: no token is dropped). A forward has three all-t
 reads the numbers of rows once on the host; a backward has two and reads nothing.
 
 Every rank takes part in each exchange, however few tokens or rows it has. Without rows, the experts compute one of
-zeros whose result nobody uses, so that all ranks have the same graph.
+zeros whose result nobody uses, so that all ranks have the same graph. Experts that are modules compute only if they get
+a token. So their parameters pass through the result (`_Passed`): the hooks of all of them run in every backward,
+between the same two exchanges on every rank, and averages that begin in backward (ZeRO-2) have one order.
 
 [Note: replayed choices] A recomputed forward must send the same rows. Rounding may differ in it, so that a router would
 choose other experts, and the gradients would be wrong without an error. `Choices` saves what `topk` or `max` chose in
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import (
     TorchFunctionMode,
     _pop_mode,
@@ -203,6 +206,10 @@ class ExpertParallel:
         output_RH = output.flatten(0, -2)
         if unused_RH is not None and self._interface.is_apart:  # an expert without tokens gets no gradient
             output_RH = output_RH.detach() + 0 * unused_RH
+        if self._interface.is_apart and torch.is_grad_enabled():
+            output_RH = _Passed.apply(
+                output_RH, *(each for each in module.parameters() if each.requires_grad)
+            )
         if in_output is not None:
             output_RH = output_RH[in_output]
 
@@ -220,6 +227,19 @@ class ExpertParallel:
         if kept_NH is not None:
             sums_NH = sums_NH + kept_NH
         return sums_NH.to(output_RH.dtype).unflatten(0, shape[:-1])
+
+
+class _Passed(Function):
+    """Identity of a tensor through which parameters pass; in backward they get no gradient, but their hooks run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (gradient, *(None,) * ctx.num_parameters)
 
 
 def _lengthened(x: Tensor, length: int) -> Tensor:

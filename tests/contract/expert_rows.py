@@ -90,6 +90,12 @@ SWITCH = ModelChoice(
     ),
 )
 OTHERS_LAYOUTS = (EP2, Layout(dp=4, ep=2, zero=1, recompute=1.0))
+# Experts that are modules: in some microbatches most of 16 get no token on a rank, or on any.
+APART = tuple(
+    ModelChoice(model_type=each, settings=(("num_experts", 16),))
+    for each in ("nllb-moe", "switch_transformers")
+)
+APART_LAYOUTS = (Layout(dp=2, ep=2, zero=2), Layout(dp=4, ep=2, zero=2, recompute=1.0))
 
 
 # Edge cases of routing.
@@ -187,6 +193,7 @@ def expert_rows() -> Iterator[ParityRow]:
     yield ParityRow(choice=PHIMOE, layout=Layout(dp=2, ep=2, recompute=1.0), name="phimoe without noise")
     yield from sgd_rows()
     yield from other_rows()
+    yield from apart_rows()
     yield from edge_rows()
     yield from drawn_rows(SEED)
 
@@ -200,21 +207,31 @@ def sgd_rows() -> Iterator[ParityRow]:
 
 
 def other_rows() -> Iterator[ParityRow]:
-    """Yield the model types with interfaces of their own; one of them is quick."""
+    """Yield the model types with interfaces of their own."""
     for layout in OTHERS_LAYOUTS:
         yield ParityRow(
             choice=SWITCH, layout=layout, batch=with_router_losses, name="switch z-loss", missing=MISSING
         )
     for model_type in OTHERS:
         for layout in OTHERS_LAYOUTS:
-            is_quick = model_type == "switch_transformers" and layout is EP2
+            yield ParityRow(choice=ModelChoice(model_type=model_type), layout=layout, missing=MISSING)
+
+
+def apart_rows() -> Iterator[ParityRow]:
+    """Yield experts that are modules under ZeRO-2, which averages their gradients in backward; one row is quick."""
+    yield ParityRow(choice=APART[0], layout=Layout(dp=2, ep=2, pp=2, zero=2), missing=MISSING)
+    for choice in APART:
+        for layout in APART_LAYOUTS:
+            is_quick = choice.model_type == "switch_transformers" and layout.dp == 2
             yield ParityRow(
-                choice=ModelChoice(model_type=model_type),
+                choice=choice,
                 layout=layout,
                 num_steps=2 if is_quick else 3,
                 quick=is_quick,
                 missing=MISSING,
             )
+            name = f"sgd {choice.model_type}"
+            yield ParityRow(choice=choice, layout=layout, within=by_sgd, name=name, missing=MISSING)
 
 
 def with_router_losses(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from torch import nn
 
 from echelon.cluster.placement import Replicated
 from echelon.shardformer.layers import expert_parallel
-from echelon.shardformer.layers.expert_parallel import Interface
+from echelon.shardformer.layers.expert_parallel import ExpertParallel, Interface
+from echelon.shardformer.tables.experts import INTERFACES
 from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
 
 from ...shardformer.test_expert_parallel import HIDDEN, block, compared, output_of, sharded
 from ..mutations import around, fault
@@ -92,6 +94,22 @@ def exchanges_without_rows() -> str | None:
     return None if found == 2 else f"{found} exchanges in backward, not 2"
 
 
+def hooks_not_run() -> str | None:
+    """Name the parameters of experts whose hooks do not run in the backward of one token.
+
+    Averages of ZeRO-2 begin in hooks. Without some of them ranks wait for each other, if their buckets end so.
+    """
+    model: Any = ModelChoice(model_type="switch_transformers").build()
+    (mixture, *_) = (each for each in model.modules() if hasattr(each, "experts"))
+    assert dist.group.WORLD is not None
+    ExpertParallel(mixture.experts, dist.group.WORLD, INTERFACES["SwitchTransformersExperts"])
+    ran: set[str] = set()
+    for name, parameter in mixture.experts.named_parameters():
+        parameter.register_hook(lambda _, name=name: ran.add(name))
+    mixture(torch.ones(1, 1, model.config.d_model)).sum().backward()
+    return ", ".join({name for name, _ in mixture.experts.named_parameters()} - ran) or None
+
+
 def without_identity(interfaces: dict[str, Interface]) -> dict[str, Interface]:
     """Add nothing for experts without parameters."""
     return {name: replace(each, is_identity_above=False) for name, each in interfaces.items()}
@@ -128,6 +146,14 @@ FAULTS = {
     ),
     "results of experts are not weighted": fault(
         "shardformer.layers.expert_parallel:ExpertParallel._combine", around(unweighted), "mixtral", EP2
+    ),
+    "experts without tokens are left out of backward": fault(
+        "shardformer.layers.expert_parallel:_Passed.apply",
+        lambda x, *parameters: x,
+        check=hooks_not_run,
+        num_ranks=1,
+        notice="expert_1",
+        quick=True,
     ),
     "numbers of rows are replayed without the choices": fault(
         "shardformer.layers.expert_parallel:_CHOOSING", {}, check=departs_where_routers_flip, num_ranks=2
