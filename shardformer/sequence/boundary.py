@@ -25,7 +25,7 @@ from ...cluster.transformers_api import (
     checkpoint_function,
     set_checkpoint_function,
 )
-from ...pipeline.plan import Stack, StagePlan, collecting, settings_of
+from ...pipeline.plan import Stack, StagePlan, refused_settings, settings_of
 from ...pipeline.stage import (
     argument,
     cache_of,
@@ -76,7 +76,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     if split.settings.is_on_sequence_axis:
         _average_entering_gradients(outer, running, split.group)
         _shard_attention(model, split)
-    refuse = partial(_refuse_collecting, names=collecting(model))
+    refuse = partial(_refuse_collecting, names=refused_settings(model))
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     model.register_forward_pre_hook(lambda module, args: remember_lengths(layers))
 
@@ -134,7 +134,7 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
         f"{option}: {name}=True in {source} collects the outputs of layers, which would be sharded: set it "
         "to False, or leave enable_sequence_parallelism out"
         for source, settings in settings_of(model).items()
-        for name in collecting(model)
+        for name in refused_settings(model)
         if settings.get(name)
     ]
     mode, size = split.settings.mode, split.group.size()
