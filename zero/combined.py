@@ -30,9 +30,7 @@ class CombinedOptimizer(Optimizer):
                 raise ValueError(
                     f"CombinedOptimizer got a {type(member).__name__}: give torch optimizers that are not combined"
                 )
-        self._is_complete = (
-            False  # `add_param_group` takes the members' groups from torch's constructor, then no more
-        )
+        self._is_complete = False  # torch's constructor adds the members' groups by `add_param_group`
         super().__init__([group for member in self.optimizers for group in member.param_groups], {})
         self._is_complete = True
         # Not given to the constructor, which would add them to the groups.

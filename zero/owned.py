@@ -118,7 +118,7 @@ class OwnedParameters:
 
     def _plan(self, places: Sequence[MeshLayout]) -> None:
         """Choose the owners, and list the parts that this rank sends and receives."""
-        number, tp = self._team.rank(), places[0].size("tp")
+        team_rank, tp = self._team.rank(), places[0].size("tp")
         pairs = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
         shapes = {
             slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, places[0])) for _, slot in pairs
@@ -129,20 +129,22 @@ class OwnedParameters:
         self._collect = _Route([[] for _ in places], [[] for _ in places])
         self._spread = _Route([[] for _ in places], [[] for _ in places])
         for (bucket, slot), owner in zip(pairs, owners, strict=True):
-            if owner == number:
+            if owner == team_rank:
                 self.slots.append(slot)
                 self._shapes[slot] = shapes[slot]
             holders: dict[tuple[Box, ...], list[tuple[int, list[PlacedBox]]]] = {}
             for index, place in enumerate(places):
                 if parts := list(_parts(bucket, slot, place)):
                     holders.setdefault(tuple(part.box for part in parts), []).append((index, parts))
-            for equal in holders.values():
+            for holders_of_equal in holders.values():
+                # One of the owner's tensor rank, if there is one, and the nearest of these.
                 sender, parts = min(
-                    equal, key=lambda each: (each[0] % tp != owner % tp, abs(each[0] - owner), each[0])
+                    holders_of_equal,
+                    key=lambda holder: (holder[0] % tp != owner % tp, abs(holder[0] - owner), holder[0]),
                 )
-                _add(self._collect, number, sender, owner, parts)
-                for holder, parts in equal:
-                    _add(self._spread, number, holder, owner, parts)
+                _add(self._collect, team_rank, sender, owner, parts)
+                for holder, parts in holders_of_equal:
+                    _add(self._spread, team_rank, holder, owner, parts)
 
     @property
     def flags(self) -> list[float]:
@@ -238,22 +240,22 @@ def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
 
 
 def _parts(bucket: Bucket, slot: Slot, place: MeshLayout) -> Iterator[PlacedBox]:
-    """Yield the boxes of a parameter in the slice of the rank at a place."""
+    """Yield the boxes of a parameter that are in the bucket's slice of the rank at a place."""
     length = bucket.masters.numel()
-    first = bucket.partition.index_of(place.coordinate("data")) * length
-    begin, end = max(slot.start, first), min(slot.stop, first + length)
+    slice_start = bucket.partition.index_of(place.coordinate("data")) * length
+    begin, end = max(slot.start, slice_start), min(slot.stop, slice_start + length)
     shards = shards_of(slot.parameter, place)
     for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape) if begin < end else ():
         for cut in cuts_of(flat, shards):
-            yield PlacedBox(slot, bucket, cut.whole, begin - first, flat.size, cut.shard.within(flat))
+            yield PlacedBox(slot, bucket, cut.whole, begin - slice_start, flat.size, cut.shard.within(flat))
         begin += flat.numel
 
 
-def _add(route: _Route, number: int, holder: int, owner: int, parts: list[PlacedBox]) -> None:
-    """Add the parts of a holder and an owner to the route of rank `number`."""
-    if holder == number:
+def _add(route: _Route, team_rank: int, holder: int, owner: int, parts: list[PlacedBox]) -> None:
+    """Add parts that travel between a holder and an owner to the route of this rank, if it is one of them."""
+    if holder == team_rank:
         route.slices[owner] += parts
-    if owner == number:
+    if owner == team_rank:
         route.owned[holder] += parts
 
 

@@ -174,6 +174,7 @@ class Reducer:
 
     @contextmanager
     def _running(self, backward: _Backward) -> Iterator[None]:
+        """Mark a backward of this kind as running in this context."""
         self.num_contexts += 1
         before, self._backward = self._backward, backward
         try:
@@ -243,19 +244,19 @@ class Reducer:
         """
         flags = [[slot.was_reduced for slot in bucket.slots] for bucket in self._buckets]
         slices = [bucket.own_gradients for bucket in self._buckets]
-        taken = [each * (self.loss_scale * self.unscale_factor) for each in slices]
-        for each in slices:
-            each.zero_()
+        copies = [slice_ * (self.loss_scale * self.unscale_factor) for slice_ in slices]
+        for slice_ in slices:
+            slice_.zero_()
         self.writes.accept()
         self.open()
-        return taken, flags
+        return copies, flags
 
     @torch.no_grad()
     def put_back(self, slices: Sequence[Tensor], were_reduced: Sequence[Sequence[bool]]) -> None:
         """Replace all gradients by what `take_reduced` returned, as reduced ones. No communication."""
         self.drop(to_zeros=False)
-        for bucket, own, flags in zip(self._buckets, slices, were_reduced, strict=True):
-            bucket.put_back(own, flags)
+        for bucket, slice_, flags in zip(self._buckets, slices, were_reduced, strict=True):
+            bucket.put_back(slice_, flags)
         self.is_reduced, self.unscale_factor = True, 1 / self.loss_scale
         self.writes.accept()
 
