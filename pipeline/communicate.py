@@ -94,13 +94,14 @@ class _Layout:
             raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
 
     def _advance(self, rank: int) -> bool:
+        """Place the rank's next computation, or receives ahead of it; return True if anything was placed."""
         if self._waits(rank):
             return False
-        coming = self._compute[rank][self._position[rank] : self._position[rank] + 1 + _AHEAD]
-        posted = self._ahead and sum(map(self._post_input, coming)) > 0
-        if not coming or not self._done.issuperset(inputs(coming[0], len(self._ranks))):
+        upcoming = self._compute[rank][self._position[rank] : self._position[rank] + 1 + _AHEAD]
+        posted = self._ahead and sum(map(self._post_input, upcoming)) > 0
+        if not upcoming or not self._done.issuperset(inputs(upcoming[0], len(self._ranks))):
             return posted
-        self._do(rank, coming[0])
+        self._do(rank, upcoming[0])
         return True
 
     def _waits(self, rank: int) -> bool:
@@ -108,6 +109,7 @@ class _Layout:
         return rank in self._awaited and self._awaited[rank] not in self._posted
 
     def _do(self, rank: int, action: Action) -> None:
+        """Place a computation and the send of its result."""
         self._position[rank] += 1
         self._done.add(result(action))
         self.ordered[rank].append(action)
@@ -118,6 +120,7 @@ class _Layout:
                 self._post(counterpart(send))
 
     def _receives_in_order_of_sends(self) -> dict[Action, dict[Action, None]]:
+        """Return for every receive all receives of its channel, as the keys of a dict that they share."""
         ordered: dict[tuple[int, int, Op], dict[Action, None]] = {}
         channels = {}
         for rank, actions in enumerate(self._compute):
