@@ -96,11 +96,8 @@ def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
     """The ranks that have not entered the call that a rank is in."""
     own = beats[rank]
     assert own is not None
-    return [
-        other
-        for other in members(own.group)
-        if other != rank and ((beat := beats.get(other)) is None or not beat.has_come(own))
-    ]
+    others = [(other, beats.get(other)) for other in members(own.group) if other != rank]
+    return [other for other, beat in others if beat is None or not beat.has_come(own)]
 
 
 def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> UnmatchedCall | None:
@@ -294,5 +291,5 @@ def default_timeout() -> timedelta:
     """
     world = distributed_c10d._get_default_group()
     options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
-    given: list[timedelta] = [each._timeout for each in options if each is not None]
-    return max(given, default=distributed_c10d.default_pg_timeout)
+    timeouts: list[timedelta] = [option._timeout for option in options if option is not None]
+    return max(timeouts, default=distributed_c10d.default_pg_timeout)
