@@ -195,8 +195,8 @@ class ScaledOptimizer(Optimizer):
         self.optim.load_state_dict(state)
         self.skipped_steps = extra["skipped_steps"]
         if (saved := extra["scaler"]) is not None and self.scaler.is_enabled():
-            taken = {"scale": saved["scale"], "_growth_tracker": saved["steps_without_overflow"]}
-            self.scaler.load_state_dict(self.scaler.state_dict() | taken)
+            loaded = {"scale": saved["scale"], "_growth_tracker": saved["steps_without_overflow"]}
+            self.scaler.load_state_dict(self.scaler.state_dict() | loaded)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]

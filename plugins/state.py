@@ -87,6 +87,7 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
 
 
 def _local_piece(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
+    """Describe a flat tensor that belongs to this rank's slice of a parameter: the slice, or a state of it."""
     return local_piece(
         name,
         flat,
