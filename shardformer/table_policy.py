@@ -247,14 +247,18 @@ class TablePolicy(Policy):
         settings of the config, which take the place of `divide` in a table without one.
         """
         layer = next(iter(layers_of(self.model, self._stacks()).values()))
-        counts = [
-            f"{join(path, name)}={value}"
-            for path, module in layer.named_modules()
-            if any(is_within(path, region) for region in self.table.regions)
-            and next(module.parameters(recurse=False), None) is None  # layers have their own sizes
-            for name, value in vars(module).items()
-            if type(value) is int and value > 1 and not name.startswith("_")
-        ]
+        counts = []
+        for path, module in layer.named_modules():
+            is_in_region = any(is_within(path, region) for region in self.table.regions)
+            has_parameters = (
+                next(module.parameters(recurse=False), None) is not None
+            )  # its numbers are their sizes
+            if is_in_region and not has_parameters:
+                counts += [
+                    f"{join(path, name)}={value}"
+                    for name, value in vars(module).items()
+                    if type(value) is int and value > 1 and not name.startswith("_")
+                ]
         numbers = f" of {', '.join(counts)}" if counts else ""
         return (
             f"name in divide those{numbers} that a rank's shard changes (heads, the width of all heads), and also in "
@@ -293,17 +297,17 @@ class TablePolicy(Policy):
     def _stages_part(self) -> PartStages:
         """Return the part that a pipeline cuts: the first in the table that this class of model has."""
         assert not isinstance(self.table.stage, StagePlan)
-        found = next(
+        stages = next(
             (candidate for candidate in self.table.stage if self._full_path(candidate.part) in self._parts),
             None,
         )
-        if found is None:
+        if stages is None:
             raise ValueError(
                 f"this {type(self.model).__name__} has none of the parts "
                 f"{[candidate.part for candidate in self.table.stage]}, whose layers become pipeline stages: use a "
                 "class that has one, or a policy of your own (custom_policy=...)"
             )
-        return found
+        return stages
 
     def _tensor_errors(self) -> list[str]:
         """List the errors that the table and the tables of the parts state for tensor parallelism."""

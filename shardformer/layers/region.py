@@ -72,9 +72,9 @@ class FurtherInputs:
         for name, dim in self.by_head.items():
             if not isinstance(x := inputs.get(name), Tensor):
                 continue
-            x = inputs[name] = self._entered(x)
-            if x.ndim == dim + 3 and x.shape[dim] > 1:
-                inputs[name] = own_heads(x, dim, self.num_heads, self.local_heads)
+            inputs[name] = entered = self._entered(x)
+            if entered.ndim == dim + 3 and entered.shape[dim] > 1:
+                inputs[name] = own_heads(entered, dim, self.num_heads, self.local_heads)
 
     def _entered(self, x: Any) -> Any:
         if isinstance(x, tuple):  # cosines and sines
