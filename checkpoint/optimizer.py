@@ -176,6 +176,7 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
     raise_of_all(errors, f"{folder} does not fit this optimizer", group)
 
     def load() -> None:
+        """Read masters and states into this rank's memory, and install them. Collective over the group."""
         tensors = {f"{MASTER}/{name}": master for name, master in trained.masters.items()}
         states: dict[Tensor, dict[str, Any]] = {}
         by_parameter = _states_by_parameter(stored)

@@ -139,6 +139,7 @@ def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> byte
     """
 
     def checked() -> tuple[bytes, int | None]:
+        """Return the content and a hash of "user", None without it; raise ValueError for values that torch refuses."""
         for name, value in values.items():
             try:
                 saved_bytes(value)
@@ -224,6 +225,7 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
     """
 
     def share() -> list[str]:
+        """Return the damage of every n-th file, by size: this rank's share."""
         if not path.is_dir():
             raise OSError(
                 f"{path} is not visible on this rank: load from a file system that all machines share"

@@ -255,6 +255,7 @@ class Pass(Iterator[Any]):
         self._batches = iter(maker)
 
     def __next__(self) -> Any:
+        """Return the next batch, and move the position behind it."""
         if self._loader.persistent_workers and self._number != self._loader.num_passes:
             raise RuntimeError(
                 "a later pass over this dataloader has begun, and with persistent_workers=True it took the workers "

@@ -105,7 +105,8 @@ class LazyInitContext(TorchDispatchMode):
         self._left = list[ExitStack]()
 
     def __enter__(self) -> "LazyInitContext":
-        if (device := torch.get_default_device()).type != "cpu":
+        device = torch.get_default_device()
+        if device.type != "cpu":
             raise ValueError(
                 f"torch's default device is {device}, but LazyInitContext draws values as on the CPU: leave out "
                 "torch.set_default_device, and torch.device around it; boosting moves the model"
@@ -253,6 +254,7 @@ def reading_lazily() -> Iterator[None]:
     opened, loaded = file_readers()
 
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        """Open a safetensors file, in this thread with lazy tensors."""
         file = opened(filename, *args, **kwargs)
         if threading.get_ident() != thread:
             return file
@@ -260,6 +262,7 @@ def reading_lazily() -> Iterator[None]:
         return _LazyFile(file)
 
     def load_state_dict(checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
+        """Load a file of torch's, in this thread and to the CPU with lazy tensors."""
         path = Path(checkpoint_file)
         if threading.get_ident() != thread or str(map_location) != "cpu" or path.suffix == ".safetensors":
             return loaded(checkpoint_file, map_location, *args, **kwargs)

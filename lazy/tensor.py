@@ -203,6 +203,7 @@ def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devi
     input_storages: list[UntypedStorage] = []
 
     def outline(tensor: Tensor) -> Tensor:
+        """Return a plain meta tensor of this geometry; a lazy tensor's shares its storage."""
         if isinstance(tensor, LazyTensor):
             return Geometry.of(tensor).of_memory(tensor.untyped_storage())
         shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
@@ -258,6 +259,7 @@ def _call(
     """Return the record of a call on the CPU; must be called before the call draws random numbers."""
 
     def recorded(tensor: Tensor) -> Any:
+        """Return a reference to the content of a lazy tensor, or a copy of a real one."""
         if isinstance(tensor, LazyTensor):
             storage = tensor.untyped_storage()
             return Read(None if storage is written else content_of(tensor).value, Geometry.of(tensor))

@@ -126,6 +126,7 @@ class Placeholder(StandIn):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return nan in the shape of an embedding of ids, or of the received hidden states."""
         received = self.inbox.take()[0]
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         is_of_ids = bool(tensors) and not tensors[0].is_floating_point()
@@ -142,6 +143,7 @@ class Outline(StandIn):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the meta device; return tensors without memory in the shapes of its outputs."""
         state = dict(chain(self.native.named_parameters(), self.native.named_buffers()))
         inputs = tree_map_only(Tensor, _without_memory, (state, args, kwargs))
         with torch.no_grad():
@@ -184,6 +186,7 @@ class Runs(Passing):
             self.__dict__[kind] = native.__dict__[kind]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer in the stage's runs; before them return the received tensor, behind them leave the forward."""
         first, end = self.role.own_runs
         run = self.inbox.runs[self]
         self.inbox.runs[self] += 1

@@ -276,8 +276,8 @@ def taking(
                 ) from None
             init(self, options(*args, **kwargs), errors)
 
-        own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-        taking_options.__signature__ = Signature([own, *parameters.values()])  # type: ignore[attr-defined]
+        self_parameter = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        taking_options.__signature__ = Signature([self_parameter, *parameters.values()])  # type: ignore[attr-defined]
         taking_options.__doc__ = "\n".join(f"{name}: {text}" for name, text in described(options).items())
         return taking_options
 

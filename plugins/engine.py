@@ -207,6 +207,7 @@ class PipelineEngine:
         is_even = self._is_even
 
         def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
+            """Return the context of a stage's backward, which reduces gradients if it is the last that adds to them."""
             parameters = self.parameters[action.stage]
             if is_last:
                 return optimizer.reducer.last_backward(parameters)

@@ -64,6 +64,7 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     drops = _drops(model)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: compare inputs, mode and random states over the tensor axis."""
         _refuse_average(group)
         random = _random_hash(module) if module.training and drops else 0
         codes = {

@@ -103,6 +103,7 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward on the shadow, in which children with weights or hooks are opaque."""
         shadow = vars(self)["_shadow"]
         # Copy the current attributes of the module, which may have changed.
         vars(shadow).update({name: value for name, value in vars(self).items() if name not in _OF_ONE})

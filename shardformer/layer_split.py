@@ -108,6 +108,7 @@ class LayerSplit:
         wholes = whole_paths(table, self.layer)
 
         def kind(name: str) -> ReplicaKind | None:
+            """Return how a parameter is replicated; None if the table does not say so and it should be sharded."""
             if is_any_within(name, table.partial):
                 return PartialGrad
             if table.region_of(name) in regions and not is_any_within(name, table.whole):
@@ -216,6 +217,7 @@ class LayerSplit:
         at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
 
         def column(name: str) -> dict[str, Any]:
+            """Return the arguments of a column-parallel layer; its region reduces the gradient of the input."""
             _, outputs = widths(layer.get_submodule(name))
             self._require_order(name, outputs)
             shared = self._shares_key_values(name)
@@ -228,6 +230,7 @@ class LayerSplit:
             }
 
         def row(name: str) -> dict[str, Any]:
+            """Return the arguments of a row-parallel layer, which ends its region."""
             inputs, _ = widths(layer.get_submodule(name))
             around = {"split_random": at_row.get(name), "sequence": self._sequence_of(name)}
             return {**around, **self._cut(name, inputs), **self._native(name)}
@@ -297,6 +300,7 @@ class LayerSplit:
             joined += [self._replacement(name, Region, {"split_random": None}) for name in others]
 
         def entry(region: str) -> dict[str, Any]:
+            """Return the arguments of `Region` for a module whose inputs enter a region."""
             kwargs: dict[str, Any] = {
                 "split_random": randoms.get(region),
                 "sequence": self._sequence_of(region),

@@ -193,6 +193,7 @@ def _restoring(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
     def restoring(function: Callable[..., Any], *args: Any) -> Any:
+        """Checkpoint a function so that its recomputation begins with the current random states."""
         restorers = [random.restorer() for random in randoms]
 
         def restore_and_compute(*args: Any) -> Any:
@@ -210,6 +211,7 @@ def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose calls are recomputed together with its hooks, since regions communicate in hooks."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer with recomputation, which takes arguments by position alone."""
         names, count = tuple(kwargs), len(args)
 
         def by_position(*values: Any) -> Any:

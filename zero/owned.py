@@ -181,10 +181,10 @@ class OwnedParameters:
 
     def slices(self) -> dict[Bucket, Tensor]:
         """Return this rank's slices of the float32 masters. One all-to-all over the team."""
-        flat = {bucket: torch.zeros_like(bucket.masters, dtype=torch.float32) for bucket in self.buckets}
-        if flat:
-            self._spread_into(flat.__getitem__, torch.float32)
-        return flat
+        slices = {bucket: torch.zeros_like(bucket.masters, dtype=torch.float32) for bucket in self.buckets}
+        if slices:
+            self._spread_into(lambda bucket: slices[bucket], torch.float32)
+        return slices
 
     def refresh(self) -> None:
         """Update the masters from parameters that were written to; keep those that still round to their parameter.
@@ -199,25 +199,31 @@ class OwnedParameters:
             stays = slot.piece.to(present.dtype) == present
             slot.piece.copy_(torch.where(stays, slot.piece, present.float()))
 
-    def _collected(self, flat: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
-        """Return the full tensors of owned parameters from the slices of all ranks."""
+    def _collected(self, slice_of: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
+        """Return the full tensors of owned parameters, from the slices of all ranks. One all-to-all over the team.
+
+        Args:
+            slice_of: returns this rank's slice of a bucket, of gradients or of masters.
+        """
         route = self._collect
-        rows = [part.of_slice(flat(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
-        like = flat(self.buckets[0])
+        sent = [part.of_slice(slice_of(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
+        like = slice_of(self.buckets[0])
         full = {slot: like.new_empty(self._shapes[slot]) for slot in self.slots}
-        arrived = exchange_rows(_joined(rows, like), route.in_slices, route.in_owned, self._team)
-        _copy([(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts], arrived)
+        arrived = exchange_rows(_joined(sent, like), route.in_slices, route.in_owned, self._team)
+        targets = [(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts]
+        _copy(targets, arrived)
         return full
 
     @torch.no_grad()
-    def _spread_into(self, flat: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
-        """Copy the masters of all owners into slices of this format."""
+    def _spread_into(self, slice_of: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
+        """Copy the masters of all owners into this rank's slices of this format. One all-to-all over the team."""
         route = self._spread
         rows = [_part_of_master(part).reshape(-1) for parts in route.owned for part in parts]
         sent = _joined(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
         sent = sent.to(self._device, dtype, non_blocking=True)
         arrived = exchange_rows(sent, route.in_owned, route.in_slices, self._team)
-        _copy([(part.of_slice(flat(part.bucket)), part) for parts in route.slices for part in parts], arrived)
+        targets = [(part.of_slice(slice_of(part.bucket)), part) for parts in route.slices for part in parts]
+        _copy(targets, arrived)
 
 
 def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup | None:

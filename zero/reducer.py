@@ -148,7 +148,7 @@ class Reducer:
             for bucket in [*self._awaited]:  # parameters without a gradient will get none
                 self._launch(bucket)
             if self.shards_gradients and any(bucket.partition.ends_together for bucket in self._buckets):
-                self._finish(0)  # otherwise a backward that only one rank calls would wait for the others
+                self._wait_for_averages()  # otherwise a backward that only one rank calls would wait for the others
 
     def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
         """Return the context of a backward that may not be the last for these parameters; None means all.
@@ -229,7 +229,7 @@ class Reducer:
         _sum_over_groups(self.slots, waiting, has_gradients)
         for bucket in waiting:
             self._launch(bucket)
-        self._finish(0)
+        self._wait_for_averages()
         if self.slots and self._group.size() > 1:
             dist.all_reduce(has_gradients, op=dist.ReduceOp.MAX, group=self._group)
         self.is_reduced, self.has_gradients, self._zeros = True, has_gradients, []
@@ -296,7 +296,7 @@ class Reducer:
     def drop(self, *, to_zeros: bool) -> None:
         """Drop all gradients; with `to_zeros`, parameters with a gradient get a gradient of zeros."""
         self._awaited.clear()
-        self._finish(0)
+        self._wait_for_averages()
         self.writes.forget()
         self.is_reduced = False
         for bucket in self._buckets:
@@ -338,9 +338,9 @@ class Reducer:
         bucket.start_reduction()
         self._in_flight.append(bucket)
         if self.shards_gradients:
-            self._finish(self._max_in_flight)
+            self._wait_for_averages(self._max_in_flight)
 
-    def _finish(self, num_left: int) -> None:
+    def _wait_for_averages(self, num_left: int = 0) -> None:
         """Wait for the averages of launched buckets, oldest first, until `num_left` are in flight."""
         while len(self._in_flight) > num_left:
             self._in_flight.popleft().finish_reduction()

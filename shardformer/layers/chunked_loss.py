@@ -169,6 +169,7 @@ class _ChunkedCrossEntropy(Function):
         group: dist.ProcessGroup | None,
         ignore_index: int,
     ) -> Tensor:
+        """Return the sum of the losses of all chunks; save the gradients of the head's inputs, weight and bias."""
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         hidden_gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
@@ -208,6 +209,7 @@ class _ChunkedCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the saved gradients by that of the sum."""
         hidden_gradient_NH, weight_gradient_PH, bias_gradient_P = ctx.saved_tensors
         return (
             None if hidden_gradient_NH is None else hidden_gradient_NH * gradient,

@@ -273,6 +273,7 @@ def _keep_logits_sharded(
         setattr(owner, name, not is_sharded(signature.bind_partial(*args, **kwargs).arguments))
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Forward hook: turn the switch back on, and convert the logits if it was off in this call."""
         is_whole = getattr(owner, name)
         setattr(owner, name, True)
         if is_whole or outputs is None:  # None: the forward raised

@@ -45,6 +45,7 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook: let `change` edit all arguments by name, in the forward's order."""
         inputs = dict(zip(names, args, strict=False)) | kwargs
         if not args or not isinstance(args[0], Tensor):
             inputs = {name: inputs[name] for name in names if name in inputs} | inputs

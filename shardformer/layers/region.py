@@ -122,6 +122,7 @@ class Region:
             return enter(xs, process_group, layers, sequence)
 
         def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
+            """Switch to the region's random state, and let the arguments enter, in place of the dict's."""
             first_name = name_of_first_tensor(inputs, besides=second_input)
             if split_random is not None and module.training:
                 split_random.enter(inputs[first_name].device)

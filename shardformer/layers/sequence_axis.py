@@ -163,6 +163,7 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tenso
         return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
 
     def join(gradient: Tensor) -> Tensor:
+        """Return the gradient of the full sequence; with `is_data` only this rank's part of it, beside zeros."""
         if not is_data:
             return axis.gathered(gradient, _DIM, length)
         zeros = torch.zeros_like(gradient)

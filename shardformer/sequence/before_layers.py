@@ -61,6 +61,7 @@ class PartTensor(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, *, length: int, make_whole: Callable[[], Tensor]) -> "PartTensor":
+        """Make a tensor of the full sequence's shape that has only a part; `make_whole` computes it if it is read."""
         shape = (*part.shape[:DIM], length, part.shape[-1])
         part_tensor: PartTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad

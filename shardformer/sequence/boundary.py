@@ -283,7 +283,9 @@ class Boundary:
         """Shard sequences before the first layer; before its stand-in on a later stage, only set the length."""
 
         def begin(module: nn.Module, inputs: dict[str, Any]) -> None:
-            hidden = inputs[name := name_of_first_tensor(inputs)]
+            """Note the length of the sequence, and give the first layer, if it is local, this rank's shard."""
+            name = name_of_first_tensor(inputs)
+            hidden = inputs[name]
             if hidden.ndim != _DIM + 2:
                 raise ValueError(
                     f"a {type(module).__name__} received hidden states of shape {tuple(hidden.shape)}, but "

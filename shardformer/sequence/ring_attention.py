@@ -166,15 +166,16 @@ class _Call(NamedTuple):
 
     def classify_blocks(self, q: Tensor, v: Tensor) -> None:
         """Determine the kinds of all blocks of this rank's queries at once: at most one host read."""
-        if not self._is_flex(q, v):
-            order, size = self.axis.order, self._size(q, v)
-            queries = [positions for positions, _ in _ranges(order, self.length, self.axis.rank, size)]
-            keys = [
-                positions
-                for rank in range(order.size)
-                for positions, _ in _ranges(order, self.length, rank, size)
-            ]
-            self.mask.classify(product(queries, keys))
+        if self._is_flex(q, v):
+            return  # its kernel evaluates the mask
+        order, size = self.axis.order, self._size(q, v)
+        queries = [positions for positions, _ in _ranges(order, self.length, self.axis.rank, size)]
+        keys = [
+            positions
+            for rank in range(order.size)
+            for positions, _ in _ranges(order, self.length, rank, size)
+        ]
+        self.mask.classify(product(queries, keys))
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
         """Return the pieces of this rank's queries and another rank's keys."""
@@ -251,6 +252,7 @@ class _RingAttention(Function):
         widths = [k.shape[-1], v.shape[-1]]
 
         def visit(source: int, keys_and_values: Tensor) -> Tensor:
+            """Add to this rank's dq; return its addends to the gradients of another rank's keys and values."""
             keys, values = keys_and_values.split(widths, -1)
             dkeys_and_values = torch.zeros_like(keys_and_values, dtype=lse.dtype)
             dkeys, dvalues = dkeys_and_values.split(widths, -1)
