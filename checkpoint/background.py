@@ -155,17 +155,16 @@ class Saver:
         """
         self.settle()
         save = self._last = Save(path)
-        kinds: tuple[type[Exception], ...] = (OSError, ValueError, AgreedError) if is_reporting else ()
 
-        def run(kinds: tuple[type[Exception], ...]) -> None:
+        def run(*, reported: tuple[type[Exception], ...]) -> None:
             try:
                 work()
-            except kinds as error:
+            except reported as error:
                 save._fail(error)
 
         if use_async:
-            save._thread = _SaveThread(partial(run, (Exception,)), path)
+            save._thread = _SaveThread(partial(run, reported=(Exception,)), path)
             save._thread.start()
         else:
-            run(kinds)
+            run(reported=(OSError, ValueError, AgreedError) if is_reporting else ())
         return save

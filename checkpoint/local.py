@@ -112,11 +112,13 @@ def _local(
     may_save: bool,
 ) -> LocalTensor:
     """Return a `LocalTensor` from boxes of a shard that are consecutive in memory."""
-    memory, parts, start = memory.detach(), [], 0
-    flat = None if len(boxes) == 1 and tuple(memory.shape) == boxes[0].size else memory.view(-1)
+    memory = memory.detach()
+    is_one_box = len(boxes) == 1 and tuple(memory.shape) == boxes[0].size
+    parts: list[Part] = []
+    start = 0
     for box in boxes:
-        covering = memory if flat is None else flat[start : start + box.numel].view(box.size)
-        parts += [Part(cut.whole, covering[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
+        of_box = memory if is_one_box else memory.view(-1)[start : start + box.numel].view(box.size)
+        parts += [Part(cut.whole, of_box[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
         start += box.numel
     return LocalTensor(
         name=name,

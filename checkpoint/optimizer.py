@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,12 +267,10 @@ def _states_by_parameter(stored: StateFiles) -> dict[str, list[str]]:
     return keys
 
 
-def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """Return the names of the full model's parameters by group, from the names that each rank has."""
-    return [
-        list(dict.fromkeys(name for names in of_ranks for name in names))
-        for of_ranks in zip(*every, strict=True)
-    ]
+def _members(groups_by_rank: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """Return the names of the full model's parameters by group, from the names that each rank has by group."""
+    names_by_rank = zip(*groups_by_rank, strict=True)  # of each group
+    return [list(dict.fromkeys(chain.from_iterable(of_group))) for of_group in names_by_rank]
 
 
 def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,9 +283,9 @@ def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
 
     A state of one number counts for a scalar parameter only, and "step" not even there.
     """
-    if not isinstance(value, Tensor) or (
-        value.shape != piece.key.shape and not (piece.is_full and value.dim())
-    ):
+    if not isinstance(value, Tensor):
+        return False
+    if value.shape != piece.key.shape and not (piece.is_full and value.dim()):
         return False
     return value.dim() > 0 or key != "step"
 

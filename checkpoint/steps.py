@@ -186,9 +186,11 @@ def newest_first(directory: Path) -> list[Path]:
     See [Note: left behind].
     """
     steps = steps_in(directory)
-    lineages = {path: _lineage(path) for path in steps}
-    left = {seal for _, behind in lineages.values() for seal in behind}
-    return sorted(steps, key=lambda path: lineages[path][0] in left)
+    lineages = {
+        path: _lineage(path) for path in steps
+    }  # a seal, and the seals of steps that it leaves behind
+    left_behind = {seal for _, seals in lineages.values() for seal in seals}
+    return sorted(steps, key=lambda path: lineages[path][0] in left_behind)
 
 
 def _lineage(path: Path) -> tuple[str | None, Sequence[str]]:

@@ -91,8 +91,9 @@ def diff(
     from ..checkpoint.difference import Comparison
     from ..checkpoint.inspection import open_folder
 
-    is_wrong = not (isfinite(tolerance) and tolerance >= 0)
-    errors = [f"tolerance={tolerance} must be a number of at least 0"] * is_wrong
+    errors = []
+    if not (isfinite(tolerance) and tolerance >= 0):
+        errors.append(f"tolerance={tolerance} must be a number of at least 0")
     folders = found_folders("diff", a, b, errors=errors)
     with reported("diff"):
         first, second = map(open_folder, folders)

@@ -260,8 +260,8 @@ def begin_require_equal(
 
     def finish(codes: Tensor) -> None:
         if len(set(gathering.finish(codes))) > 1:
-            every: list[dict[str, str]] = gather_objects(plain, group)
-            raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
+            all_settings: list[dict[str, str]] = gather_objects(plain, group)
+            raise_different(all_settings, dist.get_process_group_ranks(group), what=what, rule=rule)
 
     return InFlight(gathering.handle, gathering.tensor, finish)
 

@@ -97,8 +97,8 @@ class MeshLayout:
             return self.line("data")[first : first + self.size(*axes)]
         names = _primary(axes)
         start = self.rank - sum(self.coordinate(axis) * self._stride(axis) for axis in names)
-        steps = ([place * self._stride(axis) for place in range(self.size(axis))] for axis in names)
-        return tuple(start + sum(step) for step in product(*steps))
+        offsets = ([place * self._stride(axis) for place in range(self.size(axis))] for axis in names)
+        return tuple(start + sum(offset_by_axis) for offset_by_axis in product(*offsets))
 
     def lines(self, *axes: str) -> list[tuple[int, ...]]:
         """Return the lines of all ranks, every line once, by their first ranks."""

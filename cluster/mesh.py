@@ -57,9 +57,7 @@ def nccl_options(use: GroupUse, device_type: str) -> tuple[str | None, Any] | No
     if backend_of(device_type) != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=use.is_urgent)
-    options._timeout = (
-        default_timeout()
-    )  # private torch API; torch warns if it differs from the group's timeout
+    options._timeout = default_timeout()  # private torch API; torch warns if it is not the group's timeout
     if use.max_ctas is not None:
         options.config.min_ctas, options.config.max_ctas = 1, use.max_ctas
     return None if use.on_cpus else "nccl", options

@@ -76,20 +76,18 @@ class _Layout:
 
     def check_complete(self) -> None:
         """Raise ValueError if a rank has not reached its end."""
-        where = {
-            result(action): (rank, action) for rank, actions in enumerate(self._compute) for action in actions
+        places = {
+            result(action): f"{action} (later on rank {rank})"
+            for rank, actions in enumerate(self._compute)
+            for action in actions
         }
         stuck = []
-        for rank, (at, actions) in enumerate(zip(self._position, self._compute, strict=True)):
-            if at < len(actions):
-                missing = [need for need in inputs(actions[at], len(self._ranks)) if need not in self._done]
-                waits = [
-                    f"{where[need][1]} (later on rank {where[need][0]})"
-                    if need in where
-                    else f"{need} (on no rank)"
-                    for need in missing
-                ]
-                stuck.append(f"rank {rank} waits at {actions[at]}, which needs {' and '.join(waits)}")
+        for rank, (position, actions) in enumerate(zip(self._position, self._compute, strict=True)):
+            if position < len(actions):
+                action = actions[position]
+                missing = [need for need in inputs(action, len(self._ranks)) if need not in self._done]
+                waits = [places.get(need, f"{need} (on no rank)") for need in missing]
+                stuck.append(f"rank {rank} waits at {action}, which needs {' and '.join(waits)}")
         if stuck:
             raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
 
@@ -137,7 +135,10 @@ class _Layout:
         """Add a receive, after the receives of earlier sends; return True if any was added."""
         channel = self._channels.get(receive, {})
         added = False
-        while receive in channel and self._may_stand(first := next(iter(channel))):
+        while receive in channel:
+            first = next(iter(channel))
+            if not self._may_stand(first):
+                break
             del channel[first]
             self._posted.add(first)
             rank = self._ranks[first.stage]

@@ -282,7 +282,7 @@ class ObservedStage:
             last_layer.register_forward_hook(_Begin(self))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
-        """Return the model's outputs."""
+        """Return the model's outputs; observe the loss functions that it calls after its last layer."""
         # A compiled graph ends where it gets a copy of a loss, so its losses stay as they are.
         separate = self.separate and self.model._compiled_call_impl is None
         self.observed, self._state = Observed(microbatch, separate=separate), "before"

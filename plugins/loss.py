@@ -256,7 +256,7 @@ class WeighedCriterion:
         self.deviation: Tensor | float = 0.0
 
     def __call__(self, outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the sum of a microbatch's loss and its weight."""
+        """Return the sum of a microbatch's loss and its weight, a tensor; the first call chooses terms and divisor."""
         loss, user_weight = loss_and_weight(self.criterion(outputs, inputs))
         is_first = self._num_calls == 0
         if is_first:
@@ -264,11 +264,10 @@ class WeighedCriterion:
             if self.trains and stage is not None and loss is not _field(outputs, "loss"):
                 require_known_parameters(loss, outputs, stage.model)
             self._counts = self._counts_of(loss, outputs, inputs)
-        weighed = (
-            self._weighed(loss, outputs, inputs)
-            if user_weight is None
-            else _Weighed("criterion", loss, user_weight)
-        )
+        if user_weight is None:
+            weighed = self._weighed(loss, outputs, inputs)
+        else:
+            weighed = _Weighed("criterion", loss, user_weight)
         if not is_first and (weighed.weighed_by == "criterion") != (self.weighed_by == "criterion"):
             raise TypeError(
                 "the criterion returned a weight for some microbatches only: return one for all or none"
@@ -279,8 +278,8 @@ class WeighedCriterion:
             number = weight.to(loss.device)
         else:  # a kernel that fills: a copy would block the host
             number = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
-        if self.weighed_by in ("mean", "sum"):
-            number = number if is_first else torch.zeros_like(number)
+        if self.weighed_by in ("mean", "sum") and not is_first:
+            number = torch.zeros_like(number)  # the first microbatch has the weight of all
         if is_first and self.divisor is None:
             self.divisor = self._reducer.divisor_of(self, number.detach())
         observed = self._observed
@@ -328,14 +327,14 @@ class WeighedCriterion:
     def _weighed_by_terms(self, loss: Tensor, counts: GlobalCounts, outputs: Any, inputs: Any) -> "_Weighed":
         """Weigh every term of a loss by its share of the labels in the global batch."""
         assert self._observed is not None
-        replicas, mean = self._reducer.mesh.size("dp"), 1 / len(self.microbatches)
+        replicas, equal_share = self._reducer.mesh.size("dp"), 1 / len(self.microbatches)
         has_auxiliary = _field(outputs, "aux_loss") is not None
         total, fraction = counts.weighed(
             loss,
             terms_of(loss, self._observed.losses),
             index=self._index_of(inputs),
             samples=batch_size(inputs),
-            rest=(mean / replicas, mean) if has_auxiliary else None,
+            rest=(equal_share / replicas, equal_share) if has_auxiliary else None,
         )
         self.deviation = counts.deviation
         if counts.weight is None:

@@ -254,13 +254,13 @@ def _padded(layers: Sequence[nn.Module], table: Table, attention: str, config: A
     """Return the attention and its output layer if heads can be padded: all its sharded weights divide by heads."""
     rows = [name for name in table.row if is_within(name, attention)]
     columns = [name for name in table.column if is_within(name, attention)]
-    is_by_head = all(
-        widths(layer.get_submodule(name))[1]
-        % getattr(config, "num_key_value_heads" if name.endswith(_KEY_VALUE) else "num_attention_heads")
-        == 0
-        for layer in layers
-        for name in present(layer, columns)
-    )
+
+    def divides_by_heads(layer: nn.Module, name: str) -> bool:
+        heads = "num_key_value_heads" if name.endswith(_KEY_VALUE) else "num_attention_heads"
+        _, outputs = widths(layer.get_submodule(name))
+        return outputs % getattr(config, heads) == 0
+
+    is_by_head = all(divides_by_heads(layer, name) for layer in layers for name in present(layer, columns))
     has_others = any(is_within(name, attention) for name in table.split)
     return {attention: rows[0]} if len(rows) == 1 and is_by_head and not has_others else {}
 

@@ -398,7 +398,8 @@ class LayerSplit:
         Raises:
             ValueError: key-value heads can be neither distributed nor replicated evenly.
         """
-        heads, table = heads_of(self._config, self.layer, self._table, self._group.size()), self._table
+        table = self._table
+        heads = heads_of(self._config, self.layer, table, self._group.size())
         divides_evenly = heads.key_value % heads.ranks == 0 or heads.ranks % heads.key_value == 0
         # A table with `attention` pads uneven heads with heads of zeros.
         if not (table.attention or divides_evenly):

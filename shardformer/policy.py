@@ -83,11 +83,12 @@ class Errors:
 
     def messages(self) -> list[str]:
         """Return all messages, each with its first path and the number of further paths."""
-        return [
-            f"{paths[0]}{f' (and {len(paths) - 1} more like it)' if len(paths) > 1 else ''}"
-            f"{': ' if paths[0] else ''}{message}"
-            for message, paths in self._paths.items()
-        ]
+        messages = []
+        for message, paths in self._paths.items():
+            more = f" (and {len(paths) - 1} more like it)" if len(paths) > 1 else ""
+            colon = ": " if paths[0] else ""
+            messages.append(f"{paths[0]}{more}{colon}{message}")
+        return messages
 
 
 def join(*paths: str) -> str:

@@ -325,10 +325,14 @@ class Reducer:
 
     def _complete(self, slot: Slot, bucket: Bucket) -> None:
         """Launch the buckets that were waiting for the last gradient of this slot in a backward."""
-        if bucket in self._awaited:
-            self._awaited[bucket].discard(slot)
-            while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
-                self._launch(following)
+        if bucket not in self._awaited:
+            return
+        self._awaited[bucket].discard(slot)
+        while self._awaited:
+            following, awaited_slots = next(iter(self._awaited.items()))
+            if awaited_slots:
+                return
+            self._launch(following)
 
     def _launch(self, bucket: Bucket) -> None:
         """Begin to average a bucket. Every rank of the data axis launches the same buckets in the same order."""
@@ -397,8 +401,12 @@ def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, Pro
         for position, group in enumerate(managed.sum_groups):
             if group.size() > 1:
                 members.setdefault((position, group), []).append(index)
-    ordered = sorted(members.items(), key=lambda item: (item[0][0], dist.get_process_group_ranks(item[0][1])))
-    return [(position, group, indices) for (position, group), indices in ordered]
+
+    def order(key: tuple[int, ProcessGroup]) -> tuple[int, list[int]]:
+        position, group = key
+        return position, dist.get_process_group_ranks(group)
+
+    return [(position, group, members[position, group]) for position, group in sorted(members, key=order)]
 
 
 def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradients: Tensor) -> None:

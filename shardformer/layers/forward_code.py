@@ -52,15 +52,19 @@ def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | N
     (call,) = (node for node in _nodes(calling_statement) if _is_call(node, name))
     (value,) = (value for value in _values(calling_statement) if call in set(ast.walk(value)))
     inside = set(ast.walk(call))
-    beside = [node for node in ast.walk(value) if node not in inside]
-    results = _stored(calling_statement)
+    around = [node for node in ast.walk(value) if node not in inside]
     last_line = calling_statement.end_lineno or 0
-    behind = [statement for statement in statements if statement.lineno > last_line]
-    loaded = [_loaded(ast.walk(value)) for statement in behind for value in _values(statement)]
-    mixed = [names - results - _NEUTRAL for names in loaded if names & results]
-    if _loaded(beside) - _NEUTRAL or any(mixed):
+    after = [statement for statement in statements if statement.lineno > last_line]
+    # The names that the call's result is combined with, in its own expression and in later ones.
+    results = _stored(calling_statement)
+    combined = _loaded(around)
+    for expression in (value for statement in after for value in _values(statement)):
+        names = _loaded(ast.walk(expression))
+        if names & results:
+            combined |= names - results
+    if combined - _NEUTRAL:
         return f"its forward computes with what {name} returns"
-    later = [*beside, *(node for statement in behind for node in _nodes(statement))]
+    later = [*around, *(node for statement in after for node in _nodes(statement))]
     attributes = [node for node in later if isinstance(node, ast.Attribute)]
     if used := sorted({node.attr for node in attributes if _is_own(node, others)}):
         return f"its forward uses {', '.join(used)} after {name}"

@@ -52,7 +52,8 @@ def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor,
         return flex.look(q, k_BMKD, v_BMKD, view.seen, scale=view.scale, softcap=view.softcap)
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
-    out, lse = (_flash if is_fused(q, v, view) else _plain)(q, k, v, view)
+    attend = _flash if is_fused(q, v, view) else _plain
+    out, lse = attend(q, k, v, view)
     if isinstance(view.seen, Tensor):  # fused kernels return an lse of 0 for queries that see no key
         lse = lse.masked_fill((view.seen == -torch.inf).all(-1), -torch.inf)
     return out, lse

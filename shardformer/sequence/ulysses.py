@@ -160,7 +160,7 @@ def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: Sequence
         _filled(heads, 1, share.size * count)
         for heads, count in zip((query, key, value), counts, strict=True)
     ]
-    # (P, S/P, B, X): one copy, sent from its buffer; the result (S, B, X) is used in place.
+    # (P, S/P, B, X), one slice for each rank: one copy, sent from its buffer; the result (S, B, X) is used in place.
     sent = [heads.unflatten(1, (share.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for heads in padded]
     arrived_SBX = all_to_all(torch.cat(sent, -1), axis.group, split_dim=0, gather_dim=1).squeeze(0)
     if len(arrived_SBX) != axis.length:
