@@ -111,20 +111,20 @@ class GlobalCounts:
         samples = torch.full((1,), sum(map(batch_size, microbatches)), dtype=torch.float64, device=device)
         # The counts of all terms, then of samples.
         self._replica_counts = torch.cat([self._expected_MT.sum(0), samples])
-        numbers = [self._replica_counts, torch.ones_like(samples), self._coefficients, self._coefficients**2]
-        self._global_counts, sharing, sums, squares = over_replicas(torch.cat(numbers)).split(
-            list(map(len, numbers))
-        )
+        # Summed over replicas; the ones give the number of replicas whose loss has such terms.
+        addends = [self._replica_counts, torch.ones_like(samples), self._coefficients, self._coefficients**2]
+        totals = over_replicas(torch.cat(addends)).split([len(addend) for addend in addends])
+        self._global_counts, num_sharing, sums, squares = totals
+        differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2  # equal numbers have no variance
         # Above 0 if microbatches counted otherwise than expected, a replica's loss has no such terms, or a coefficient
         # is not that of the other microbatches or replicas.
-        differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2
-        self.deviation = (sharing != num_replicas).any().float() + differ.any()
+        self.deviation = (num_sharing != num_replicas).any().float() + differ.any()
         self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
         *term_counts, global_samples = self._global_counts.unbind()
         counts = zip(term_counts, terms, strict=True)
-        first = next((count for count, term in counts if _is_mean(term)), None)
-        # The weight of the batch beside others of a step: of its first term that counts.
-        self.weight = None if first is None else torch.where(first > 0, first, global_samples)
+        # The weight of the batch beside others of a step: the count of its first term that is a mean.
+        count = next((count for count, term in counts if _is_mean(term)), None)
+        self.weight = None if count is None else torch.where(count > 0, count, global_samples)
 
     def weighed(
         self,

@@ -208,8 +208,8 @@ def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Er
         if not errors.messages():
             with errors.at():
                 _shard_sequences(split, dry_policy, config)
-        marked = _apply_policy(split, dry_policy, config.groups, classes, errors)
-        _report_ties(split, marked, errors)
+        changed = _apply_policy(split, dry_policy, config.groups, classes, errors)
+        _report_ties(split, changed, errors)
         split = dry_policy.postprocess()
     return split
 
@@ -296,7 +296,7 @@ def _apply_policy(
             f"the policy describes {', '.join(map(str, unknown))}, but the model has no module of that "
             f"class; its classes are {', '.join(sorted(kind.__name__ for kind in classes))}",
         )
-    marked: set[nn.Module] = set()
+    changed: set[nn.Module] = set()
     # A list, because replacements add modules that must not be visited.
     for path, module in list(model.named_modules()):
         kind = type(module.native if isinstance(module, StandIn) else module)
@@ -307,9 +307,9 @@ def _apply_policy(
                     for replacement in descriptions[key].sub_module_replacement
                     if replacement.target_module is Region
                 ]
-                marked |= _apply_description(module, path, descriptions[key], groups, errors)
+                changed |= _apply_description(module, path, descriptions[key], groups, errors)
     _place_others(model, policy, groups, errors)
-    return marked
+    return changed
 
 
 def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], errors: Errors) -> None:
@@ -350,12 +350,12 @@ def _apply_description(
         replacements = [replacement for replacement in replacements if replacement.suffix in local]
     else:
         _change(module, path, description, errors)
-    marked: set[nn.Module] = set()
+    changed: set[nn.Module] = set()
     for replacement in replacements:
         with errors.at(join(path, replacement.suffix)):
-            if (changed := _replaced(module, replacement, groups)) is not None:
-                marked.add(changed)
-    return marked
+            if (changed_module := _replaced(module, replacement, groups)) is not None:
+                changed.add(changed_module)
+    return changed
 
 
 def _change(module: nn.Module, path: str, description: ModulePolicyDescription, errors: Errors) -> None:
@@ -410,7 +410,7 @@ def _replaced(
     return None
 
 
-def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> None:
+def _report_ties(model: nn.Module, changed: set[nn.Module], errors: Errors) -> None:
     """Add errors of layers that share the weight of a sharded layer, and would compute with a shard of it."""
     holders: dict[Parameter, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
@@ -420,7 +420,7 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
         unsharded = [
             path
             for path, module in sharers
-            if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked)
+            if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in changed)
             or (isinstance(module, Linear1D_Row) and module.bias is parameter)  # every rank adds all of it
         ]
         if is_sharded(parameter):
