@@ -390,13 +390,13 @@ class Booster:
 
 def _type_errors(optimizer: object, criterion: object, lr_scheduler: object) -> list[str]:
     """List arguments of `boost` that lack the methods of their kind."""
-    given = (
+    expectations = (
         ("optimizer", optimizer, "param_groups", "a torch optimizer over model.parameters()"),
         ("criterion", criterion, "__call__", "a function of (outputs, inputs)"),
         ("lr_scheduler", lr_scheduler, "step", "a scheduler built on the optimizer"),
     )
     return [
         f"{name}={value!r} is not valid: give {expected}, or leave it out"
-        for name, value, attribute, expected in given
+        for name, value, attribute, expected in expectations
         if value is not None and not hasattr(value, attribute)
     ]

@@ -49,11 +49,12 @@ class Copies:
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
     def _take(self, nbytes: int) -> Tensor:
+        """Return unused bytes of the current chunk or the next; a chunk that is missing or too small is allocated."""
         if self._used and self._used + nbytes > self._chunks[self._chunk].nbytes:
             self._chunk, self._used = self._chunk + 1, 0
-        here = slice(self._chunk, self._chunk + 1)
-        if not any(nbytes <= chunk.nbytes for chunk in self._chunks[here]):  # no chunk yet, or too small
-            self._chunks[here] = [host_memory(max(nbytes, _CHUNK), self._device)]
+        is_missing = self._chunk == len(self._chunks)
+        if is_missing or self._chunks[self._chunk].nbytes < nbytes:
+            self._chunks[self._chunk : self._chunk + 1] = [host_memory(max(nbytes, _CHUNK), self._device)]
         start = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return self._chunks[self._chunk][start : start + nbytes]
@@ -118,6 +119,7 @@ class Save:
             self._thread.join()
 
     def _fail(self, error: Exception) -> None:
+        """Keep the error for `wait`; the first rank logs it."""
         self.failure = error
         if not dist.is_initialized() or dist.get_rank() == 0:
             _logger.error(
@@ -153,17 +155,16 @@ class Saver:
         """
         self.settle()
         save = self._last = Save(path)
-        kinds: tuple[type[Exception], ...] = (OSError, ValueError, AgreedError) if is_reporting else ()
 
-        def run(kinds: tuple[type[Exception], ...]) -> None:
+        def run(*, reported: tuple[type[Exception], ...]) -> None:
             try:
                 work()
-            except kinds as error:
+            except reported as error:
                 save._fail(error)
 
         if use_async:
-            save._thread = _SaveThread(partial(run, (Exception,)), path)
+            save._thread = _SaveThread(partial(run, reported=(Exception,)), path)
             save._thread.start()
         else:
-            run(kinds)
+            run(reported=(OSError, ValueError, AgreedError) if is_reporting else ())
         return save

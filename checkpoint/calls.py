@@ -38,12 +38,12 @@ def require_same_call(name: str, arguments: Mapping[str, Any], group: dist.Proce
         raise_errors([error for key, value in arguments.items() for error in _errors(key, value)])
         return {"the call": name} | {key: repr(_shown(key, value)) for key, value in arguments.items()}
 
-    every = on_all_ranks(checked, group)
-    if len({each["the call"] for each in every}) > 1:
-        every = [{"the call": each["the call"]} for each in every]
-    if any(each != every[0] for each in every):
+    calls = on_all_ranks(checked, group)
+    if len({call["the call"] for call in calls}) > 1:  # other arguments then say nothing
+        calls = [{"the call": call["the call"]} for call in calls]
+    if any(call != calls[0] for call in calls):
         rule = "every rank has to make the same call"
-        raise_different(every, range(len(every)), what="saving or loading", rule=rule)
+        raise_different(calls, range(len(calls)), what="saving or loading", rule=rule)
 
 
 def _is_path(value: Any) -> bool:
@@ -85,6 +85,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _errors(name: str, value: Any) -> list[str]:
+    """Return the errors of an argument's value; empty if there are none."""
     if name in _RULES:
         is_right, words = _RULES[name]
         return [] if is_right(value) else [f"{name}={value!r} {words}"]
@@ -99,14 +100,11 @@ def _shown(name: str, value: Any) -> Any:
         return os.path.abspath(value)
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    part = (
-        value.module
-        if isinstance(value, LocalModel)
-        else value.inner
-        if isinstance(value, Trained)
-        else value
-    )
-    return type(part).__name__
+    if isinstance(value, LocalModel):
+        value = value.module
+    elif isinstance(value, Trained):
+        value = value.inner
+    return type(value).__name__
 
 
 def lr_scheduler_errors(value: Any) -> list[str]:
@@ -116,6 +114,7 @@ def lr_scheduler_errors(value: Any) -> list[str]:
 
 
 def _dataloader_errors(value: Any) -> list[str]:
+    """Return the errors of a dataloader without a position that can be saved; empty if there are none."""
     if isinstance(value, ShardedLoader):  # not others: their `state_dict` may start an epoch
         try:
             return value_errors(value.state_dict(), "the position in the data")
@@ -158,15 +157,16 @@ def save_errors(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any
 
 
 def _option_errors(groups: list[dict[str, Any]]) -> list[str]:
+    """Return the errors of options of parameter groups that cannot be saved; empty if there are none."""
     try:
-        options = [each for group in groups for each in saved_options(group).items()]
+        options = [option for group in groups for option in saved_options(group).items()]
     except Exception as error:  # an object of the user's that cannot be copied
         return [f"an option of a parameter group cannot be saved: {type(error).__name__}: {error}"]
     if not value_errors(options, "the options"):
         return []
-    found = [
+    errors = [
         error
         for name, value in options
         for error in value_errors(value, f"the option {name!r} of a parameter group")
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(errors))

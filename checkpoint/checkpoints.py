@@ -64,9 +64,9 @@ def made_by_all(
         @wraps(method)
         @torch.inference_mode(False)  # inference tensors could not be trained after loading
         def called(self: "Checkpoints", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-            given = signature.bind(self, *args, **kwargs)
-            given.apply_defaults()
-            compared = {key: each for key, each in given.arguments.items() if key not in ("self", "user")}
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            compared = {key: value for key, value in bound.arguments.items() if key not in ("self", "user")}
             with all_ranks_in(name, raised_alike=(OSError, ValueError, AgreedError)):
                 self._saver.settle()
                 require_same_call(name, compared, self.group)
@@ -115,11 +115,14 @@ class Checkpoints:
             )
         group, path = self.group, Path(checkpoint).absolute()  # the script may change its folder meanwhile
         names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
-        own = model.names.of_model()
+        model_names = model.names.of_model()
         with self._keeping(use_async) as keep:
             write = prepare_model(
-                {own[name]: replace(each, name=own[name]) for name, each in model.tensors.items()},
-                list(own.values()),
+                {
+                    model_names[name]: replace(tensor, name=model_names[name])
+                    for name, tensor in model.tensors.items()
+                },
+                list(model_names.values()),
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
                 describe=describing(model.module) if shard else None,
@@ -160,7 +163,10 @@ class Checkpoints:
         group, path = self.group, Path(checkpoint)
         on_first_rank(lambda: finish_placing(path), group)
         stored = run_or_raise_together(lambda: open_pretrained(path, model.module), group)
-        fit(model.tensors, stored=stored, names=model.names, strict=strict, what=str(path), group=group)()
+        load = fit(
+            model.tensors, stored=stored, names=model.names, strict=strict, what=str(path), group=group
+        )
+        load()
         model.loaded()
 
     @made_by_all("save_optimizer")

@@ -111,12 +111,13 @@ def finish_placing(path: Path) -> None:
 
 
 def _finish_placing(path: Path) -> None:
+    """Place the files of a complete save, if there is one, and remove the files that they replace."""
     complete = path / _COMPLETE
     if not complete.is_dir():
         return
     if (complete / _ORDER).exists():  # else all were placed, and only removing the folder was interrupted
         order = json.loads((complete / _ORDER).read_text())
-        if (complete / order["place"][-1]).exists():
+        if (complete / order["place"][-1]).exists():  # placing did not end
             _remove(path, order["entries"])
         for name in order["place"]:
             if (complete / name).exists():
@@ -143,15 +144,17 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _begin(path: Path) -> Path:
+    """Complete or clean up earlier saves to a folder; return a new temporary folder in it."""
     finish_placing(path)
-    inside = path / _FILES
-    remove_abandoned(unfinished_of_all(inside))
-    folder = unfinished(inside)
+    final = path / _FILES
+    remove_abandoned(unfinished_of_all(final))
+    folder = unfinished(final)
     make_anew(folder)
     return folder
 
 
 def _commit(path: Path, folder: Path, kind: Replaced) -> None:
+    """Make the save in a temporary folder the one that `finish_placing` completes."""
     written = sorted(os.listdir(folder), key=lambda name: (name in kind.entries, name))
     if written[-1] not in kind.entries:
         raise AssertionError(f"{written} has none of {kind.entries}")
@@ -161,8 +164,9 @@ def _commit(path: Path, folder: Path, kind: Replaced) -> None:
 
 
 def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str]) -> None:
-    there = {found.name for pattern in (*kind.entries, *kind.others) for found in path.glob(pattern)}
-    order = {"place": written, "entries": kind.entries, "remove": sorted(there - set(written))}
+    """Write down which files are placed and removed, then rename the folder; both are flushed to the disk."""
+    present = {file.name for pattern in (*kind.entries, *kind.others) for file in path.glob(pattern)}
+    order = {"place": written, "entries": kind.entries, "remove": sorted(present - set(written))}
     write_small(folder / _ORDER, json.dumps(order).encode())
     sync_folder(folder)
     try:
@@ -205,7 +209,7 @@ def unfinished_of_all(path: Path, kind: str = "writing") -> list[Path]:
     beginning = f".{path.name}.{kind}"
     if not path.parent.is_dir():
         return []
-    return [each for each in path.parent.iterdir() if each.name.startswith(beginning)]
+    return [sibling for sibling in path.parent.iterdir() if sibling.name.startswith(beginning)]
 
 
 def make_anew(folder: Path) -> None:
@@ -294,10 +298,9 @@ def _start(process: int) -> int | None:
 def _last_change(path: Path) -> float:
     """Return the time of the last change in a file or folder; now if it is removed during the check."""
     try:
-        return max(
-            max(status.st_mtime, status.st_ctime)
-            for status in (each.lstat() for each in (path, *(path.rglob("*") if path.is_dir() else ())))
-        )
+        inside = path.rglob("*") if path.is_dir() else ()
+        statuses = [entry.lstat() for entry in (path, *inside)]
+        return max(max(status.st_mtime, status.st_ctime) for status in statuses)
     except OSError:
         return time.time()
 

@@ -51,7 +51,7 @@ def save_states(states: Mapping[str, LocalTensor], folder: Path, *, group: dist.
     try:
         dcp.save({}, storage_writer=writer, planner=_Planner(states), process_group=group)
     except dcp.CheckpointException as error:  # errors that torch gathered from all ranks
-        raise joined_errors({rank: each for rank, (each, _) in error.failures.items()}) from error
+        raise joined_errors({rank: failure for rank, (failure, _) in error.failures.items()}) from error
     return writer.records
 
 
@@ -77,13 +77,13 @@ class StateFiles:
         try:
             listing = json.loads(path.read_text())["tensors"]
             self._tensors = {
-                name: Entry(name, tuple(map(int, each["shape"])), dtype_of(each["dtype"]))
-                for name, each in listing.items()
+                name: Entry(name, tuple(map(int, listed["shape"])), dtype_of(listed["dtype"]))
+                for name, listed in listing.items()
             }
             self.boxes = {
                 name: [
-                    StoredBox(Box(tuple(each["offset"]), tuple(each["size"])), each["file"], each["key"])
-                    for each in listed["boxes"]
+                    StoredBox(Box(tuple(box["offset"]), tuple(box["size"])), box["file"], box["key"])
+                    for box in listed["boxes"]
                 ]
                 for name, listed in listing.items()
             }
@@ -118,15 +118,15 @@ class StateFiles:
         for stored in self.boxes[name]:
             if stored.box.common(box) == box:
                 return self.file(stored.file)[stored.key][box.within(stored.box)]
-        found = torch.empty(box.size, dtype=self.dtype(name), device="cpu")
+        assembled = torch.empty(box.size, dtype=self.dtype(name), device="cpu")
         missing = box.numel
         for stored in self.boxes[name]:
             if (common := stored.box.common(box)) is not None:
-                found[common.within(box)] = self.file(stored.file)[stored.key][common.within(stored.box)]
+                assembled[common.within(box)] = self.file(stored.file)[stored.key][common.within(stored.box)]
                 missing -= common.numel
         if missing:
             raise ValueError(f"{self.folder} lacks {missing} entries of {name} in {box}")
-        return found
+        return assembled
 
 
 class _Planner(DefaultSavePlanner):
@@ -136,11 +136,12 @@ class _Planner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._parts: dict[MetadataIndex, Tensor] = {}
         self._items: list[WriteItem] = []
-        for name, each in states.items():
-            for part in each.parts if each.may_save else ():
-                self._add(name, each, part)
+        for name, local in states.items():
+            for part in local.parts if local.may_save else ():
+                self._add(name, local, part)
 
     def _add(self, name: str, local: LocalTensor, part: Part) -> None:
+        """Add a box of a tensor to the plan, in torch's terms."""
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.size)),
             properties=TensorProperties(dtype=local.dtype),
@@ -172,10 +173,10 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if there is anything to write."""
-        results, items = (
-            [],
-            {f"{i.index.fqn}@{','.join(map(str, i.index.offset or ()))}": i for i in plan.items},
-        )
+        items = {
+            f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}": item for item in plan.items
+        }
+        results = []
         entries = [
             Entry(key, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
             for key, item in items.items()
@@ -208,7 +209,7 @@ class _Writer(FileSystemWriter):
                 "the process group was destroyed before the optimizer's states were written: call wait() of a save "
                 "with use_async before"
             )
-        places = {result.index: result.storage_data for each in results for result in each}
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         listing = {
             name: _listed(name, stored, places) for name, stored in metadata.state_dict_metadata.items()
         }
@@ -217,6 +218,7 @@ class _Writer(FileSystemWriter):
 
 
 def _listed(name: str, stored: Any, places: Mapping[MetadataIndex, Sequence[str]]) -> dict[str, Any]:
+    """Return a tensor's entry of the index: its shape, dtype and boxes, each with its file and key."""
     boxes = []
     for chunk in stored.chunks:
         file, key = places[MetadataIndex(name, chunk.offsets)]

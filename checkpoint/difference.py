@@ -126,6 +126,7 @@ class Comparison:
     def _tensor_differences(
         self, part: str, a: Stored, b: Stored, progress: Progress
     ) -> Iterator[Difference]:
+        """Yield the tensors that differ between two stores of one part; reads them in chunks."""
         for name in dict.fromkeys([*a.names, *b.names]):
             if name not in a.names or name not in b.names:
                 yield Difference(part, name, f"only in {'A' if name in a.names else 'B'}")
@@ -159,11 +160,13 @@ class Comparison:
         """Return True if two values differ, and their distance if they are numbers or tensors of one shape."""
         x, y = _as_tensor(a), _as_tensor(b)
         if x is None and y is None:
-            return type(a) is not type(b) or a != b, None
+            differs = type(a) is not type(b) or a != b
+            return differs, None
         if x is None or y is None or x.shape != y.shape:
             return True, None
         distance = distance_between(x, y)
-        return x.dtype != y.dtype or distance.exceeds(self._tolerance), distance
+        differs = x.dtype != y.dtype or distance.exceeds(self._tolerance)
+        return differs, distance
 
 
 def _config_of(opened: Opened) -> Mapping[str, Any]:
@@ -172,10 +175,9 @@ def _config_of(opened: Opened) -> Mapping[str, Any]:
 
 def _part_of(groups: Mapping[str, Any], part: str) -> Any:
     """Return the scalars of an optimizer's groups file, or everything else in it."""
-    scalars = groups.get("scalars", {})
-    return (
-        scalars if part == "scalars" else {name: each for name, each in groups.items() if name != "scalars"}
-    )
+    if part == "scalars":
+        return groups.get("scalars", {})
+    return {name: value for name, value in groups.items() if name != "scalars"}
 
 
 def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -210,7 +212,7 @@ def distance_between(a: Tensor, b: Tensor) -> Distance:
     if not a.numel():
         return Distance()
     if a.is_complex() or b.is_complex():
-        a, b = (torch.view_as_real(each.to(torch.complex128)) for each in (a, b))
+        a, b = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (a, b))
     differing = int((_bits(a) != _bits(b)).sum()) if a.dtype == b.dtype else None
     if differing == 0:
         return Distance(magnitude=_magnitude(a.double()), entries=a.numel())

@@ -41,9 +41,9 @@ class FilePlan(NamedTuple):
 def offers_of(local: Mapping[str, LocalTensor]) -> dict[str, Offer]:
     """Return the boxes that this rank can send, to report them to the other ranks."""
     return {
-        name: Offer(each.shape, each.dtype, tuple(part.box for part in each.parts))
-        for name, each in local.items()
-        if each.may_save
+        name: Offer(tensor.shape, tensor.dtype, tuple(part.box for part in tensor.parts))
+        for name, tensor in local.items()
+        if tensor.may_save
     }
 
 
@@ -71,23 +71,24 @@ def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[st
     Raises:
         AssertionError: no rank has some part of a tensor.
     """
+    # Bytes by rank: written to files, sent to the writers, and (per file) present on the rank.
     written, sent = [0] * len(offers), [0] * len(offers)
     plans = []
     for name, entries in files.items():
         owners = {entry: _owners(entry, offers) for entry in entries}
-        local = [0] * len(offers)
+        present = [0] * len(offers)
         for entry in entries:
             for box, ranks in owners[entry].items():
                 for rank in ranks:
-                    local[rank] += box.numel * entry.dtype.itemsize
-        writer = min(range(len(offers)), key=lambda rank: (written[rank], -local[rank], rank))
+                    present[rank] += box.numel * entry.dtype.itemsize
+        writer = min(range(len(offers)), key=lambda rank: (written[rank], -present[rank], rank))
         written[writer] += sum(entry.nbytes for entry in entries)
         tensors = []
         for entry in order_in_file(entries):
             sources = {}
             for box, ranks in owners[entry].items():
                 # The writer itself if it has the box, else the rank that sends least so far.
-                rank = writer if writer in ranks else min(ranks, key=lambda each: (sent[each], each))
+                rank = writer if writer in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
                 sources[box] = rank
                 sent[rank] += box.numel * entry.dtype.itemsize * (rank != writer)
             tensors.append(Written(entry, sources))
@@ -101,16 +102,19 @@ def _owners(entry: Entry, offers: Sequence[Mapping[str, Offer]]) -> dict[Box, li
     for rank, listing in enumerate(offers):
         for box in listing[entry.name].boxes if entry.name in listing else ():
             owners.setdefault(box, []).append(rank)
-    covered, whole = sum(box.numel for box in owners), Box.whole(entry.shape).numel
-    if covered != whole:
-        raise AssertionError(f"{entry.name} has {whole} entries, and the ranks have {covered}")
+    covered, full = sum(box.numel for box in owners), Box.whole(entry.shape).numel
+    if covered != full:
+        raise AssertionError(f"{entry.name} has {full} entries, and the ranks have {covered}")
     return owners
 
 
 def needed_parts(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], rank: int) -> Parts:
     """Return this rank's memory of the boxes that it sends or writes."""
     memory = {
-        (name, part.box): part.local for name, each in local.items() if each.may_save for part in each.parts
+        (name, part.box): part.local
+        for name, tensor in local.items()
+        if tensor.may_save
+        for part in tensor.parts
     }
     return {
         (written.entry.name, box): memory[written.entry.name, box]
@@ -139,17 +143,9 @@ def assemble(
     for plan in plans:
         queues[plan.writer] += [(plan, written) for written in plan.tensors]
     for round_ in zip_longest(*queues):
-        # Keeps the memory of each send until the send is done.
-        sends = [
-            (content, dist.isend(content, group=group, group_dst=writer, tag=tag))
-            for writer, each in enumerate(round_)
-            if each is not None and writer != group.rank()
-            for tag, (box, source) in enumerate(each[1].sources.items())
-            if source == group.rank()
-            for content in [_bytes(parts[each[1].entry.name, box].detach().cpu().contiguous())]
-        ]
-        if (own := round_[group.rank()]) is not None:
-            plan, written = own
+        sends = _begin_sends(round_, parts, group)
+        if (planned := round_[group.rank()]) is not None:
+            plan, written = planned
             yield plan, written.entry, _received(written, parts, group)
         for _, send in sends:
             assert send is not None  # this rank is in the group
@@ -157,12 +153,28 @@ def assemble(
         del sends
 
 
+def _begin_sends(
+    round_: Sequence[tuple[FilePlan, Written] | None], parts: Parts, group: dist.ProcessGroup
+) -> list[tuple[Tensor, dist.Work | None]]:
+    """Begin to send this rank's boxes of one tensor of every writer; return the sends with their memory."""
+    sends = []
+    for writer, planned in enumerate(round_):
+        if planned is None or writer == group.rank():
+            continue
+        _, written = planned
+        for tag, (box, source) in enumerate(written.sources.items()):
+            if source == group.rank():
+                content = _bytes(parts[written.entry.name, box].detach().cpu().contiguous())
+                sends.append((content, dist.isend(content, group=group, group_dst=writer, tag=tag)))
+    return sends
+
+
 def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tensor:
     """Return the unsharded tensor; without a copy if this rank has all of it."""
     entry, rank = written.entry, group.rank()
     if list(written.sources.values()) == [rank]:
         return parts[entry.name, next(iter(written.sources))].detach().cpu()
-    whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    unsharded = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     arriving = []
     for tag, (box, source) in enumerate(written.sources.items()):
         if source != rank:
@@ -170,12 +182,12 @@ def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tenso
             receive = dist.irecv(_bytes(content), group=group, group_src=source, tag=tag)
             arriving.append((box, content, receive))
         else:
-            whole[box.within(Box.whole(entry.shape))] = parts[entry.name, box].detach().cpu()
+            unsharded[box.within(Box.whole(entry.shape))] = parts[entry.name, box].detach().cpu()
     for box, content, receive in arriving:
         assert receive is not None
         receive.wait()
-        whole[box.within(Box.whole(entry.shape))] = content
-    return whole
+        unsharded[box.within(Box.whole(entry.shape))] = content
+    return unsharded
 
 
 def _bytes(content: Tensor) -> Tensor:

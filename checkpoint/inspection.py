@@ -167,12 +167,13 @@ def summarize(opened: Opened) -> dict[str, Any]:
 
 
 def _part(kind: str, tensors: Collection[tuple[Stored, str]]) -> dict[str, Any]:
-    dtypes: Counter[str] = Counter()
+    """Summarize the tensors of one kind."""
+    bytes_by_dtype: Counter[str] = Counter()
     for stored, name in tensors:
-        dtypes[dtype_name(stored.dtype(name))] += nbytes(stored, name)
+        bytes_by_dtype[dtype_name(stored.dtype(name))] += nbytes(stored, name)
     entries = sum(Box.whole(stored.shape(name)).numel for stored, name in tensors)
-    sizes = {"tensors": len(tensors), "entries": entries, "bytes": dtypes.total()}
-    return {"name": kind, **sizes, "dtypes": dict(dtypes)}
+    sizes = {"tensors": len(tensors), "entries": entries, "bytes": bytes_by_dtype.total()}
+    return {"name": kind, **sizes, "dtypes": dict(bytes_by_dtype)}
 
 
 def list_tensors(opened: Opened, pattern: str = "*") -> Iterator[dict[str, Any]]:
@@ -200,9 +201,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else f"{dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, Collection) and not isinstance(value, str | bytes):
-        return [plain(each) for each in value]
+        return [plain(entry) for entry in value]
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 
@@ -234,8 +235,8 @@ def examine(folder: Path, *, progress: Progress) -> Findings:
         manifest = manifest_of(folder)
     except ValueError as error:
         return Findings((str(error),), ())
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    notes = [f"{name} is not in the manifest" for name in sorted(found - {*manifest["files"], MANIFEST})]
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    notes = [f"{name} is not in the manifest" for name in sorted(present - {*manifest["files"], MANIFEST})]
     errors = []
     for name, record in manifest["files"].items():
         errors += damage_of(folder, name, record)
@@ -260,13 +261,15 @@ def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
 def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
     """Yield errors of a model's files, index and config; add a note for what cannot be compared."""
     model, path = Weights(folder), folder / "config.json"
-    indices = (folder / each.listing for each in (SAFETENSORS, TORCH) if not (folder / each.one).is_file())
-    if (index := next(filter(Path.is_file, indices), None)) is not None:
+    of_several = [names for names in (SAFETENSORS, TORCH) if not (folder / names.one).is_file()]
+    indices = [folder / names.listing for names in of_several if (folder / names.listing).is_file()]
+    if indices:
+        index = indices[0]
         listed = _read_json(index)["weight_map"]
         for name in sorted({*listed, *model.names}):
-            found = model.paths[name].name if name in model.names else "no file"
-            if listed.get(name) != found:
-                yield f"{index} has {name} in {listed.get(name, 'no file')}, and it is in {found}"
+            actual = model.paths[name].name if name in model.names else "no file"
+            if listed.get(name) != actual:
+                yield f"{index} has {name} in {listed.get(name, 'no file')}, and it is in {actual}"
     if not path.is_file():
         notes.append(f"{folder} has no config.json to compare the weights with")
         return
@@ -282,7 +285,7 @@ def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
         )
         return
     names = TensorNames.of(built)
-    shapes = {names.first[name]: tuple(each.shape) for name, each in built.state_dict().items()}
+    shapes = {names.first[name]: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
     unknown = [name for name in model.names if name not in names.first]
     if unknown:  # adapters, other heads, names of the hub: transformers may be able to load them
         notes.append(f"{len(unknown)} tensors are not in a {class_name}: {unknown[0]}, …")
@@ -292,24 +295,18 @@ def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
 
 def _optimizer_errors(folder: Path) -> Iterator[str]:
     """Yield errors of the optimizer's index, boxes and groups."""
-    states, index, path = (
-        StateFiles(folder / OPTIMIZER),
-        folder / OPTIMIZER / INDEX,
-        folder / OPTIMIZER / GROUPS,
-    )
+    states = StateFiles(folder / OPTIMIZER)
+    index, path = folder / OPTIMIZER / INDEX, folder / OPTIMIZER / GROUPS
     for name in states.names:
-        shape, dtype, boxes = (
-            states.shape(name),
-            states.dtype(name),
-            [each.box for each in states.boxes[name]],
-        )
+        shape, dtype = states.shape(name), states.dtype(name)
+        boxes = [stored.box for stored in states.boxes[name]]
         if any((len(box.offset), len(box.size)) != (len(shape), len(shape)) for box in boxes):
             yield f"{index}: {name} has boxes of other dimensions than {shape}"
             continue
         yield from (f"{index}: {name}: {error}" for error in coverage_errors(shape, boxes))
         for stored in states.boxes[name]:
-            found = states.file(stored.file).get(stored.key)
-            if found is None or (tuple(found.shape), found.dtype) != (stored.box.size, dtype):
+            tensor = states.file(stored.file).get(stored.key)
+            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (stored.box.size, dtype):
                 must = f"{dtype_name(dtype)} {stored.box.size}"
                 yield f"{index}: {name}: {stored.file} has no {stored.key} that is {must}"
     groups = _read_mapping(path)
@@ -322,6 +319,7 @@ def _optimizer_errors(folder: Path) -> Iterator[str]:
 
 
 def _training_errors(folder: Path, step: int) -> Iterator[str]:
+    """Yield errors of the training state's step, and of the random states of all ranks of its layout."""
     path = folder / TRAINING
     training = _read_mapping(path)
     if training.get("step") != step:
@@ -329,9 +327,9 @@ def _training_errors(folder: Path, step: int) -> Iterator[str]:
     sizes = training["layout"]["sizes"]
     ranks = product(*(range(sizes[axis]) for axis in AXES))
     expected = {random_file(rank): dict(zip(AXES, place, strict=True)) for rank, place in enumerate(ranks)}
-    for name in sorted(expected.keys() | {each.name for each in (folder / RANDOM).glob("*.pt")}):
+    for name in sorted(expected.keys() | {file.name for file in (folder / RANDOM).glob("*.pt")}):
         file = folder / RANDOM / name
         if not file.is_file():
             yield f"{file} is missing: {len(expected)} ranks wrote the checkpoint"
-        elif (found := _read_mapping(file).get("coordinates")) != expected.get(name):
-            yield f"{file} is of the rank {found}, by {path} of {expected.get(name)}"
+        elif (coordinates := _read_mapping(file).get("coordinates")) != expected.get(name):
+            yield f"{file} is of the rank {coordinates}, by {path} of {expected.get(name)}"

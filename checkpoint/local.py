@@ -112,11 +112,13 @@ def _local(
     may_save: bool,
 ) -> LocalTensor:
     """Return a `LocalTensor` from boxes of a shard that are consecutive in memory."""
-    memory, parts, start = memory.detach(), [], 0
-    flat = None if len(boxes) == 1 and tuple(memory.shape) == boxes[0].size else memory.view(-1)
+    memory = memory.detach()
+    is_one_box = len(boxes) == 1 and tuple(memory.shape) == boxes[0].size
+    parts: list[Part] = []
+    start = 0
     for box in boxes:
-        covering = memory if flat is None else flat[start : start + box.numel].view(box.size)
-        parts += [Part(cut.whole, covering[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
+        of_box = memory if is_one_box else memory.view(-1)[start : start + box.numel].view(box.size)
+        parts += [Part(cut.whole, of_box[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
         start += box.numel
     return LocalTensor(
         name=name,
@@ -141,11 +143,11 @@ class TensorNames(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module) -> "TensorNames":
-        """Return the names of a full model, before it is cut into stages."""
-        known: dict[int, str] = {}
-        first = {name: known.setdefault(id(tensor), name) for name, tensor in local_tensors(model).items()}
-        own = {_unwrapped(name): each for name, each in first.items()}
-        return TensorNames(needed=tuple(known.values()), first={**own, **first})
+        """Return the names of a full model, before it is cut into stages; also the original names of what peft wrapped."""
+        name_of: dict[int, str] = {}  # by id of the tensor: the first of its names
+        first = {name: name_of.setdefault(id(tensor), name) for name, tensor in local_tensors(model).items()}
+        unwrapped = {_unwrapped(name): first_name for name, first_name in first.items()}
+        return TensorNames(needed=tuple(name_of.values()), first={**unwrapped, **first})
 
     def of_model(self) -> dict[str, str]:
         """Return for each needed name the original one, without the components that peft inserts."""
@@ -176,11 +178,10 @@ def local_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return local parameters and persistent buffers by name, as `state_dict` does; also for a part of a model."""
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        buffers = (
-            item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set
-        )
-        own = [*module._parameters.items(), *buffers]
-        state |= {f"{path}.{name}".lstrip("."): each for name, each in own if each is not None}
+        tensors = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                state[f"{path}.{name}".lstrip(".")] = tensor
     return state
 
 

@@ -117,7 +117,7 @@ def prepare_model(
             if group.rank() > 0:
                 return
             if len(plans) > 1:
-                content = index_of({plan.name: [each.entry for each in plan.tensors] for plan in plans})
+                content = index_of({plan.name: [tensor.entry for tensor in plan.tensors] for plan in plans})
                 records[names.listing] = write_small(folder / names.listing, content)
             if describe is not None:
                 records.update(_describe_into(folder, partial(describe, _largest_format(entries))))
@@ -209,6 +209,7 @@ def config_errors(model: nn.Module) -> list[str]:
 
 
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+    """Write a model's configs, as its `save_pretrained` would for weights of this dtype."""
     if model.config._auto_class is not None:  # its class is defined in a file of the user's
         custom_object_save(model.config, folder, config=model.config)
     (folder / CONFIG_NAME).write_text(_config_json(model, dtype))
@@ -219,6 +220,7 @@ def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> 
 # Not through save_pretrained, and not from a newly built config: both refuse contradictory settings, and a run must not
 # fail because of them.
 def _config_json(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> str:
+    """Return the content of config.json for weights of this dtype."""
     config = deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -250,8 +252,8 @@ def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
     """
     with TemporaryDirectory(dir=folder) as apart:
         describe(Path(apart))
-        found = {path.name: path.read_bytes() for path in Path(apart).iterdir()}
-    return {name: write_small(folder / name, content) for name, content in found.items()}
+        contents = {path.name: path.read_bytes() for path in Path(apart).iterdir()}
+    return {name: write_small(folder / name, content) for name, content in contents.items()}
 
 
 def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,17 +111,16 @@ def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Wr
             the state, on every rank.
     """
     tensors: dict[str, LocalTensor] = {}
-    every = on_all_ranks(lambda: _collect(trained, tensors), group)
-    kept = {name: each.kept(keep) for name, each in tensors.items() if each.may_save}
+    reports = on_all_ranks(lambda: _collect(trained, tensors), group)
+    kept = {name: tensor.kept(keep) for name, tensor in tensors.items() if tensor.may_save}
+    members = _members([report.groups for report in reports])
     described = {
         "optimizer": name_of(trained.inner),
         "groups": [
             {"options": saved_options(options), "parameters": names}
-            for options, names in zip(
-                trained.inner.param_groups, _members([report.groups for report in every]), strict=True
-            )
+            for options, names in zip(trained.inner.param_groups, members, strict=True)
         ],
-        "scalars": {name: _tensors(values) for report in every for name, values in report.scalars.items()},
+        "scalars": {name: _tensors(values) for report in reports for name, values in report.scalars.items()},
         "extra": dict(trained.extra),
     }
 
@@ -137,7 +137,7 @@ def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Wr
 def _collect(trained: Trained, tensors: dict[str, LocalTensor]) -> _Report:
     """Add this rank's state tensors to `tensors`, by their names in files, and return the rest of the state."""
     if trained.has_masters:
-        tensors |= {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
+        tensors |= {f"{MASTER}/{name}": master for name, master in trained.masters.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for piece in trained.pieces:
         for key, value in trained.inner.state.get(piece.key, {}).items():
@@ -171,12 +171,14 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
     """
     described = on_first_rank(lambda: _described(folder), group)
     stored = run_or_raise_together(lambda: StateFiles(folder), group)
-    members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
+    local_groups = [[piece.name for piece in pieces] for pieces in trained.groups]
+    members = _members(on_all_ranks(lambda: local_groups, group))
     errors = _errors(trained, described, members, stored)
     raise_of_all(errors, f"{folder} does not fit this optimizer", group)
 
     def load() -> None:
-        tensors = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
+        """Read masters and states into this rank's memory, and install them. Collective over the group."""
+        tensors = {f"{MASTER}/{name}": master for name, master in trained.masters.items()}
         states: dict[Tensor, dict[str, Any]] = {}
         by_parameter = _states_by_parameter(stored)
         for piece in trained.pieces:
@@ -193,6 +195,7 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
 
 
 def _described(folder: Path) -> Mapping[str, Any]:
+    """Return what `prepare_states` wrote besides the tensors."""
     if not (folder / GROUPS).is_file():
         raise FileNotFoundError(
             f"{folder} contains no optimizer: give the folder of save_optimizer, or `optimizer` in the folder of a step"
@@ -208,9 +211,9 @@ def _torch_state(
     groups: list[dict[str, Any]] = []
     by_number: dict[int, dict[str, Any]] = {}
     count = 0
-    for own, saved in zip(trained.inner.param_groups, described["groups"], strict=True):
-        kept = {name: own[name] for name in _OWN_OPTIONS if name in own}
-        numbers = {count + place: parameter for place, parameter in enumerate(own["params"])}
+    for group, saved in zip(trained.inner.param_groups, described["groups"], strict=True):
+        kept = {name: group[name] for name in _OWN_OPTIONS if name in group}
+        numbers = {count + place: parameter for place, parameter in enumerate(group["params"])}
         by_number |= {number: states[key] for number, key in numbers.items() if states.get(key)}
         groups.append({**saved["options"], **kept, "params": list(numbers)})
         count += len(numbers)
@@ -220,12 +223,13 @@ def _torch_state(
 def _errors(
     trained: Trained, described: Mapping[str, Any], members: Sequence[Sequence[str]], stored: StateFiles
 ) -> list[str]:
-    own = name_of(trained.inner)
-    if described["optimizer"] != own:
-        return [f"it is of {described['optimizer']}, but {own} would load it"]
+    """Return the errors of a stored state ("there") that does not fit the optimizer ("here"); empty if it fits."""
+    name_here = name_of(trained.inner)
+    if described["optimizer"] != name_here:
+        return [f"it is of {described['optimizer']}, but {name_here} would load it"]
     if len(described["groups"]) != len(members):
         return [f"it has {len(described['groups'])} parameter groups, but there are {len(members)} here"]
-    there = _group_of([each["parameters"] for each in described["groups"]])
+    there = _group_of([group["parameters"] for group in described["groups"]])
     here = _group_of(members)
     errors = [f"{name} is in no group there" for name in here if name not in there]
     errors += [f"{name} is in no group here" for name in there if name not in here]
@@ -244,7 +248,7 @@ def _errors(
                 continue
             if stored.shape(name) != shape and (not piece.is_full or name.startswith(f"{MASTER}/")):
                 errors.append(f"{name} has shape {stored.shape(name)} there and {shape} here")
-            boxes = [each.box for each in stored.boxes[name]]
+            boxes = [stored_box.box for stored_box in stored.boxes[name]]
             errors += [f"{name}: {error}" for error in coverage_errors(stored.shape(name), boxes)]
     return errors
 
@@ -254,20 +258,19 @@ def _group_of(members: Sequence[Sequence[str]]) -> dict[str, int]:
 
 
 def _states_by_parameter(stored: StateFiles) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    """Return the keys of each parameter's stored states, without its master."""
+    keys: dict[str, list[str]] = {}
     for name in stored.names:
         key, _, parameter = name.partition("/")
         if key != MASTER:
-            found.setdefault(parameter, []).append(key)
-    return found
+            keys.setdefault(parameter, []).append(key)
+    return keys
 
 
-def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """Return the names of the full model's parameters by group, from the names that each rank has."""
-    return [
-        list(dict.fromkeys(name for names in of_ranks for name in names))
-        for of_ranks in zip(*every, strict=True)
-    ]
+def _members(groups_by_rank: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """Return the names of the full model's parameters by group, from the names that each rank has by group."""
+    names_by_rank = zip(*groups_by_rank, strict=True)  # of each group
+    return [list(dict.fromkeys(chain.from_iterable(of_group))) for of_group in names_by_rank]
 
 
 def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,9 +283,9 @@ def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
 
     A state of one number counts for a scalar parameter only, and "step" not even there.
     """
-    if not isinstance(value, Tensor) or (
-        value.shape != piece.key.shape and not (piece.is_full and value.dim())
-    ):
+    if not isinstance(value, Tensor):
+        return False
+    if value.shape != piece.key.shape and not (piece.is_full and value.dim()):
         return False
     return value.dim() > 0 or key != "step"
 
@@ -292,6 +295,7 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(key: str, value: Any, name: str) -> Any:
+    """Return the form in which a state of a parameter that has not its shape is saved."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor):

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,15 @@ class Weights:
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor; see [Note: reading by boxes]."""
-        whole = self.tensors[name]
-        if Box.whole(whole.shape).common(box) != box and box.numel:
-            raise AssertionError(f"{box} of {name}, which has shape {tuple(whole.shape)}")
-        if isinstance(whole, LazyTensor):
+        tensor = self.tensors[name]
+        if Box.whole(tensor.shape).common(box) != box and box.numel:
+            raise AssertionError(f"{box} of {name}, which has shape {tuple(tensor.shape)}")
+        if isinstance(tensor, LazyTensor):
             if self._made is None or self._made[0] != name:
-                self._made = None
-                self._made = name, real(whole)
-            whole = self._made[1]
-        return whole[box.within(Box.whole(whole.shape))]
+                self._made = None  # frees the previous one
+                self._made = name, real(tensor)
+            tensor = self._made[1]
+        return tensor[box.within(Box.whole(tensor.shape))]
 
 
 def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Weights:
@@ -137,9 +138,9 @@ def tensor_files(path: Path) -> list[Path]:
             f"{path} contains an adapter, not a model: give the folder of the model that it belongs to"
         )
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        if found := sorted(path.glob(pattern)):
-            return _all_of_several(found)
-    present = sorted(each.name for each in path.iterdir())[:20]
+        if files := sorted(path.glob(pattern)):
+            return _all_of_several(files)
+    present = sorted(file.name for file in path.iterdir())[:20]
     raise FileNotFoundError(
         f"{path} contains no model: expected one of {', '.join(_NAMES)} or other safetensors files, but found {present}"
     )
@@ -154,7 +155,7 @@ def _of_index(path: Path) -> list[Path]:
     files = [path.parent / name for name in sorted(names)]
     if not files:
         raise ValueError(f"{path} is not an index of tensors: it names no file")
-    if missing := [each.name for each in files if not each.is_file()]:
+    if missing := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"files that {path} names are missing: {', '.join(missing)}")
     return files
 
@@ -162,13 +163,14 @@ def _of_index(path: Path) -> list[Path]:
 def _all_of_several(files: list[Path]) -> list[Path]:
     """Return files that have no index, after a check that no file of a numbered set is missing."""
     for path in files:
-        if (found := _OF_SEVERAL.search(path.name)) is None:
+        match = _OF_SEVERAL.search(path.name)
+        if match is None:
             continue
-        number, count = found.groups()
-        start, end = path.name[: found.start()], path.name[found.end() :]
-        every = [f"{start}-{index:0{len(number)}}-of-{count}.{end}" for index in range(1, int(count) + 1)]
-        present = {each.name for each in files}
-        if missing := [name for name in every if name not in present]:
+        number, count = match.groups()
+        start, end = path.name[: match.start()], path.name[match.end() :]
+        names = [f"{start}-{index:0{len(number)}}-of-{count}.{end}" for index in range(1, int(count) + 1)]
+        present = {file.name for file in files}
+        if missing := [name for name in names if name not in present]:
             raise FileNotFoundError(f"files of {path.parent} are missing: {', '.join(missing)}")
     return files
 
@@ -192,10 +194,10 @@ def known_to(model: nn.Module, stored: Mapping[str, Tensor], path: Path) -> dict
     if not isinstance(model, PreTrainedModel):
         return _tied(dict(stored), model, path)
     outline = outline_of(type(model), model.config)
-    found, unknown = _renamed(stored, outline, path)
+    known, unknown = _renamed(stored, outline, path)
     ignored = _ignored(outline)
     unknown = {name: tensor for name, tensor in unknown.items() if not ignored(name)}
-    return _tied(found, outline, path) | unknown
+    return _tied(known, outline, path) | unknown
 
 
 def outline_of(model_class: Any, config: Any) -> Any:
@@ -225,39 +227,40 @@ def _renamed(
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix, state = outline.base_model_prefix, outline.state_dict()
-    found: dict[str, Tensor] = {}
+    known: dict[str, Tensor] = {}
     unknown: dict[str, Tensor] = {}
     to_convert: dict[str, Any] = {}
     for name in sorted(stored, key=dot_natural_key):  # numeric order, in which experts are joined
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        if target not in state or target in found or (pattern is None and target in to_convert):
+        if target not in state or target in known or (pattern is None and target in to_convert):
             unknown[name] = stored[name]
         elif pattern is None:
-            found[target] = stored[name]
+            known[target] = stored[name]
         else:
             if target not in to_convert:
                 to_convert[target] = copy.deepcopy(converter_of[pattern])
             to_convert[target].add_tensor(target, name, pattern, lazily(stored[name]))
-    return found | _converted(to_convert, outline, path), unknown
+    return known | _converted(to_convert, outline, path), unknown
 
 
 def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[str, Tensor]:
     """Run converters on the tensors that they have collected, and return the results."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     errors = []
     for target, converter in converters.items():
         sources = sorted(set().union(*converter.layer_targets.values()))
         try:
-            made = converted(converter, target, outline)
+            results = converted(converter, target, outline)
         except Exception as error:  # conversions may raise anything
             errors.append(f"{target} from {sources}: {type(error).__name__}: {error}")
             continue
-        found |= {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+        for name, result in results.items():
+            tensors[name] = result[0] if isinstance(result, list) else result
     if errors:
         raise ValueError(f"weights of {path} cannot be converted into the model's: {'; '.join(errors)}")
-    return found
+    return tensors
 
 
 def _ignored(outline: Any) -> Callable[[str], bool]:
@@ -271,25 +274,25 @@ def _ignored(outline: Any) -> Callable[[str], bool]:
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
-def _tied(found: dict[str, Tensor], outline: nn.Module, path: Path) -> dict[str, Tensor]:
+def _tied(tensors: dict[str, Tensor], outline: nn.Module, path: Path) -> dict[str, Tensor]:
     """Add tied tensors under each of their names."""
     tied: dict[int, list[str]] = {}
     for name, tensor in outline.state_dict(keep_vars=True).items():
         tied.setdefault(id(tensor), []).append(name)
     errors = []
     for names in tied.values():
-        present = [name for name in names if name in found]
+        present = [name for name in names if name in tensors]
         if not present:
             continue
-        first = found[present[0]]
-        errors += [f"{present[0]} and {name}" for name in present[1:] if not _are_equal(first, found[name])]
-        found |= dict.fromkeys(names, first)
+        first = tensors[present[0]]
+        errors += [f"{present[0]} and {name}" for name in present[1:] if not _are_equal(first, tensors[name])]
+        tensors |= dict.fromkeys(names, first)
     if errors:
         raise ValueError(
             f"the model ties weights that differ in {path}: {'; '.join(errors)}: build it with "
             "tie_word_embeddings=False"
         )
-    return found
+    return tensors
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
@@ -322,7 +325,7 @@ def fit(
     Raises:
         ValueError: tensors are missing, extra or of another shape; lists all of them, on every rank.
     """
-    shapes = {name: each.shape for name, each in local.items()}
+    shapes = {name: tensor.shape for name, tensor in local.items()}
     raise_of_all(
         fitting_errors(shapes, stored, names, strict=strict), f"{what} does not fit this model", group
     )
@@ -352,9 +355,9 @@ def raise_of_all(errors: list[str], what: str, group: dist.ProcessGroup) -> None
     Raises:
         ValueError: some rank has errors; on every rank.
     """
-    every = on_all_ranks(lambda: errors, group)
-    if found := dict.fromkeys(error for each in every for error in each):
-        raise ValueError(f"{what}: {'; '.join(found)}")
+    by_rank = on_all_ranks(lambda: errors, group)
+    if distinct := dict.fromkeys(chain.from_iterable(by_rank)):
+        raise ValueError(f"{what}: {'; '.join(distinct)}")
 
 
 @torch.no_grad()
@@ -369,9 +372,9 @@ def read_into(
         places: the stored name by the name in `local`; None if they are the same.
     """
     places = {name: name for name in stored.names} if places is None else places
-    for name, each in local.items():
+    for name, tensor in local.items():
         if name in places:
-            for part in each.parts:
+            for part in tensor.parts:
                 part.local.copy_(stored.read(places[name], part.box))
 
 

@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -115,14 +116,17 @@ def _write_step(
 ) -> None:
     """Write the parts of a step, each into its own folder, and the small files; see `prepare_step`."""
     with written_beside(lambda: begin_step(directory, step, inside=(*parts, RANDOM)), group) as folder:
-        own: Records = {}
-        for inner, write in parts.items():
-            own |= {f"{inner}/{name}": each for name, each in write(folder / inner).items()}
-        every = on_all_ranks(
-            lambda: own | {name: write_small(folder / name, each) for name, each in small.items()}, group
-        )
-        records = {name: record for each in every for name, record in each.items()}
-        on_first_rank(lambda: commit_step(folder, directory, step, records), group)
+        records: Records = {}
+        for part, write in parts.items():
+            records |= {f"{part}/{name}": record for name, record in write(folder / part).items()}
+
+        def with_small_files() -> Records:
+            return records | {name: write_small(folder / name, content) for name, content in small.items()}
+
+        all_records: Records = {}
+        for records_of_rank in on_all_ranks(with_small_files, group):
+            all_records |= records_of_rank
+        on_first_rank(lambda: commit_step(folder, directory, step, all_records), group)
     if keep_last is not None:
         on_first_rank(lambda: keep_newest(directory, keep_last, step), group)
 
@@ -135,6 +139,7 @@ def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> byte
     """
 
     def checked() -> tuple[bytes, int | None]:
+        """Return the content and a hash of "user", None without it; raise ValueError for values that torch refuses."""
         for name, value in values.items():
             try:
                 saved_bytes(value)
@@ -144,7 +149,7 @@ def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> byte
 
     content, user = run_or_raise_together(checked, group)
     users = on_all_ranks(lambda: user, group)
-    if others := [rank for rank, each in enumerate(users) if each not in (None, users[0])]:
+    if others := [rank for rank, user in enumerate(users) if user not in (None, users[0])]:
         raise ValueError(
             f"`user` is saved once, and rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} gave other values "
             "than rank 0: give the same on every rank, or None on all but the first"
@@ -197,9 +202,10 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
         damage = damage_of_step(path, group)
         if not damage:
             if group.rank() == 0:
-                for each in passed:
-                    _logger.warning("%s: resuming from %s instead", each, path)
-                later = [each.name for each in later_than(path) if each not in candidates[: len(passed)]]
+                for reason in passed:
+                    _logger.warning("%s: resuming from %s instead", reason, path)
+                damaged = candidates[: len(passed)]
+                later = [step.name for step in later_than(path) if step not in damaged]
                 if later:
                     _logger.warning(_LATER, path, ", ".join(later))
             return path
@@ -219,6 +225,7 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
     """
 
     def share() -> list[str]:
+        """Return the damage of every n-th file, by size: this rank's share."""
         if not path.is_dir():
             raise OSError(
                 f"{path} is not visible on this rank: load from a file system that all machines share"
@@ -239,8 +246,8 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
         except (ValueError, OSError) as error:  # read errors of the disk are damage, too
             return [str(error)]
 
-    every = on_all_ranks(share, group)
-    return list(dict.fromkeys(error for each in every for error in each))
+    damage_by_rank = on_all_ranks(share, group)
+    return list(dict.fromkeys(chain.from_iterable(damage_by_rank)))
 
 
 def load_step(
@@ -267,8 +274,8 @@ def load_step(
         )
     raise_errors(errors)
     stored = run_or_raise_together(lambda: open_pretrained(path / MODEL), group)
-    fitting = partial(fit, stored=stored, names=model.names, what=str(path / MODEL), group=group)
-    load_weights = fitting(model.tensors, strict=strict)
+    fit_weights = partial(fit, stored=stored, names=model.names, what=str(path / MODEL), group=group)
+    load_weights = fit_weights(model.tensors, strict=strict)
     states = None if trained is None else fit_trained(trained, path / OPTIMIZER, group)
     if dataloader is not None:
         run_or_raise_together(lambda: dataloader.load_state_dict(training["data"]), group)
@@ -276,7 +283,8 @@ def load_step(
     model.loaded()
     if trained is not None and states is not None:
         if not states.has_masters:  # saved by a float32 run: the weights themselves were stepped
-            fitting(trained.masters, strict=False)()
+            load_masters = fit_weights(trained.masters, strict=False)
+            load_masters()
         states.load()
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(training["scheduler"])
@@ -301,6 +309,7 @@ def _absent(
 
 
 def _candidates(directory: Path, resume: Resume) -> list[Path]:
+    """Return the folders of steps to try in order: the given one, or all from the newest; see `choose_step`."""
     if resume is not None and (directory / MANIFEST).exists() and not steps_in(directory):
         raise ValueError(
             f"{directory} is the folder of a step: give {directory.parent}, that of all of them, or resume=None"
@@ -332,6 +341,8 @@ def _none_in(directory: Path) -> str:
 def _restore_random(
     path: Path, training: dict[str, Any], mesh: ParallelMesh, forwards: ForwardRandom | None
 ) -> None:
+    """Restore this rank's random states, or those of the nearest rank of the layout that wrote the step. Collective."""
+
     def restore() -> None:
         rank = nearest_rank(mesh, training["layout"]["sizes"])
         restore_random_state(read_values(path / RANDOM / random_file(rank)), mesh, forwards)
@@ -347,12 +358,13 @@ def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:
         state: the stored state.
         what: name of the state in the error.
     """
-    own = lr_scheduler.state_dict()
-    if not isinstance(own, Mapping):  # a custom scheduler: it checks its state itself
+    current = lr_scheduler.state_dict()
+    if not isinstance(current, Mapping):  # a custom scheduler: it checks its state itself
         return []
-    there = set(state) if isinstance(state, Mapping) else set()
+    stored_names = set(state) if isinstance(state, Mapping) else set()
     # Names with a leading underscore are private to torch and differ between its releases.
-    missing = [str(name) for name in own if name not in there and not str(name).startswith("_")]
+    public = [name for name in current if not str(name).startswith("_")]
+    missing = [str(name) for name in public if name not in stored_names]
     if isinstance(state, Mapping) and not missing:
         return []
     kind = type(lr_scheduler).__name__

@@ -125,12 +125,13 @@ def _recover(directory: Path) -> None:
 
 def _nameless(directory: Path) -> dict[Path, list[Path]]:
     """Return the steps whose replacement was interrupted, with the folders of their complete predecessors."""
-    found = [match for path in _entries(directory) if (match := _UNFINISHED.fullmatch(path.name))]
+    matches = [match for path in _entries(directory) if (match := _UNFINISHED.fullmatch(path.name))]
     nameless = {}
-    for final in {directory / match[1] for match in found}:
-        whole = [each for each in unfinished_of_all(final, _REPLACED) if (each / MANIFEST).is_file()]
-        if whole and not final.exists():
-            nameless[final] = whole
+    for final in {directory / match[1] for match in matches}:
+        replaced = unfinished_of_all(final, _REPLACED)
+        complete = [folder for folder in replaced if (folder / MANIFEST).is_file()]
+        if complete and not final.exists():
+            nameless[final] = complete
     return nameless
 
 
@@ -185,9 +186,11 @@ def newest_first(directory: Path) -> list[Path]:
     See [Note: left behind].
     """
     steps = steps_in(directory)
-    lineages = {path: _lineage(path) for path in steps}
-    left = {seal for _, behind in lineages.values() for seal in behind}
-    return sorted(steps, key=lambda path: lineages[path][0] in left)
+    lineages = {
+        path: _lineage(path) for path in steps
+    }  # a seal, and the seals of steps that it leaves behind
+    left_behind = {seal for _, seals in lineages.values() for seal in seals}
+    return sorted(steps, key=lambda path: lineages[path][0] in left_behind)
 
 
 def _lineage(path: Path) -> tuple[str | None, Sequence[str]]:
@@ -217,19 +220,19 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
         manifest = json.loads(content)
-        form = (manifest["format"], manifest["algorithm"])
+        written_format, written_algorithm = manifest["format"], manifest["algorithm"]
         seal = manifest.pop("seal", None)  # another format may have none
-        files = {name: FileRecord(**each) for name, each in manifest["files"].items()}
+        files = {name: FileRecord(**fields) for name, fields in manifest["files"].items()}
     except FileNotFoundError:
         raise ValueError(
             f"{path} is missing: the checkpoint is not complete, or not written by Echelon"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read, it is damaged: {error!r}") from error
-    if form != (FORMAT, ALGORITHM):
+    if (written_format, written_algorithm) != (FORMAT, ALGORITHM):
         raise ValueError(
-            f"{path} is of format {form[0]} with hashes of {form[1]}, and this release of Echelon reads format "
-            f"{FORMAT} with {ALGORITHM}"
+            f"{path} is of format {written_format} with hashes of {written_algorithm}, and this release of Echelon "
+            f"reads format {FORMAT} with {ALGORITHM}"
         )
     if seal != _seal(manifest) or content != _sealed(manifest):
         raise ValueError(f"{path} is damaged: its contents do not match its own hash")
@@ -254,7 +257,7 @@ def damage_of(folder: Path, name: str, record: FileRecord) -> list[str]:
         return [f"{path} has {size} bytes, and {record.bytes} were written"]
     if record.tensors is None:
         return [] if hash_of(path) == record.hash else [f"{path} is damaged"]
-    return [f"{path} is damaged: {each}" for each in damage_of_tensors(path, record)]
+    return [f"{path} is damaged: {tensor}" for tensor in damage_of_tensors(path, record)]
 
 
 def _remove(path: Path) -> None:

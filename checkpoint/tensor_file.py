@@ -168,9 +168,8 @@ def damage_of_tensors(path: Path, record: FileRecord) -> list[str]:
         header += file.read(min(int.from_bytes(header, "little"), record.bytes))
         if hash_of_bytes(header) != record.header:
             return ["the header"]
-        places = {
-            name: each["data_offsets"] for name, each in json.loads(header[8:]).items() if name != _METADATA
-        }
+        listing = json.loads(header[8:])
+        places = {name: listed["data_offsets"] for name, listed in listing.items() if name != _METADATA}
         hashes = record.tensors or {}
         return [
             name
@@ -213,10 +212,10 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ValueError: no dtype of that name exists in safetensors files.
     """
-    found = {dtype_name(dtype): dtype for dtype in _NAMES}.get(name)
-    if found is None:
+    dtype = {dtype_name(known): known for known in _NAMES}.get(name)
+    if dtype is None:
         raise ValueError(f"{name!r} is not a format of tensors in files")
-    return found
+    return dtype
 
 
 def dtype_errors(dtypes: Mapping[str, torch.dtype]) -> list[str]:
@@ -229,6 +228,7 @@ def dtype_errors(dtypes: Mapping[str, torch.dtype]) -> list[str]:
 
 
 def _header(order: Sequence[Entry]) -> bytes:
+    """Return the header of a safetensors file: its length, and the tensors' places as JSON, padded to 8 bytes."""
     listing: dict[str, Any] = {_METADATA: {"format": "pt"}}
     start = 0
     for entry in order:

@@ -46,16 +46,17 @@ def inspect(
     """
     from ..checkpoint.inspection import list_tensors, open_folder, plain, summarize
 
-    is_pattern_alone = pattern is not None and not tensors
-    errors = [f"{pattern!r} is a pattern of names: give --tensors too"] * is_pattern_alone
+    errors = []
+    if pattern is not None and not tensors:
+        errors.append(f"{pattern!r} is a pattern of names: give --tensors too")
     (folder,) = found_folders("inspect", directory, errors=errors)
     with reported("inspect"):
         opened = open_folder(folder)
         summary = summarize(opened)
     listing = list_tensors(opened, pattern or "*") if tensors else iter(())
     if as_json:
-        found = {"tensors": list(listing)} if tensors else {}
-        typer.echo(json.dumps(plain(summary | found), indent=2))
+        listed = {"tensors": list(listing)} if tensors else {}
+        typer.echo(json.dumps(plain(summary | listed), indent=2))
         return
     show_summary(summary)
     if tensors:
@@ -90,8 +91,9 @@ def diff(
     from ..checkpoint.difference import Comparison
     from ..checkpoint.inspection import open_folder
 
-    is_wrong = not (isfinite(tolerance) and tolerance >= 0)
-    errors = [f"tolerance={tolerance} must be a number of at least 0"] * is_wrong
+    errors = []
+    if not (isfinite(tolerance) and tolerance >= 0):
+        errors.append(f"tolerance={tolerance} must be a number of at least 0")
     folders = found_folders("diff", a, b, errors=errors)
     with reported("diff"):
         first, second = map(open_folder, folders)
@@ -156,17 +158,18 @@ def found_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> lis
     """
     from ..checkpoint.inspection import find_folder
 
-    found, errors = [], list(errors)
+    folders, errors = [], list(errors)
     for path in paths:
         try:
-            found.append(folder := find_folder(path))
+            folder = find_folder(path)
         except (ValueError, OSError) as error:
             errors.append(str(error))
             continue
+        folders.append(folder)
         if folder != path:
             typer.echo(f"{path}: the newest complete step is {folder.name}", err=True)
     refuse(f"checkpoint {command}", errors)
-    return found
+    return folders
 
 
 def examined(folder: Path) -> "Findings":
@@ -228,6 +231,7 @@ def show_summary(summary: Mapping[str, Any]) -> None:
 
 
 def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a checkpoint's metadata; None for what it has not."""
     from ..checkpoint.inspection import plain
 
     yield "step", summary["step"]
@@ -251,12 +255,19 @@ def _formats(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{dtype} {shown_bytes(size)}" for dtype, size in sizes.items())
 
 
-def _difference_cells(each: "Difference") -> tuple[str, ...]:
-    distance = each.distance
+def _difference_cells(difference: "Difference") -> tuple[str, ...]:
+    """Return the row of a difference in the table."""
+    distance = difference.distance
     if distance is None:
-        return each.part, each.name, each.what, "", "", ""
+        return difference.part, difference.name, difference.what, "", "", ""
     return (
-        *(each.part, each.name, each.what, f"{distance.absolute:.3g}", f"{distance.relative:.3g}"),
+        *(
+            difference.part,
+            difference.name,
+            difference.what,
+            f"{distance.absolute:.3g}",
+            f"{distance.relative:.3g}",
+        ),
         f"{distance.differing:,} of {distance.entries:,}",
     )
 

@@ -45,6 +45,7 @@ def _run(
     arguments: tuple[Any, ...],
     folder: Path,
 ) -> None:
+    """Join the group of local processes, do the work, and write its result to a file named by the rank."""
     num_processes, port, timeout_seconds = join
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -81,7 +81,9 @@ class ModelRow:
         tried, agreed = self.cells.get(layout, (0, 0))
         if not tried:
             return ""
-        return "yes" if tried == agreed else f"{agreed} of {tried}" if agreed else "no"
+        if agreed == tried:
+            return "yes"
+        return f"{agreed} of {tried}" if agreed else "no"
 
     def feature_cell(self, feature: str) -> str:
         """Return the cell of a feature in a table: yes, no, a dash if it is refused, or empty if not tested."""
@@ -94,8 +96,8 @@ def kept_matrix() -> dict[str, Any]:
 
     Outcomes by model type and feature are under "features", model types with a table under "tables".
     """
-    found: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text())
-    return found
+    matrix: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text())
+    return matrix
 
 
 def rows_of(kept: Mapping[str, Any]) -> list[ModelRow]:
@@ -127,13 +129,13 @@ def _cells(of_heads: Outcomes) -> dict[str, tuple[int, int]]:
 
 def refusals(rows: Sequence[ModelRow]) -> dict[tuple[str, str], list[str]]:
     """Return the model types that refuse a feature, by feature and reason."""
-    found: dict[tuple[str, str], list[str]] = {}
+    model_types: dict[tuple[str, str], list[str]] = {}
     for feature in FEATURES:
         for row in rows:
             if row.feature_cell(feature) == "–":
                 reason = row.features[feature].removeprefix(REFUSED)
-                found.setdefault((feature, reason), []).append(row.model_type)
-    return found
+                model_types.setdefault((feature, reason), []).append(row.model_type)
+    return model_types
 
 
 def layouts_of(rows: Sequence[ModelRow]) -> list[str]:
@@ -283,6 +285,7 @@ def rows_named(name: str, rows: Sequence[ModelRow]) -> list[ModelRow]:
 
 
 def _unknown(name: str, rows: Sequence[ModelRow]) -> str:
+    """Return the error of a model type that has no row."""
     close = get_close_matches(name.lower(), [row.model_type for row in rows])
     meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
     return (
@@ -320,18 +323,16 @@ def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
 
 def show_row(row: ModelRow, layouts: Sequence[str]) -> None:
     """Print all results of a model type: heads, features with the usual head, and layouts in this order."""
-    features = [
-        (
-            row.feature_cell(each),
-            f"{each}: {reason.removeprefix(REFUSED)}" if reason.startswith(REFUSED) else each,
-        )
-        for each in FEATURES
-        if (reason := row.features.get(each))
-    ]
+    features = []
+    for feature in FEATURES:
+        if result := row.features.get(feature):
+            is_refused = result.startswith(REFUSED)
+            text = f"{feature}: {result.removeprefix(REFUSED)}" if is_refused else feature
+            features.append((row.feature_cell(feature), text))
     agreed = [
-        ("{1}/{0}".format(*row.cells[each]), each.removesuffix("·fp32"))
-        for each in layouts
-        if each in row.cells
+        ("{1}/{0}".format(*row.cells[layout]), layout.removesuffix("·fp32"))
+        for layout in layouts
+        if layout in row.cells
     ]
     heads = ("heads", "; ".join(row.heads) or "none was tried")
     show_table(

@@ -131,7 +131,7 @@ def timeline(
     1 a process failed, 2 bad arguments.
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
-    given = [name for name in context.params if _is_given(context, name)]
+    given_options = [name for name in context.params if _is_given(context, name)]
     errors = [*pipeline.errors(), *out_errors(out)]
     try:
         stage_costs = parse_costs(costs)
@@ -139,13 +139,15 @@ def timeline(
         errors.append(str(error))
     if not measured:
         errors += [
-            f"--{name} is for measuring: give --measure too" for name in FOR_MEASURING if name in given
+            f"--{name} is for measuring: give --measure too"
+            for name in FOR_MEASURING
+            if name in given_options
         ]
         refuse("timeline", errors)
         simulation = pipeline.simulate(stage_costs.per_chunk(pipeline.stages_per_rank))
         finish([Panel(title=str(pipeline), timeline=simulation)], out, unit="units of cost")
         return
-    if "costs" in given:
+    if "costs" in given_options:
         errors.append("--costs is for simulating alone: --measure measures them, so leave one of the two out")
     choice = small_model(model, pipeline, num_layers=layers, hidden_size=hidden)
     refuse("timeline", errors + measuring_errors(pipeline, choice, hidden_size=hidden, num_steps=steps))
@@ -306,6 +308,7 @@ def median_step(steps_by_rank: Sequence[Sequence[Sequence[Span]]]) -> list[list[
 
 
 def _from_start(step: Sequence[Sequence[Span]]) -> list[list[Span]]:
+    """Return the spans of a step in milliseconds since its first computation."""
     first = min(spans[0].start for spans in step)
     return [
         [
@@ -322,7 +325,7 @@ def mean_costs(spans_by_rank: Sequence[Sequence[Span]]) -> Costs:
     for spans in spans_by_rank:
         for action, start, end in spans:
             lengths.setdefault(action.op, []).append(end - start)
-    means = {op: mean(found) for op, found in lengths.items()}
+    means = {op: mean(seconds) for op, seconds in lengths.items()}
     half = means.get(Op.BACKWARD, 0.0) / 2
     return Costs(
         forward=means[Op.FORWARD],

@@ -97,7 +97,9 @@ def run(context: typer.Context) -> None:
         model_type=first["model"], head=first["head"], tied=first["tied"], num_layers=first["layers"]
     )
     further, errors = further_options(context, first["then"] or ())
-    parts = tuple(Part(layout=layout_of(each), num_steps=each["steps"]) for each in (first, *further))
+    parts = tuple(
+        Part(layout=layout_of(options), num_steps=options["steps"]) for options in (first, *further)
+    )
     if first["optimizer"] not in OPTIMIZERS:
         errors.append(f"optimizer={first['optimizer']!r} is not known: use one of {', '.join(OPTIMIZERS)}")
     refuse("verify", errors + part_errors(choice, parts))
@@ -126,28 +128,28 @@ def further_options(
         context: the context of `verify` with the options of the first part; exits with status 2 for unknown words.
         texts: the value of each `--then`.
     """
-    found: list[Mapping[str, Any]] = []
+    options_of_parts: list[Mapping[str, Any]] = []
     errors: list[str] = []
-    first = before = context.params
+    first = previous = context.params
     for text in texts:
         try:
             words = shlex.split(text)
         except ValueError as error:
             errors.append(f"--then {text!r}: {error}")
             continue
-        own = context.command.make_context("echelon verify --then", words)
-        given = {
-            name for name in own.params if getattr(own.get_parameter_source(name), "name", "") != "DEFAULT"
-        }
+        parsed = context.command.make_context("echelon verify --then", words)
+        sources = {name: parsed.get_parameter_source(name) for name in parsed.params}
+        given = {name for name, source in sources.items() if getattr(source, "name", "") != "DEFAULT"}
         errors += [
             f"--then {text!r}: --{name.replace('_', '-')} applies to the whole run: give it before --then"
             for name in OF_THE_RUN
             if name in given
         ]
-        kept = {name: before[name] for name in KEPT if name not in given}
-        before = {**own.params, **{name: first[name] for name in OF_THE_RUN}, **kept}
-        found.append(before)
-    return found, errors
+        of_run = {name: first[name] for name in OF_THE_RUN}
+        kept = {name: previous[name] for name in KEPT if name not in given}
+        previous = {**parsed.params, **of_run, **kept}
+        options_of_parts.append(previous)
+    return options_of_parts, errors
 
 
 def layout_of(options: Mapping[str, Any]) -> "Layout":
@@ -155,11 +157,11 @@ def layout_of(options: Mapping[str, Any]) -> "Layout":
     from ..verify.layout import Layout
 
     sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
-    same = {each.name: options[each.name] for each in fields(Layout) if each.name in options}
-    if same["dp"] is None:
-        sub_axes = [max(1, same[axis]) for axis in ("sp", "wp", "ep")]
-        same["dp"] = lcm(*sub_axes) // sub_axes[0]
-    return Layout(**same, sequence=sequence)
+    sizes = {field.name: options[field.name] for field in fields(Layout) if field.name in options}
+    if sizes["dp"] is None:
+        sub_axes = [max(1, sizes[axis]) for axis in ("sp", "wp", "ep")]
+        sizes["dp"] = lcm(*sub_axes) // sub_axes[0]
+    return Layout(**sizes, sequence=sequence)
 
 
 def part_errors(choice: "ModelChoice", parts: Sequence["Part"]) -> list[str]:
@@ -231,6 +233,7 @@ def run_relay(relay: "Relay", *, timeout_seconds: float) -> "ResumeReport | str"
 
 
 def _run_part(rank: int, relay: "Relay", number: int, folder: Path) -> "ResumeReport | None":
+    """Run a part of a relay; after the last one the first rank compares all parts."""
     from ..verify.resume import compare_parts, run_part
 
     run_part(relay, number, folder)

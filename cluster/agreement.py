@@ -135,10 +135,12 @@ class Agreement:
         is_hashed = batch is not ENDED and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
         replica, code = self._mesh.rank("dp"), batch_hash(batch) if is_hashed else 0
         rows = gather_integers((int(batch is not ENDED), replica, code, samples, *map(int, kind)))
-        have, replicas, codes, counts, trains, losses, outputs, everywhere, modes = zip(*rows, strict=True)
-        _require_same_calls(have, trains, modes)
+        have_batch, replicas, codes, num_samples, trains, losses, outputs, everywhere, modes = zip(
+            *rows, strict=True
+        )
+        _require_same_calls(have_batch, trains, modes)
         in_replica = [other == replica for other in replicas]
-        wanted = CallKind(
+        replica_kind = CallKind(
             trains=any(trains),
             loss=any(losses),  # its reduction needs all ranks, also those that want none
             outputs=any(compress(outputs, in_replica)),
@@ -146,11 +148,11 @@ class Agreement:
             training_mode=kind.training_mode,
         )
         if kind.trains:
-            self._rank_kind, self._replica_kind = kind, wanted
+            self._rank_kind, self._replica_kind = kind, replica_kind
         self._require_equal_batches(replicas, codes)
         if is_first:
             self._note_replicas(are_equal=len(set(codes)) == 1)
-        return AgreedCall(wanted, counts)
+        return AgreedCall(replica_kind, num_samples)
 
     def _note_replicas(self, *, are_equal: bool) -> None:
         """Log once if all replicas got equal batches in each of the first steps. No error: the data may be equal."""
@@ -278,6 +280,7 @@ class Agreement:
         raise AssertionError("checksums differ between ranks, but a full comparison finds no difference")
 
     def _explain(self) -> None:
+        """Raise the error of a step in which ranks differed: in a loss, the number of calls or a batch. Collective."""
         for deviation, error in self._deviations:
             self.require_none(deviation, error, waits=True)
         require_equal(
@@ -325,16 +328,16 @@ def require_equal_call(codes: Mapping[str, tuple[int, str]], group: dist.Process
             )
 
 
-def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Sequence[int]) -> None:
+def _require_same_calls(have_batch: Sequence[int], trains: Sequence[int], modes: Sequence[int]) -> None:
     """Raise StopIteration if all ranks' data has ended, ValueError if only some has, or if only some ranks train.
 
     Args:
-        have: by rank, 1 if it has a batch.
+        have_batch: by rank, 1 if it has a batch.
         trains: by rank, 1 if gradients are enabled.
         modes: by rank, 1 if the model is in training mode.
     """
-    ended = [rank for rank, has_one in enumerate(have) if not has_one]
-    if len(ended) == len(have):
+    ended = [rank for rank, has_batch in enumerate(have_batch) if not has_batch]
+    if len(ended) == len(have_batch):
         raise StopIteration
     if ended:
         raise ValueError(

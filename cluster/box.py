@@ -111,11 +111,11 @@ def cuts_of(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Cut]:
     for interval in shard.intervals_of(rank):
         begin, end = max(first, interval.shard), min(last, interval.shard + interval.length)
         if begin < end:
-            moved = interval.whole - interval.shard
-            for whole, between in cuts_of(box.along(dim, begin + moved, end - begin), outer):
-                yield Cut(
-                    whole=whole, shard=between.along(dim, between.offset[dim] - moved, between.size[dim])
-                )
+            shift = interval.whole - interval.shard
+            for outer_cut in cuts_of(box.along(dim, begin + shift, end - begin), outer):
+                inside = outer_cut.shard
+                shard_box = inside.along(dim, inside.offset[dim] - shift, inside.size[dim])
+                yield Cut(whole=outer_cut.whole, shard=shard_box)
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:

@@ -94,23 +94,24 @@ def begin_reduce_scatter(own_slice: Tensor, whole: Tensor, group: dist.ProcessGr
     return work
 
 
-def begin_gather(own: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
+def begin_gather(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start an all-gather of tensors of one shape, stacked to (T, *shape)."""
     if torch.compiler.is_compiling():
-        row = own.unsqueeze(0).contiguous()
+        row = x.unsqueeze(0).contiguous()
         return InFlight(None, _functional.all_gather_into_tensor(row, group.size(), group.group_name))
-    rows = own.new_empty((group.size(), *own.shape))
+    rows = x.new_empty((group.size(), *x.shape))
     # Flat: gloo concatenates along dim 0 only.
-    return InFlight(begin_all_gather(rows.view(-1), own.contiguous().view(-1), group), rows)
+    return InFlight(begin_all_gather(rows.view(-1), x.contiguous().view(-1), group), rows)
 
 
 def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start a reduce-scatter of (T, *shape): this rank's row of the sum over ranks."""
     if torch.compiler.is_compiling():
-        ends = rows.flatten(0, 1).contiguous(), "sum", group.size(), group.group_name
-        return InFlight(None, _functional.reduce_scatter_tensor(*ends))
-    own = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
-    return InFlight(begin_reduce_scatter(own.view(-1), rows.contiguous().view(-1), group), own)
+        joined = rows.flatten(0, 1).contiguous()
+        row = _functional.reduce_scatter_tensor(joined, "sum", group.size(), group.group_name)
+        return InFlight(None, row)
+    row_sum = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+    return InFlight(begin_reduce_scatter(row_sum.view(-1), rows.contiguous().view(-1), group), row_sum)
 
 
 def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:

@@ -26,10 +26,10 @@ def default_device() -> torch.device:
 
     So a group of "cpu:gloo" alone keeps a process on the CPU of a machine with GPUs. Without a group it is the CPU.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or not dist.is_initialized() or backend_of(found.type) is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not dist.is_initialized() or backend_of(accelerator.type) is None:
         return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def choose_device(
@@ -55,19 +55,19 @@ def choose_device(
     Raises:
         ValueError: there is no such device, the backend has no tensors there, or NCCL would find two ranks on one GPU.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if found is None else torch.accelerator.device_count()
-    kind = "cpu" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    kind = "cpu" if accelerator is None else accelerator.type
     device = torch.device(kind) if given is None else _asked_for(given)
     if backend == "nccl" and not is_cuda(device):
         raise ValueError(
             f"backend='nccl' needs a CUDA device and the device is {device}: use backend='gloo' or leave it out"
-            + ("" if found is None else ", or leave out device=")
+            + ("" if accelerator is None else ", or leave out device=")
         )
     if device.type == "cpu":
         return torch.device("cpu")
-    if found is None or device.type != found.type or (device.index or 0) >= count:
-        seen = "no GPU" if found is None else f"{count} of {found.type}, numbered from 0"
+    if accelerator is None or device.type != accelerator.type or (device.index or 0) >= count:
+        seen = "no GPU" if accelerator is None else f"{count} of {accelerator.type}, numbered from 0"
         raise ValueError(
             f"device={str(device)!r} is not available, this process sees {seen}: use one of those, device='cpu', or "
             "leave it out; CUDA_VISIBLE_DEVICES limits what each process sees"

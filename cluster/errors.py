@@ -54,7 +54,9 @@ def unknown_arguments(
     """
     parameters = signature(function).parameters.values()
     known = [
-        each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD and each.name != "self"
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not Parameter.VAR_KEYWORD and parameter.name != "self"
     ]
     errors = []
     for name in names:

@@ -51,8 +51,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
     `torch.manual_seed` would reseed all devices, whose generators would not be restored, and takes 100 times as long.
     """
     torch.default_generator.manual_seed(seed)
-    if (own := generator_of(device)) is not None:
-        own.manual_seed(seed)
+    if (generator := generator_of(device)) is not None:
+        generator.manual_seed(seed)
 
 
 @not_compiled
@@ -67,20 +67,20 @@ def set_torch_state(state: TorchState, device: torch.device) -> None:
     """Restore the generators to states that `torch_state` returned."""
     on_cpu, on_device = state
     torch.default_generator.set_state(on_cpu)
-    if on_device is not None and (own := generator_of(device)) is not None:
-        own.set_state(on_device)
+    if on_device is not None and (generator := generator_of(device)) is not None:
+        generator.set_state(on_device)
 
 
 @contextmanager
 def generators_put_back(device: torch.device) -> Iterator[None]:
     """Restore the generators of Python, NumPy, torch's CPU and a device at the end of the block."""
-    python, numpy, own = random.getstate(), np.random.get_state(), torch_state(device)
+    python_state, numpy_state, torch_states = random.getstate(), np.random.get_state(), torch_state(device)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        set_torch_state(own, device)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        set_torch_state(torch_states, device)
 
 
 def split_seed(common: int, rank: int) -> int:
@@ -118,10 +118,8 @@ class ForwardRandom:
         seed = _mixed(torch.default_generator.initial_seed() % 2**63, next(_BOOSTS))
         self._seed, self._num_calls = gather_integers((seed,))[0][0], 0
         self._calls = deque[_Call](maxlen=_MOST_CALLS)
-        self._repeated: tuple[tuple[int, int], int] = (
-            (-1, -1),
-            0,
-        )  # graph task and node, and calls repeated for them
+        # Graph task and node of a recomputation, and the number of calls repeated in it.
+        self._repeated: tuple[tuple[int, int], int] = ((-1, -1), 0)
 
     def seed(self, seed: int) -> None:
         """Begin the stream of a seed, which must be equal on all ranks."""
@@ -165,12 +163,12 @@ class ForwardRandom:
     def _stream_of_call(self) -> tuple[int, int]:
         """Return the seed and the number of a call: the next one, or in a recomputation those of its forward."""
         node = torch._C._current_autograd_node()
-        if node is not None and (repeated := self._repeated_calls(node)):
-            at, number = (torch._C._current_graph_task_id(), node._sequence_nr()), 0
-            if self._repeated[0] == at:
-                number = self._repeated[1] + 1
-            self._repeated = at, number
-            return repeated[number % len(repeated)].stream
+        if node is not None and (calls := self._repeated_calls(node)):
+            recomputation = (torch._C._current_graph_task_id(), node._sequence_nr())
+            last, number = self._repeated
+            number = number + 1 if last == recomputation else 0
+            self._repeated = recomputation, number
+            return calls[number % len(calls)].stream
         stream = self._seed, self._num_calls
         self._num_calls += 1
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -188,18 +186,17 @@ class ForwardRandom:
         """
         number = node._sequence_nr()
         if node.name() == "CheckpointFunctionBackward":
-            if calls := [
-                each for each in self._calls if each.first_node == number + 1 and not each.has_graph
-            ]:
+            calls = [call for call in self._calls if call.first_node == number + 1 and not call.has_graph]
+            if calls:
                 return calls
             raise RuntimeError(
                 "torch.utils.checkpoint with use_reentrant=True repeats a call of the model inside of another "
                 "checkpoint, and its random numbers are unknown: give use_reentrant=False"
             )
-        last = next((each for each in reversed(self._calls) if each.first_node <= number), None)
+        last = next((call for call in reversed(self._calls) if call.first_node <= number), None)
         if last is None or last.function is None or (function := last.function()) is None:
             return []
-        return [each for each in self._calls if each.function is not None and each.function() is function]
+        return [call for call in self._calls if call.function is not None and call.function() is function]
 
     @not_compiled
     def _seed_all(self, *entropy: int) -> None:

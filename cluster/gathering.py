@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -61,12 +62,15 @@ def begin_gather_integers(
     _CALLS[code] = call
     # Few integers are sent with a fixed length: gloo aborts the process if ranks in different calls send
     # other lengths.
-    message = (code, len(values), *values, *(0,) * (_FEW - len(values)))
+    padding = (0,) * (_FEW - len(values))
+    message = (code, len(values), *values, *padding)
     device = default_device() if backend_of("cpu", group) is None else torch.device("cpu")
-    own = torch.tensor(message, dtype=torch.int64, device=device)
-    found = own.new_empty(size * len(message))
-    work = all_gather_single(found, own, group=group, async_op=True)
-    return InFlight(_Watched(work) if device.type == "cpu" else work, found, partial(_received, group=group))
+    sent = torch.tensor(message, dtype=torch.int64, device=device)
+    received = sent.new_empty(size * len(message))
+    work = all_gather_single(received, sent, group=group, async_op=True)
+    return InFlight(
+        _Watched(work) if device.type == "cpu" else work, received, partial(_received, group=group)
+    )
 
 
 @dataclass(frozen=True)
@@ -88,15 +92,16 @@ class _Watched:
         self.work.wait()
 
 
-def _received(found: Tensor, *, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
-    rows = [tuple(row) for row in found.view(dist.get_world_size(group), -1).tolist()]
+def _received(received: Tensor, *, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+    """Return the integers of all ranks; raise UnmatchedCall if one sent another call's code or number of them."""
+    rows = [tuple(row) for row in received.view(dist.get_world_size(group), -1).tolist()]
     if len({row[:2] for row in rows}) == 1:
         return [row[2 : 2 + row[1]] for row in rows]
-    ranks = dist.get_process_group_ranks(group)
-    own, rank = rows[dist.get_rank(group)], dist.get_rank()
-    other, theirs = next(each for each in zip(ranks, rows, strict=True) if each[1][:2] != own[:2])
-    mine, of_other = (_CALLS.get(row[0], "another call") for row in (own, theirs))
-    raise UnmatchedCall(f"rank {rank} is in {mine} and rank {other} in {of_other}: {SAME_CALLS}", other)
+    row, rank = rows[dist.get_rank(group)], dist.get_rank()
+    by_rank = zip(dist.get_process_group_ranks(group), rows, strict=True)
+    other, row_of_other = next((other, other_row) for other, other_row in by_rank if other_row[:2] != row[:2])
+    call, call_of_other = (_CALLS.get(code, "another call") for code in (row[0], row_of_other[0]))
+    raise UnmatchedCall(f"rank {rank} is in {call} and rank {other} in {call_of_other}: {SAME_CALLS}", other)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -106,10 +111,10 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
         value: this rank's object, without tensors on a device.
         group: every rank of it must call; None is the world.
     """
-    found: list[Any] = [value] * dist.get_world_size(group)
-    if len(found) > 1:
-        dist.all_gather_object(found, value, group=group)
-    return found
+    gathered: list[Any] = [value] * dist.get_world_size(group)
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list[Result]:
@@ -129,12 +134,13 @@ def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list
         outcome = work()
     except Exception as error:  # of any type: the other ranks are waiting
         cause, outcome = error, _plain_error(error)
-    every = {dist.get_rank(): outcome}
+    outcomes = {dist.get_rank(): outcome}
     for group in groups:
-        every = {rank: each for found in gather_objects(every, group) for rank, each in found.items()}
-    if failures := {rank: each for rank, each in every.items() if isinstance(each, Exception)}:
-        raise joined_errors(failures, len(every)) from cause
-    return list(every.values())  # type: ignore[arg-type]  # no element is an error here
+        gathered = gather_objects(outcomes, group)
+        outcomes = {rank: outcome for of_rank in gathered for rank, outcome in of_rank.items()}
+    if failures := {rank: error for rank, error in outcomes.items() if isinstance(error, Exception)}:
+        raise joined_errors(failures, len(outcomes)) from cause
+    return list(outcomes.values())  # type: ignore[arg-type]  # no element is an error here
 
 
 def run_or_raise_together(work: Callable[[], Result], *groups: dist.ProcessGroup) -> Result:
@@ -163,16 +169,16 @@ def checked_together(what: str, check: Callable[[], Result]) -> Result:
     if dist.get_world_size() == 1:
         return check()
     with all_ranks_in(what, raised_alike=(ValueError,)):
-        own: ValueError | None = None
+        local_error: ValueError | None = None
         try:
             result = check()
         except ValueError as error:
-            own = error
-        texts = gather_objects(None if own is None else str(own))
-        if own is not None and len(set(texts)) == 1:
-            raise own
+            local_error = error
+        texts = gather_objects(None if local_error is None else str(local_error))
+        if local_error is not None and len(set(texts)) == 1:
+            raise local_error
         if errors := {rank: ValueError(text) for rank, text in enumerate(texts) if text is not None}:
-            raise joined_errors(errors, len(texts)) from own
+            raise joined_errors(errors, len(texts)) from local_error
         return result
 
 
@@ -195,13 +201,16 @@ def joined_errors(errors: Mapping[int, BaseException], num_ranks: int | None = N
     for rank, error in plain.items():
         ranks.setdefault(str(error), []).append(rank)
     is_common = len(ranks) == 1 and len(errors) == num_ranks != 1
-    kinds = (kind for kind in _KINDS if all(isinstance(each, kind) for each in plain.values()))
-    return next(kinds, AgreedError)(
-        "; ".join(
-            text if is_common else f"{text} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})"
+    if is_common:
+        texts = list(ranks)
+    else:
+        texts = [
+            f"{text} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})"
             for text, where in ranks.items()
-        )
-    )
+        ]
+    kinds = (kind for kind in _KINDS if all(isinstance(error, kind) for error in plain.values()))
+    kind = next(kinds, AgreedError)
+    return kind("; ".join(texts))
 
 
 def _plain_error(error: BaseException) -> Exception:
@@ -251,29 +260,29 @@ def begin_require_equal(
 
     def finish(codes: Tensor) -> None:
         if len(set(gathering.finish(codes))) > 1:
-            every: list[dict[str, str]] = gather_objects(plain, group)
-            raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
+            all_settings: list[dict[str, str]] = gather_objects(plain, group)
+            raise_different(all_settings, dist.get_process_group_ranks(group), what=what, rule=rule)
 
     return InFlight(gathering.handle, gathering.tensor, finish)
 
 
 def raise_different(
-    every: Sequence[Mapping[str, str]], ranks: Sequence[int], *, what: str, rule: str
+    all_settings: Sequence[Mapping[str, str]], ranks: Sequence[int], *, what: str, rule: str
 ) -> NoReturn:
     """Raise for settings that differ between ranks, see `require_equal`.
 
     Args:
-        every: the settings of each rank, as text by name.
+        all_settings: the settings of each rank, as text by name.
     """
     errors = []
-    for name in dict.fromkeys(name for one in every for name in one):
+    for name in dict.fromkeys(chain.from_iterable(all_settings)):
         holders: dict[str, list[int]] = {}
-        for rank, settings in zip(ranks, every, strict=True):
+        for rank, settings in zip(ranks, all_settings, strict=True):
             holders.setdefault(settings.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
             values = (f"{value} on rank(s) {where}" for value, where in holders.items())
             errors.append(f"{name} is {' and '.join(values)}")
-    more = [f"and {len(errors) - _MOST_NAMED} more"] * (len(errors) > _MOST_NAMED)
+    more = [f"and {len(errors) - _MOST_NAMED} more"] if len(errors) > _MOST_NAMED else []
     raise ValueError(
         f"the settings of {what} differ between ranks, and {rule}: {'; '.join(errors[:_MOST_NAMED] + more)}"
     )

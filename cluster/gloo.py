@@ -74,8 +74,10 @@ class ReduceScatter:
             for start in range(0, length, _PART):
                 part = slice(start, start + _PART)
                 self._works += [group.send([slices[rank][part]], rank, _REDUCE) for rank in others]
-                targets = zip(reversed(others), (row[part] for row in rows), strict=True)
-                self._receives.append([(group.recv([into], rank, _REDUCE), into) for rank, into in targets])
+                receives = []
+                for rank, row in zip(reversed(others), rows, strict=True):
+                    receives.append((group.recv([row[part]], rank, _REDUCE), row[part]))
+                self._receives.append(receives)
         _end_when_dropped(self, self._works)
         arrivals.in_flight = self
 
@@ -89,12 +91,12 @@ class ReduceScatter:
         if self._own_slice is None:
             return
         own_slice, self._own_slice = self._own_slice, None
-        for own, receives in zip(own_slice.split(_PART), self._receives, strict=True):
-            total = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
+        for part, receives in zip(own_slice.split(_PART), self._receives, strict=True):
+            total = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
             for work, arrived in receives:
                 work.wait()
                 total.add_(arrived)
-            own.copy_(total)
+            part.copy_(total)
         self._receives.clear()
 
 

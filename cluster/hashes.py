@@ -105,6 +105,7 @@ def plain_settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
+    """Return the text of a setting, equal on all ranks for equal values; of other objects it is their type alone."""
     if value is None or isinstance(value, str | int | Enum | torch.dtype):
         return repr(value)
     if isinstance(value, Real):  # numpy's numbers would print their type too

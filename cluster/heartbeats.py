@@ -96,11 +96,8 @@ def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
     """The ranks that have not entered the call that a rank is in."""
     own = beats[rank]
     assert own is not None
-    return [
-        other
-        for other in members(own.group)
-        if other != rank and ((beat := beats.get(other)) is None or not beat.has_come(own))
-    ]
+    others = [(other, beats.get(other)) for other in members(own.group) if other != rank]
+    return [other for other, beat in others if beat is None or not beat.has_come(own)]
 
 
 def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> UnmatchedCall | None:
@@ -110,25 +107,25 @@ def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> Unmatche
     not entered, or is in the same call with a batch of other names, shapes or dtypes that should be equal. Ranks that
     raised a different number of errors are left out: their calls are numbered differently.
     """
-    own = beats[rank]
-    assert own is not None
-    others = {
-        other: beat
-        for other in members(own.group)
-        if other != rank and (beat := beats.get(other)) is not None and beat.errors == own.errors
-    }
-    here = f"rank {rank} is in {own.action} (call {own.calls})"
-    for other, beat in others.items():
-        if _has_another_batch(own, beat):
+    waiting = beats[rank]
+    assert waiting is not None
+    here = f"rank {rank} is in {waiting.action} (call {waiting.calls})"
+    for other in members(waiting.group):
+        beat = beats.get(other)
+        if other == rank or beat is None or beat.errors != waiting.errors:
+            continue
+        if _has_another_batch(waiting, beat):
             return UnmatchedCall(
-                f"{here} with a batch of {own.batch}, and rank {other} of the same replica with one of {beat.batch}: "
-                "give every rank of a replica the same batch",
+                f"{here} with a batch of {waiting.batch}, and rank {other} of the same replica with one of "
+                f"{beat.batch}: give every rank of a replica the same batch",
                 other,
             )
-        if beat.action == own.action:
+        if beat.action == waiting.action:
             continue
-        name = beat.name_of(own.group, own.number)
-        if name not in (None, own.action) or (not beat.has_come(own) and _waits_for(beat, rank, own)):
+        call_in_its_place = beat.name_of(waiting.group, waiting.number)
+        made_another = call_in_its_place not in (None, waiting.action)
+        waits_elsewhere = not beat.has_come(waiting) and _waits_for(beat, rank, waiting)
+        if made_another or waits_elsewhere:
             there = f"rank {other} {beat}, and each waits for the other"
             return UnmatchedCall(f"{here} and {there}: {SAME_CALLS}", other)
     return None
@@ -294,5 +291,5 @@ def default_timeout() -> timedelta:
     """
     world = distributed_c10d._get_default_group()
     options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
-    given: list[timedelta] = [each._timeout for each in options if each is not None]
-    return max(given, default=distributed_c10d.default_pg_timeout)
+    timeouts: list[timedelta] = [option._timeout for option in options if option is not None]
+    return max(timeouts, default=distributed_c10d.default_pg_timeout)

@@ -53,12 +53,12 @@ def launch_from_torch(
             variables are set, the device does not exist, or the backend has no tensors there.
     """
     raise_errors(_value_errors(backend=backend, device=device, seed=seed, timeout_seconds=timeout_seconds))
-    given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    present = [name for name in TORCHRUN_VARIABLES if name in os.environ]
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     # Clusters often set an address alone; only a rank or a world size implies other processes.
-    if missing and any(name in given for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+    if missing and any(name in present for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         raise ValueError(
-            f"the environment sets {', '.join(given)} but not {', '.join(missing)}: start the script with "
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: start the script with "
             "`torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
         )
     is_ours = not dist.is_initialized()
@@ -124,6 +124,7 @@ def _value_errors(*, backend: object, device: object, seed: object, timeout_seco
 
 
 def _chosen_device(given: torch.device | str | int | None, backend: str | None) -> torch.device:
+    """Return the result of `choose_device` for the place that the environment gives this process."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return choose_device(
         given,
@@ -151,6 +152,7 @@ def _joined_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _start_group(backends: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Start the default process group; its default backend is the last of `backends`."""
     dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # torch leaves the default backend of "cpu:gloo" undefined where another backend was registered, as transformers'
     # models do with "fake", and warns of it when the group ends. There is no public way to set it.

@@ -97,8 +97,8 @@ class MeshLayout:
             return self.line("data")[first : first + self.size(*axes)]
         names = _primary(axes)
         start = self.rank - sum(self.coordinate(axis) * self._stride(axis) for axis in names)
-        steps = ([place * self._stride(axis) for place in range(self.size(axis))] for axis in names)
-        return tuple(start + sum(step) for step in product(*steps))
+        offsets = ([place * self._stride(axis) for place in range(self.size(axis))] for axis in names)
+        return tuple(start + sum(offset_by_axis) for offset_by_axis in product(*offsets))
 
     def lines(self, *axes: str) -> list[tuple[int, ...]]:
         """Return the lines of all ranks, every line once, by their first ranks."""
@@ -118,29 +118,24 @@ def layout_errors(world_size: int, *, dp: int | None = None, **sizes: int) -> li
         if size < 1 and axis != "zero"
     ]:
         return errors
-    tp, pp, sp, inner, wanted = (
-        layout.tp,
-        layout.pp,
-        layout.sp,
-        layout.size("pp", "sp", "tp"),
-        layout.world_size,
-    )
+    tp, pp, sp = layout.tp, layout.pp, layout.sp
+    replica_size, wanted = layout.size("pp", "sp", "tp"), layout.world_size
     if world_size == 1 and wanted > 1:
         return [
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={layout.dp} = {wanted} needs {wanted} processes, "
             f"and this is the only one: start it by `{torchrun_command(wanted)}`"
         ]
-    if dp is None and world_size % inner:
+    if dp is None and world_size % replica_size:
         return [
-            f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {inner} does not divide the world size "
-            f"{world_size}: start a multiple of {inner} processes, or use sizes whose product is one of "
+            f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {replica_size} does not divide the world size "
+            f"{world_size}: start a multiple of {replica_size} processes, or use sizes whose product is one of "
             f"{divisors(world_size)}"
         ]
     if dp is not None and wanted != world_size:
         return [
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {wanted} is not the world size "
             f"{world_size}: start {wanted} processes"
-            + (f", or use dp_size={world_size // inner}" if world_size % inner == 0 else "")
+            + (f", or use dp_size={world_size // replica_size}" if world_size % replica_size == 0 else "")
         ]
     data_size = world_size // layout.size("pp", "tp")
     errors = [

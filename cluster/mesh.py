@@ -57,9 +57,7 @@ def nccl_options(use: GroupUse, device_type: str) -> tuple[str | None, Any] | No
     if backend_of(device_type) != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=use.is_urgent)
-    options._timeout = (
-        default_timeout()
-    )  # private torch API; torch warns if it differs from the group's timeout
+    options._timeout = default_timeout()  # private torch API; torch warns if it is not the group's timeout
     if use.max_ctas is not None:
         options.config.min_ctas, options.config.max_ctas = 1, use.max_ctas
     return None if use.on_cpus else "nccl", options
@@ -96,15 +94,13 @@ def torch_mesh(
 
     A dim that spans all ranks uses the default group, unless its use is urgent.
     """
-    given = {
-        dim: uses[dim]
-        for dim, size in zip(dims, shape, strict=True)
-        if uses is not None and (size < prod(shape) or (size > 1 and uses[dim].is_urgent))
-    }
     options: dict[Any, Any] = {}
-    for dim, use in given.items():
-        if (found := nccl_options(use, device_type)) is not None:
-            options[dim] = found
+    for dim, size in zip(dims, shape, strict=True):
+        use = None if uses is None else uses[dim]
+        if use is None or not (size < prod(shape) or (size > 1 and use.is_urgent)):
+            continue  # it uses the default group
+        if (backend_options := nccl_options(use, device_type)) is not None:
+            options[dim] = backend_options
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims, backend_override=options or None)
     if {backend_of("cpu"), backend_of(device_type)} & {"gloo", "nccl"}:  # torch warns of other backends
         for dim in dims:
@@ -189,10 +185,10 @@ class ParallelMesh:
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The axis of a group of this mesh; "world" for any other group."""
-        along = {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
+        axes = {known.group_name: axis for (axis, _), known in self._groups.items() if known is not None}
         # Groups of one rank may share a group in torch, and send nothing.
-        along |= {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
-        return along.get(group.group_name, "world")
+        axes |= {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
+        return axes.get(group.group_name, "world")
 
     def side_group(self) -> dist.ProcessGroup:
         """The group of all ranks between CPUs for work beside training. Collective over the world the first time.
@@ -252,15 +248,16 @@ class ParallelMesh:
     def _new_group(
         self, axis: str, parts: Sequence[Iterable[int]], *, use: GroupUse
     ) -> dist.ProcessGroup | None:
-        mine, timeout = None, default_timeout()
+        """Create the groups of these coordinates on all lines along an axis; return this rank's. Collective."""
+        group_of_rank, timeout = None, default_timeout()
         for line, part in itertools.product(self.layout.lines(axis), parts):
             ranks = [line[coordinate] for coordinate in part]
             backend, options = nccl_options(use, self.device.type) or (None, None)
             group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
             if self.global_rank in ranks:
-                mine = group
+                group_of_rank = group
         wait_until_all_have_connected()
-        return mine
+        return group_of_rank
 
 
 REPLICATE, SHARD = "replicate", "shard"

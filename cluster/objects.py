@@ -98,14 +98,13 @@ def _broadcast_tensors(tensors: list[Tensor], root: int, group: dist.ProcessGrou
 
 def _broadcast_bytes(data: bytes, root: int, group: dist.ProcessGroup | None) -> bytes:
     """Broadcast bytes of any number, in one message if they are few."""
-    first = _broadcast_message(
-        (len(data).to_bytes(_LENGTH) + data)[:_FIRST].ljust(_FIRST, b"\0"), root, group
-    )
+    message = len(data).to_bytes(_LENGTH) + data
+    first = _broadcast_message(message[:_FIRST].ljust(_FIRST, b"\0"), root, group)
     length = int.from_bytes(first[:_LENGTH])
-    rest = length - (_FIRST - _LENGTH)
-    if rest <= 0:
+    num_left = length - (_FIRST - _LENGTH)
+    if num_left <= 0:
         return first[_LENGTH : _LENGTH + length]
-    return first[_LENGTH:] + _broadcast_message(data[-rest:].ljust(rest, b"\0"), root, group)
+    return first[_LENGTH:] + _broadcast_message(data[-num_left:].ljust(num_left, b"\0"), root, group)
 
 
 def _broadcast_message(data: bytes, root: int, group: dist.ProcessGroup | None) -> bytes:

@@ -53,7 +53,7 @@ def option_like(options: type, name: str, default: Any = MISSING) -> Any:
         name: the option's name there.
         default: another default.
     """
-    (original,) = (each for each in fields(options) if each.name == name)
+    (original,) = (option for option in fields(options) if option.name == name)
     metadata = {**original.metadata, "name": name, "options": options}
     return field(default=original.default if default is MISSING else default, metadata=metadata)
 
@@ -65,24 +65,29 @@ def arguments_like(options: Any) -> dict[str, Any]:
 
 def type_errors(options: Any) -> dict[str, str]:
     """Return the errors of values of another type than their option, by name: numbers, switches, and None."""
-    return {
-        each.name: f"{each.name}={value!r} must be {' or '.join(_KINDS[kind] for kind in kinds)}"
-        for each in fields(options)
-        if (kinds := get_args(each.type) or (each.type,)) and _KINDS.keys() >= set(kinds)
-        if (value := getattr(options, each.name)) is not each.default
-        if not (type(value) in kinds or (float in kinds and is_number(value)))
-    }
+    errors = {}
+    for option in fields(options):
+        value = getattr(options, option.name)
+        kinds = get_args(option.type) or (option.type,)
+        if value is option.default or not set(kinds) <= _KINDS.keys():
+            continue
+        if not (type(value) in kinds or (float in kinds and is_number(value))):
+            words = " or ".join(_KINDS[kind] for kind in kinds)
+            errors[option.name] = f"{option.name}={value!r} must be {words}"
+    return errors
 
 
 def option_errors(options: Any) -> list[str]:
     """List the errors of all options: of their types and of their checks."""
-    wrong = type_errors(options)
-    values = ((each, getattr(options, each.name)) for each in fields(options) if each.name not in wrong)
-    return [*wrong.values()] + [
-        f"{each.name}={value!r} {check.rule}"
-        for each, value in values
-        if (check := each.metadata.get("check")) and value is not each.default and not check.is_valid(value)
-    ]
+    of_types = type_errors(options)
+    errors = list(of_types.values())
+    for option in fields(options):
+        value, check = getattr(options, option.name), option.metadata.get("check")
+        if option.name in of_types or check is None or value is option.default:
+            continue
+        if not check.is_valid(value):
+            errors.append(f"{option.name}={value!r} {check.rule}")
+    return errors
 
 
 def described(options: Any) -> dict[str, str]:
@@ -91,10 +96,12 @@ def described(options: Any) -> dict[str, str]:
     for kind in options.__mro__:
         for names, text in _ENTRY.findall(cleandoc(kind.__doc__ or "")):
             meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    for each in fields(options):
-        if "name" in each.metadata:
-            meanings[each.name] = described(each.metadata["options"])[each.metadata["name"]]
-    return {each.name: meanings.get(each.name, "") for each in fields(options)}  # none under `python -OO`
+    for option in fields(options):
+        if "name" in option.metadata:
+            meanings[option.name] = described(option.metadata["options"])[option.metadata["name"]]
+    return {
+        option.name: meanings.get(option.name, "") for option in fields(options)
+    }  # none under `python -OO`
 
 
 def is_number(value: object) -> TypeGuard[float]:

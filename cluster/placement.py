@@ -63,8 +63,7 @@ class Shard:
     def __post_init__(self) -> None:
         if self.size % self.replicas:
             raise ValueError(f"replicas={self.replicas} does not divide size={self.size}")
-        grown = [padded - own for padded, own in zip(self._padded_blocks(), self.blocks, strict=True)]
-        if any(more < 0 for more in grown):
+        if any(padded < length for padded, length in zip(self._padded_blocks(), self.blocks, strict=True)):
             raise ValueError(f"padded={self.padded} is shorter than blocks={self.blocks}")
         stretch = self._padded_blocks()[: len(self.blocks) // self.stretches]
         if stretch * self.stretches != self._padded_blocks() or (self.size // self.replicas) % self.stretches:
@@ -75,7 +74,7 @@ class Shard:
         shards = self._shards_of_stretch
         for length in self._padded_blocks() if self.owner is None else ():
             if length % shards:
-                fitting = [each for each in range(1, min(length, _MOST_RANKS) + 1) if length % each == 0]
+                fitting = [size for size in range(1, min(length, _MOST_RANKS) + 1) if length % size == 0]
                 raise ValueError(
                     f"{length} entries along dim {self.dim} are not divisible by {shards} ranks: use a number of ranks "
                     f"that divides them, one of {fitting}"
@@ -93,9 +92,9 @@ class Shard:
             self._pad(block, length) for block, length in zip(blocks, self._padded_blocks(), strict=True)
         ]
         count = len(blocks) // self.stretches
-        own = blocks[stretch * count : (stretch + 1) * count]
-        mine = [block.chunk(self._shards_of_stretch, self.dim)[index] for block in own]
-        return mine[0].clone() if len(mine) == 1 else torch.cat(mine, self.dim)
+        of_stretch = blocks[stretch * count : (stretch + 1) * count]
+        chunks = [block.chunk(self._shards_of_stretch, self.dim)[index] for block in of_stretch]
+        return chunks[0].clone() if len(chunks) == 1 else torch.cat(chunks, self.dim)
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
         """The full tensor from the shards of all ranks of the axis, in their order, without padding."""
@@ -116,18 +115,19 @@ class Shard:
         """The intervals of the full tensor that a rank's shard consists of, in its order, without padding."""
         if self.owner is not None:
             return [Interval(0, 0, sum(self.blocks))] if rank == self.owner else []
-        own, index = divmod(rank // self.replicas, self._shards_of_stretch)
+        stretch, index = divmod(rank // self.replicas, self._shards_of_stretch)
         count = len(self.blocks) // self.stretches
-        found, in_shard = [], 0
+        intervals, in_shard = [], 0
         for number, (length, padded) in enumerate(zip(self.blocks, self._padded_blocks(), strict=True)):
             share = padded // self._shards_of_stretch
-            if number // count != own:
+            if number // count != stretch:
                 continue
-            real = min(length, (index + 1) * share) - index * share
-            if real > 0:
-                found.append(Interval(sum(self.blocks[:number]) + index * share, in_shard, real))
+            without_padding = min(length, (index + 1) * share) - index * share
+            if without_padding > 0:
+                start = sum(self.blocks[:number]) + index * share
+                intervals.append(Interval(start, in_shard, without_padding))
             in_shard += share
-        return found
+        return intervals
 
     @property
     def _shards_of_stretch(self) -> int:

@@ -29,13 +29,14 @@ def circulate(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
         rings: see [Note: rings within a ring]. Every rank must iterate to the end.
     """
     ring, within = rings[0], rings[1:]
+    inner_size = prod(inner_ring.size() for inner_ring in within)
     for step, visited in _steps(x, ring):
         place = (ring.rank() - step) % ring.size()
         if not within:
             yield place, visited
         else:
-            for inner_place, inner in circulate(visited, within):
-                yield place * prod(each.size() for each in within) + inner_place, inner
+            for inner_place, inner_visited in circulate(visited, within):
+                yield place * inner_size + inner_place, inner_visited
 
 
 def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -68,8 +69,8 @@ def _visit(place: int, visited: Tensor, within: Rings, visit: Callable[[int, Ten
     """The sum over a full inner ring for the visiting tensor, or this rank's result if there is none."""
     if not within:
         return visit(place, visited)
-    first = place * prod(each.size() for each in within)
-    return round_trip(visited, within, lambda inner_place, inner: visit(first + inner_place, inner))
+    first = place * prod(inner_ring.size() for inner_ring in within)
+    return round_trip(visited, within, lambda inner_place, tensor: visit(first + inner_place, tensor))
 
 
 def _steps(x: Tensor, ring: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:

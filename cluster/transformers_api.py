@@ -134,8 +134,8 @@ def register_attention(name: str, attend: Callable[..., Any], masks: str | Calla
             release calls: with `q_length`, `q_offset` and `device`.
     """
     AttentionInterface.register(name, attend)
-    made = AttentionMaskInterface()[masks] if isinstance(masks, str) else _by_position(masks)
-    AttentionMaskInterface.register(name, made)
+    make_masks = AttentionMaskInterface()[masks] if isinstance(masks, str) else _by_position(masks)
+    AttentionMaskInterface.register(name, make_masks)
 
 
 def _by_position(make_mask: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +200,7 @@ def router_loss_file(model: Any) -> dict[str, Any] | None:
 
 @cache  # every batch of a pipeline asks
 def _router_loss_names(model_class: type) -> dict[str, Any] | None:
+    """Return the globals of the forward that calls the router loss; None if none calls it with the known inputs."""
     for kind in model_class.__mro__:
         forward: Any = inspect.unwrap(vars(kind).get("forward", router_loss_file))
         called = getattr(getattr(forward, "__code__", None), "co_names", ())
@@ -224,14 +225,14 @@ def routing_sizes(model: Any) -> tuple[int, int]:
 
 def routers_of(model: nn.Module) -> dict[nn.Module, int]:
     """Return the routers whose logits the auxiliary loss gets, with the index of the logits in their outputs."""
-    found: dict[nn.Module, int] = {}
+    index_of: dict[nn.Module, int] = {}
     for part in model.modules():
-        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in recorded if isinstance(recorded, list) else [recorded]:
+        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
             for path, module in part.named_modules():
                 if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in path:
-                    found[module] = recorder.index
-    return found
+                    index_of[module] = recorder.index
+    return index_of
 
 
 # The plans of a config, for the names of its base model's modules: how each is sharded, and in which order they run.
@@ -266,10 +267,9 @@ PARAMETER_STYLES = {
 
 def creation_on_meta() -> AbstractContextManager[Any]:
     """Return a context in which models can be built on the meta device. Releases before 5.1 need none."""
-    made: AbstractContextManager[Any] = getattr(
-        initialization, "meta_device_safe_creation_ops", nullcontext
-    )()
-    return made
+    make = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
+    context: AbstractContextManager[Any] = make()
+    return context
 
 
 def converted(converter: Any, target: str, model: Any) -> dict[str, Any]:

@@ -205,6 +205,7 @@ class Watch:
             time.sleep(2 * INTERVAL_SECONDS)
 
     def _run(self) -> None:
+        """Show heartbeats and look for failures until the process or its group ends; the body of the thread."""
         with suppress(RuntimeError):  # stores raise only RuntimeError, when their server is gone
             while not self._stop.wait(INTERVAL_SECONDS) and default_store() is self.store:
                 self._heartbeats.show(self._heartbeat())
@@ -237,9 +238,9 @@ class Watch:
 
     def _look_after_next(self) -> None:
         """Post an event if the next live rank is gone, silent or back."""
-        out = {event.rank for event in self._standing() if event.kind != "silent"}
+        ended = {event.rank for event in self._standing() if event.kind != "silent"}
         ranks = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        rank = next((rank for rank in ranks if rank not in out), None)
+        rank = next((rank for rank in ranks if rank not in ended), None)
         if rank is None:
             return
         beat, now = self._heartbeats.beat(rank), time.monotonic()
@@ -251,7 +252,9 @@ class Watch:
             self._looked_after = rank, beat, now
         if self._heartbeats.is_gone(rank):
             self._heartbeats.post(Event(rank=rank, kind="gone"))
-        elif now - self._looked_after[2] > SILENT_SECONDS and rank not in {e.rank for e in self._standing()}:
+            return
+        is_reported = any(event.rank == rank for event in self._standing())
+        if now - self._looked_after[2] > SILENT_SECONDS and not is_reported:
             self._heartbeats.post(Event(rank=rank, kind="silent"))
 
     def _look_for_absent(self) -> None:
@@ -324,6 +327,7 @@ class Watch:
             os._exit(1)
 
     def _say_goodbye(self) -> None:
+        """Report the end of this rank to the others: by an uncaught error, or without one."""
         self._heartbeats.show(self._heartbeat())
         # The interpreter sets these after printing an uncaught exception.
         error = getattr(sys, "last_value", None)
@@ -366,6 +370,7 @@ class Watch:
         return cause.kind == "gone" or (cause.kind == "failed" and cause.errors > self._own_errors)
 
     def _failure(self, action: str, detail: str = "", event: Event | None = None) -> RankFailure | None:
+        """Return the error of the rank that failed first, or else of `event`; None if no rank has failed."""
         cause = self._cause() or event
         here = f"this rank ({self.rank}) was waiting for it in {action}"
         if detail.startswith("lost rank"):  # the pipeline's description: stage and microbatch
@@ -377,6 +382,7 @@ class Watch:
         return None
 
     def _timed_out(self, action: str) -> RankFailure:
+        """Return the error of a call that timed out while all ranks are alive, with the place of each."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return RankFailure(
             f"rank {self.rank} timed out in {action} (call {self.here.calls}) and no rank has failed: "

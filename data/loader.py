@@ -45,23 +45,23 @@ _SWITCHES = ("shuffle", "drop_last", "pin_memory")
 _KNOWN = {*_LOWEST, *_SWITCHES, *inspect.signature(DataLoader).parameters}
 
 
-def argument_errors(given: Mapping[str, Any]) -> list[str]:
+def argument_errors(arguments: Mapping[str, Any]) -> list[str]:
     """Return the errors of a sharded dataloader's arguments, except the data set."""
     errors = [
-        f"{name}={given[name]!r} must be an integer of at least {lowest}"
+        f"{name}={arguments[name]!r} must be an integer of at least {lowest}"
         for name, lowest in _LOWEST.items()
-        if name in given and not (type(given[name]) is int and given[name] >= lowest)
+        if name in arguments and not (type(arguments[name]) is int and arguments[name] >= lowest)
     ]
     errors += [
-        f"{name}={given[name]!r} must be True or False"
+        f"{name}={arguments[name]!r} must be True or False"
         for name in _SWITCHES
-        if name in given and not isinstance(given[name], bool)
+        if name in arguments and not isinstance(arguments[name], bool)
     ]
-    errors += [f"{name} is not an argument of a DataLoader" for name in given if name not in _KNOWN]
+    errors += [f"{name} is not an argument of a DataLoader" for name in arguments if name not in _KNOWN]
     errors += [
-        f"{name} is not supported: {why}" for name, why in _REFUSED.items() if given.get(name) is not None
+        f"{name} is not supported: {why}" for name, why in _REFUSED.items() if arguments.get(name) is not None
     ]
-    if not given.get("in_order", True):
+    if not arguments.get("in_order", True):
         errors.append(
             "in_order=False would give the ranks of a replica different batches, and no position to resume from: leave "
             "it out"
@@ -117,8 +117,8 @@ def sharded_loader(
     Raises:
         ValueError: the data set cannot be sharded, or arguments are invalid; all errors at once.
     """
-    given = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, **kwargs}
-    raise_errors([*dataset_errors(dataset), *argument_errors(given)])
+    arguments = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, **kwargs}
+    raise_errors([*dataset_errors(dataset), *argument_errors(arguments)])
     sampler = (sampler_class or ResumableSampler)(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
@@ -255,6 +255,7 @@ class Pass(Iterator[Any]):
         self._batches = iter(maker)
 
     def __next__(self) -> Any:
+        """Return the next batch, and move the position behind it."""
         if self._loader.persistent_workers and self._number != self._loader.num_passes:
             raise RuntimeError(
                 "a later pass over this dataloader has begun, and with persistent_workers=True it took the workers "

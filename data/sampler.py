@@ -124,11 +124,11 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         if not self._is_due:
             self.epoch += 1
         first = self._next_position()
-        own = self._share(first)
-        num_batches = num_parts(len(own), batch_size, drop_last=self.drop_last)
+        samples = self._share(first)
+        num_batches = num_parts(len(samples), batch_size, drop_last=self.drop_last)
         self._loaded, self._is_due = None, False
         self.position = first if num_batches else Position(first.epoch, self.size)
-        return BegunPass(first.epoch, num_batches, self._draws(first, own, batch_size, num_batches))
+        return BegunPass(first.epoch, num_batches, self._draws(first, samples, batch_size, num_batches))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the settings on which the order depends; equal on all ranks."""
@@ -173,18 +173,21 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         return left[self.rank : even : self.num_replicas]
 
     def _draws(
-        self, first: Position, own: Tensor, batch_size: int, num_batches: int
+        self, first: Position, samples: Tensor, batch_size: int, num_batches: int
     ) -> Iterator[tuple[Draw, Position]]:
+        """Yield the draws of a pass over this rank's samples, each with the position after its batch."""
         for number in range(num_batches):
             begin, end = number * batch_size, (number + 1) * batch_size
             place = first.samples + begin * self.num_replicas + self.rank
-            taken = first.samples + end * self.num_replicas if number + 1 < num_batches else self.size
-            draw = Draw(number, own[begin:end].tolist(), (self.seed, first.epoch, place))
-            yield draw, Position(first.epoch, taken)
+            is_last = number + 1 == num_batches
+            num_drawn = self.size if is_last else first.samples + end * self.num_replicas
+            draw = Draw(number, samples[begin:end].tolist(), (self.seed, first.epoch, place))
+            yield draw, Position(first.epoch, num_drawn)
 
     def _errors(self, state: Mapping[str, Any]) -> list[str]:
-        now = self.state_dict()
-        if errors := key_errors(state, now):
+        """Return the errors of a state that is invalid, or of a dataloader of other data; empty if there are none."""
+        current = self.state_dict()
+        if errors := key_errors(state, current):
             return errors
         errors = [
             f"the position in the data has {name}={state[name]!r}, which must be an integer of at least 0"
@@ -192,10 +195,10 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
             if not isinstance(state[name], int) or isinstance(state[name], bool) or state[name] < 0
         ]
         errors += [
-            f"the position in the data is of {name}={state[name]!r}, but this dataloader has {now[name]!r}: prepare "
-            "the same data as the saved run, or start without the position"
+            f"the position in the data is of {name}={state[name]!r}, but this dataloader has {current[name]!r}: "
+            "prepare the same data as the saved run, or start without the position"
             for name in ("size", "seed", "shuffle")
-            if state[name] != now[name]
+            if state[name] != current[name]
         ]
         if not errors and state["samples"] > self.size:
             errors.append(
@@ -210,13 +213,13 @@ def key_errors(state: Any, expected: Collection[str]) -> list[str]:
         return [
             f"the position in the data must be a state_dict() of a dataloader, not a {type(state).__name__}"
         ]
-    found = {
+    names_by_verb = {
         "lacks": sorted(set(expected) - set(state)),
         "has unknown": sorted(map(str, set(state) - set(expected))),
     }
     return [
         f"the position in the data {verb} {', '.join(names)}: it must have exactly {', '.join(expected)}"
-        for verb, names in found.items()
+        for verb, names in names_by_verb.items()
         if names
     ]
 
@@ -295,6 +298,7 @@ class ForeignSampler(StatefulSampler):
         return num_parts(len(self._sampler), batch_size, drop_last=self._drop_last)
 
     def _require_state(self) -> None:
+        """Raise ValueError if the user's sampler cannot save and load its position."""
         if not self._has_state:
             raise ValueError(
                 f"the position in the data of a {type(self._sampler).__name__} is not known: give it state_dict() and "

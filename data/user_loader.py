@@ -126,6 +126,7 @@ class SamplerGenerators:
 
 
 def _global_state() -> dict[str, Any]:
+    """Return the states of the global random generators, in a form that ranks can compare and pickle."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -248,14 +249,15 @@ class ShardedSampler(Sampler[int], StatefulSampler):
         return Position(epoch, 0, None, entropy if self._keeps_seed else None)
 
     def _batches(self, batch_size: int) -> Iterator[tuple[Draw, Position]]:
+        """Yield this rank's draws from the position to the end of the pass, each with the position after it."""
         position = self.position
         assert position.entropy is not None
         samples, size = position.samples, batch_size * self.num_replicas
         with self._generators.drawing():
             order = iter(self.sampler)
-        begun = self._next(order, max(samples, self.num_replicas))
-        first = begun[: self.num_replicas]
-        batch, number = self._batch(order, begun[samples:], size), 0
+        drawn = self._next(order, max(samples, self.num_replicas))
+        first = drawn[: self.num_replicas]
+        batch, number = self._batch(order, drawn[samples:], size), 0
         while batch:
             entropy = (position.entropy, position.epoch, samples + self.rank)
             samples += len(batch)
@@ -313,14 +315,18 @@ def shard_user_loaders(loaders: Any, *, rank: int, size: int) -> Any:
     """
     several = type(loaders) in (list, tuple)
     by_name = (
-        {f"dataloader[{n}]": loader for n, loader in enumerate(loaders)} if several else {_NAME: loaders}
+        {f"dataloader[{number}]": loader for number, loader in enumerate(loaders)}
+        if several
+        else {_NAME: loaders}
     )
     errors = {name: [] if _is_sharded(loader) else loader_errors(loader) for name, loader in by_name.items()}
-    left = [name for name, loader in by_name.items() if _is_sharded(loader) or (size == 1 and errors[name])]
+    unsharded = [
+        name for name, loader in by_name.items() if _is_sharded(loader) or (size == 1 and errors[name])
+    ]
     _require_equal(
         {
             "kind": {name: type(loader).__name__ for name, loader in by_name.items()},
-            "is sharded": left,
+            "is sharded": unsharded,
             "why not": errors,
         }
     )
@@ -328,11 +334,11 @@ def shard_user_loaders(loaders: Any, *, rank: int, size: int) -> Any:
         [
             f"boost cannot shard {name}: {reasons[0]}; {_LEAVE}"
             for name, reasons in errors.items()
-            if reasons and name not in left
+            if reasons and name not in unsharded
         ]
     )
     sharded = [
-        loader if name in left else _sharded(loader, name, number, rank=rank, size=size)
+        loader if name in unsharded else _sharded(loader, name, number, rank=rank, size=size)
         for number, (name, loader) in enumerate(by_name.items())
     ]
     return type(loaders)(sharded) if several else sharded[0]

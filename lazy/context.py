@@ -67,11 +67,11 @@ def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
     lazy = {name: tensor for name, tensor in tensors if isinstance(tensor, LazyTensor)}
     if lazy:
         raise_errors([error for name, tensor in tensors for error in _errors(name, tensor)])
-    made: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+    materialized: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
     for name, tensor in lazy.items():
-        _replace(name, tensor, made)
+        _replace(name, tensor, materialized)
     if verbose:
-        num_bytes = sum(real.nbytes() for _, real in made.values())
+        num_bytes = sum(real.nbytes() for _, real in materialized.values())
         print(f"{len(lazy)} lazily built tensors were materialized: {num_bytes / 2**20:.1f} MiB")
     return module
 
@@ -105,7 +105,8 @@ class LazyInitContext(TorchDispatchMode):
         self._left = list[ExitStack]()
 
     def __enter__(self) -> "LazyInitContext":
-        if (device := torch.get_default_device()).type != "cpu":
+        device = torch.get_default_device()
+        if device.type != "cpu":
             raise ValueError(
                 f"torch's default device is {device}, but LazyInitContext draws values as on the CPU: leave out "
                 "torch.set_default_device, and torch.device around it; boosting moves the model"
@@ -136,12 +137,12 @@ class LazyInitContext(TorchDispatchMode):
 def _like_outline(outline: Tensor, kwargs: dict[str, Any]) -> tuple[OpOverload, tuple, dict[str, Any]]:
     """Return the allocating call that is equivalent to `empty_like` of a meta tensor."""
     like = torch.empty_like(outline, **{**kwargs, "device": _META})
-    given = {name: kwargs.get(name) for name in ("device", "pin_memory")}
-    device = given["device"] or _META
+    options = {name: kwargs.get(name) for name in ("device", "pin_memory")}
+    device = options["device"] or _META
     return (
         _ops.empty_strided.default,
         (like.size(), like.stride()),
-        {**given, "device": device, "dtype": like.dtype},
+        {**options, "device": device, "dtype": like.dtype},
     )
 
 
@@ -157,12 +158,13 @@ def _allocates_weights(function: OpOverload, args: tuple, kwargs: dict[str, Any]
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a module and its submodules once, with its first name."""
     seen = set()
-    for path, each in module.named_modules():
-        for keys, leaf in tree_flatten_with_path(vars(each))[0]:
+    for path, submodule in module.named_modules():
+        for keys, leaf in tree_flatten_with_path(vars(submodule))[0]:
             if isinstance(leaf, Tensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
-                names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys]
-                yield ".".join([*filter(None, [path]), *(name for name in names if name not in _LOCAL)]), leaf
+                names = [path] if path else []
+                names += [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys]
+                yield ".".join(name for name in names if name not in _LOCAL), leaf
 
 
 def _errors(name: str, tensor: Tensor) -> list[str]:
@@ -174,21 +176,23 @@ def _errors(name: str, tensor: Tensor) -> list[str]:
     return []
 
 
-def _replace(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStorage, UntypedStorage]]) -> None:
+def _replace(
+    name: str, tensor: LazyTensor, materialized: dict[int, tuple[UntypedStorage, UntypedStorage]]
+) -> None:
     """Replace a lazy tensor by a materialized one in the same object.
 
     Args:
         name: name of the tensor, for errors.
         tensor: the tensor.
-        made: pairs of a lazy storage and its materialized one, by the id of the lazy storage; extended here.
+        materialized: pairs of a lazy storage and its materialized one, by the id of the lazy storage; extended here.
     """
     lazy, content = tensor.untyped_storage(), content_of(tensor)
-    if id(lazy) not in made:
+    if id(lazy) not in materialized:
         try:
-            made[id(lazy)] = lazy, make(content.value).to(device=content.device)
+            materialized[id(lazy)] = lazy, make(content.value).to(device=content.device)
         except RuntimeError as error:
             raise RuntimeError(f"{name} could not be materialized: {error}") from error
-    plain = Geometry.of(tensor).of_memory(made[id(lazy)][1])
+    plain = Geometry.of(tensor).of_memory(materialized[id(lazy)][1])
     is_parameter = isinstance(tensor, Parameter)
     real = (
         Parameter(plain, tensor.requires_grad) if is_parameter else plain.requires_grad_(tensor.requires_grad)
@@ -250,6 +254,7 @@ def reading_lazily() -> Iterator[None]:
     opened, loaded = file_readers()
 
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        """Open a safetensors file, in this thread with lazy tensors."""
         file = opened(filename, *args, **kwargs)
         if threading.get_ident() != thread:
             return file
@@ -257,6 +262,7 @@ def reading_lazily() -> Iterator[None]:
         return _LazyFile(file)
 
     def load_state_dict(checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
+        """Load a file of torch's, in this thread and to the CPU with lazy tensors."""
         path = Path(checkpoint_file)
         if threading.get_ident() != thread or str(map_location) != "cpu" or path.suffix == ".safetensors":
             return loaded(checkpoint_file, map_location, *args, **kwargs)
@@ -277,8 +283,8 @@ def refuse_quantized(folder: Path) -> None:
     if not path.is_file():
         return
     config = json.loads(path.read_text(encoding="utf-8"))
-    if found := config.get("quantization_config"):
-        method = found.get("quant_method") or "an unknown method"
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") or "an unknown method"
         raise ValueError(
             f"the weights in {folder} are quantized ({method}) and can be neither sharded nor trained: use the folder "
             "of the model before it was quantized, or dequantize it with transformers and save it"

@@ -36,6 +36,7 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _of_safetensors(path: Path) -> dict[str, Tensor]:
+    """Load the tensors of a safetensors file."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -46,17 +47,19 @@ def _of_safetensors(path: Path) -> dict[str, Tensor]:
 def _of_torch(path: Path, *, is_mapped: bool) -> dict[str, Tensor]:
     """Load the tensors of a torch file; a file from before torch 1.6 is read instead of mapped."""
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except OSError:
         raise
     except Exception as error:  # torch raises errors of zip, of pickle and its own
         raise ValueError(f"torch cannot load {path} as a file of tensors alone: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
-        entries = type(found).__name__ if not isinstance(found, dict) else sorted(map(str, found))[:8]
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        entries = type(loaded).__name__ if not isinstance(loaded, dict) else sorted(map(str, loaded))[:8]
         raise ValueError(
             f"{path} contains other values than named tensors ({entries}): save a state_dict alone"
         )
-    odd = [name for name, each in found.items() if each.layout is not torch.strided or each.is_quantized]
+    odd = [
+        name for name, tensor in loaded.items() if tensor.layout is not torch.strided or tensor.is_quantized
+    ]
     if odd:
         raise ValueError(f"{path} contains sparse or quantized tensors: {', '.join(odd)}: save dense ones")
-    return {name: each.detach() for name, each in found.items()}
+    return {name: tensor.detach() for name, tensor in loaded.items()}

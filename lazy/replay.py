@@ -92,7 +92,7 @@ class Call:
                 returned = self.function(*args, **kwargs)
         except Exception as error:  # an operator may raise anything, and without the user's call in the trace
             raise RuntimeError(f"{self.function} could not be run: {error}") from error
-        return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+        return [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,14 +122,14 @@ class Value:
 def fingerprint(value: Value) -> int:
     """Return a hash of a value's calls, their arguments and random states, and samples of the files."""
     codes: dict[Value | None, int] = {None: 0}
-    for made in in_order(value):
-        if made.there is not None:
-            codes[made] = batch_hash([tuple(made.there.shape), _samples(made.there)])
+    for step in in_order(value):
+        if step.there is not None:
+            codes[step] = batch_hash([tuple(step.there.shape), _samples(step.there)])
             continue
-        assert made.call is not None
-        described = tree_map(lambda leaf: _described(leaf, codes), (made.call.args, dict(made.call.kwargs)))
-        rest = (made.call.generator_state, codes[made.before], made.num_bytes, repr(made.returned))
-        codes[made] = batch_hash([str(made.call.function), described, rest])
+        assert step.call is not None
+        arguments = tree_map(lambda leaf: _described(leaf, codes), (step.call.args, dict(step.call.kwargs)))
+        others = (step.call.generator_state, codes[step.before], step.num_bytes, repr(step.returned))
+        codes[step] = batch_hash([str(step.call.function), arguments, others])
     return codes[value]
 
 
@@ -151,13 +151,13 @@ def in_order(value: Value) -> list[Value]:
     seen: set[Value] = set()
     to_do = [(value, False)]
     while to_do:
-        each, has_needs = to_do.pop()
-        if has_needs:
-            order.append(each)
-        elif each not in seen:
-            seen.add(each)
-            to_do.append((each, True))
-            to_do += [(need, False) for need in each.needs()]
+        step, needs_are_done = to_do.pop()
+        if needs_are_done:
+            order.append(step)
+        elif step not in seen:
+            seen.add(step)
+            to_do.append((step, True))
+            to_do += [(need, False) for need in step.needs()]
     return order
 
 
@@ -181,22 +181,22 @@ def make(value: Value) -> UntypedStorage:
     Raises:
         RuntimeError: a repeated call failed; names the operator.
     """
-    made = borrow(value)
-    return made if value.there is None else made.clone()
+    storage = borrow(value)
+    return storage if value.there is None else storage.clone()
 
 
 def borrow(value: Value) -> UntypedStorage:
     """Compute a value as `make` does, but without copying an existing tensor: only for reading."""
     order = in_order(value)
-    uses = Counter(need for made in order for need in made.needs())
+    uses = Counter(need for step in order for need in step.needs())
     computed: dict[Value, UntypedStorage] = {}
-    for made in order:
-        needs = {need: computed[need] for need in made.needs()}
+    for step in order:
+        needs = {need: computed[need] for need in step.needs()}
         for need in needs:
             uses[need] -= 1
             if not uses[need]:
                 del computed[need]
-        computed[made] = _made_of(made, needs, is_kept=made.before in computed)
+        computed[step] = _made_of(step, needs, is_kept=step.before in computed)
     return computed[value]
 
 
@@ -208,13 +208,13 @@ def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool)
     if value.returned is not None:
         return _returned(value.call, *value.returned, value.num_bytes, needs)
     if value.before is None:
-        own = UntypedStorage(value.num_bytes, device="cpu")
+        storage = UntypedStorage(value.num_bytes, device="cpu")
     elif is_kept or value.before.there is not None:
-        own = needs[value.before].clone()
+        storage = needs[value.before].clone()
     else:
-        own = needs[value.before]
-    value.call.run(lambda read: read.geometry.of_memory(own if read.value is None else needs[read.value]))
-    return own
+        storage = needs[value.before]
+    value.call.run(lambda read: read.geometry.of_memory(storage if read.value is None else needs[read.value]))
+    return storage
 
 
 def _returned(
@@ -233,8 +233,8 @@ def _returned(
         )
     storage = result.untyped_storage()
     inputs = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    existing = {each.data_ptr() for each in (*needs.values(), *(leaf.untyped_storage() for leaf in inputs))}
-    is_new = storage.data_ptr() not in existing
+    existing = [*needs.values(), *(leaf.untyped_storage() for leaf in inputs)]
+    is_new = storage.data_ptr() not in {known.data_ptr() for known in existing}
     if is_new and storage.nbytes() == num_bytes and Geometry.of(result) == geometry:
         return storage
     storage = UntypedStorage(num_bytes, device="cpu")

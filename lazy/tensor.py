@@ -148,16 +148,16 @@ def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         ValueError: the call cannot be recorded.
     """
     written = _written(function, args, kwargs)
-    lazy = [each for each in written if isinstance(each, LazyTensor)]
+    lazy = [tensor for tensor in written if isinstance(tensor, LazyTensor)]
     if not written:
-        given = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyTensor))
-        return _returned(function, args, kwargs, device=kwargs.get("device") or given.device)
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
+        return _returned(function, args, kwargs, device=kwargs.get("device") or first.device)
     if not lazy:
         return _computed(function, args, kwargs)
     if function in _TURNING:
         with torch._C._DisableTorchDispatch():
             return function(*args, **kwargs)
-    is_alone = len(written) == 1 and any(each is lazy[0] for each in args)
+    is_alone = len(written) == 1 and any(argument is lazy[0] for argument in args)
     if not is_alone or torch.Tag.inplace_view in function.tags:
         raise ValueError(
             f"lazy initialization cannot record {function} on a tensor of shape {tuple(lazy[0].shape)}: build the "
@@ -170,9 +170,10 @@ def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _written(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a call writes to."""
     arguments = function._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    names = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
-    leaves = tree_leaves([given[name] for name in names if name in given])
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    aliases = {argument.name: argument.alias_info for argument in arguments}
+    names = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
+    leaves = tree_leaves([values[name] for name in names if name in values])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -183,31 +184,30 @@ def _write(function: OpOverload, args: tuple, kwargs: dict[str, Any], target: La
     call = _call(function, args, kwargs, written=storage)
     is_overwriting = function in _OVERWRITING
     if call.generator_state is not None:
-        own = UntypedStorage(before.num_bytes, device="cpu") if is_overwriting else make(before)
-        _computed(  # advances the generator for the next call
-            function,
-            args,
-            kwargs,
-            lambda each: (
-                Geometry.of(each).of_memory(own) if each.untyped_storage() is storage else real(each)
-            ),
-        )
-    reads_itself = sum(each.value is None for each in call.reads()) > 1
-    is_whole = target.is_contiguous() and target.numel() * target.itemsize == before.num_bytes
-    forgets = is_overwriting and is_whole and not reads_itself
+        scratch = UntypedStorage(before.num_bytes, device="cpu") if is_overwriting else make(before)
+
+        def tensor_of(lazy: LazyTensor) -> Tensor:
+            is_target = lazy.untyped_storage() is storage
+            return Geometry.of(lazy).of_memory(scratch) if is_target else real(lazy)
+
+        _computed(function, args, kwargs, tensor_of)  # advances the generator for the next call
+    reads_itself = sum(read.value is None for read in call.reads()) > 1
+    covers_storage = target.is_contiguous() and target.numel() * target.itemsize == before.num_bytes
+    forgets = is_overwriting and covers_storage and not reads_itself
     value = Value(num_bytes=before.num_bytes, call=call, before=None if forgets else before)
     _set_content(storage, Content(value, content.device))
 
 
 def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, device: torch.device) -> Any:
     """Record a call without writes and return its results; some may be views."""
-    lent: list[UntypedStorage] = []
+    input_storages: list[UntypedStorage] = []
 
     def outline(tensor: Tensor) -> Tensor:
+        """Return a plain meta tensor of this geometry; a lazy tensor's shares its storage."""
         if isinstance(tensor, LazyTensor):
             return Geometry.of(tensor).of_memory(tensor.untyped_storage())
         shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-        lent.append(shape.untyped_storage())
+        input_storages.append(shape.untyped_storage())
         return shape
 
     outline_args, outline_kwargs = tree_map_only(Tensor, outline, (args, kwargs))
@@ -216,18 +216,19 @@ def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devi
         returned = function(*outline_args, **outline_kwargs)
     except RuntimeError:  # the call needs values, its shape depends on values, or it is invalid
         return _computed(function, args, kwargs)
-    outlines = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
-    if not outlines or any(each.untyped_storage() is other for each in outlines for other in lent):
+    outlines = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+    storages = [outlined.untyped_storage() for outlined in outlines]
+    returns_input = any(storage is other for storage in storages for other in input_storages)
+    if not outlines or returns_input:
         return _computed(function, args, kwargs)
     if device == _META:
         return returned
     call = _call(function, args, kwargs)
     if call.generator_state is not None:
         _computed(function, args, kwargs)  # advances the generator for the next call
-    for index, each in enumerate(outlines):
-        storage = each.untyped_storage()
+    for index, (outlined, storage) in enumerate(zip(outlines, storages, strict=True)):
         if not hasattr(storage, _CONTENT):  # else it is a view
-            value = Value(num_bytes=storage.nbytes(), call=call, returned=(index, Geometry.of(each)))
+            value = Value(num_bytes=storage.nbytes(), call=call, returned=(index, Geometry.of(outlined)))
             _set_content(storage, Content(value, device))
     return tree_map_only(Tensor, _wrapped, returned)
 
@@ -258,6 +259,7 @@ def _call(
     """Return the record of a call on the CPU; must be called before the call draws random numbers."""
 
     def recorded(tensor: Tensor) -> Any:
+        """Return a reference to the content of a lazy tensor, or a copy of a real one."""
         if isinstance(tensor, LazyTensor):
             storage = tensor.untyped_storage()
             return Read(None if storage is written else content_of(tensor).value, Geometry.of(tensor))

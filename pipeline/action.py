@@ -85,27 +85,27 @@ def stage_ranks(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 def stage_rank_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
     """Return the reasons why `stage_ranks` is not defined; empty if it is."""
-    found = _forwards(schedule)
-    if not found:
+    forwards = _forwards(schedule)
+    if not forwards:
         return ["it has no forward"]
     named = {action.stage for actions in schedule for action in actions if action.op in COMPUTES}
     errors = [f"stage {stage} is below 0, the first stage" for stage in sorted(named) if stage < 0]
-    errors += [f"no rank has stage {stage}" for stage in range(1 + max(named)) if stage not in found]
-    for stage, ranks in sorted(found.items()):
+    errors += [f"no rank has stage {stage}" for stage in range(1 + max(named)) if stage not in forwards]
+    for stage, ranks in sorted(forwards.items()):
         if len(ranks) > 1:
-            each = (f"rank {rank} ({first})" for rank, first in ranks.items())
-            errors.append(f"stage {stage} is on {' and on '.join(each)}")
+            places = (f"rank {rank} ({first})" for rank, first in ranks.items())
+            errors.append(f"stage {stage} is on {' and on '.join(places)}")
     return errors
 
 
 def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Action]]:
-    """Return the first forward of every stage, by rank."""
-    found: dict[int, dict[int, Action]] = {}
+    """Return the first forward by stage and rank."""
+    forwards: dict[int, dict[int, Action]] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
             if action.op is Op.FORWARD:
-                found.setdefault(action.stage, {}).setdefault(rank, action)
-    return found
+                forwards.setdefault(action.stage, {}).setdefault(rank, action)
+    return forwards
 
 
 def result(computation: Action) -> Action:

@@ -76,31 +76,30 @@ class _Layout:
 
     def check_complete(self) -> None:
         """Raise ValueError if a rank has not reached its end."""
-        where = {
-            result(action): (rank, action) for rank, actions in enumerate(self._compute) for action in actions
+        places = {
+            result(action): f"{action} (later on rank {rank})"
+            for rank, actions in enumerate(self._compute)
+            for action in actions
         }
         stuck = []
-        for rank, (at, actions) in enumerate(zip(self._position, self._compute, strict=True)):
-            if at < len(actions):
-                missing = [need for need in inputs(actions[at], len(self._ranks)) if need not in self._done]
-                waits = [
-                    f"{where[need][1]} (later on rank {where[need][0]})"
-                    if need in where
-                    else f"{need} (on no rank)"
-                    for need in missing
-                ]
-                stuck.append(f"rank {rank} waits at {actions[at]}, which needs {' and '.join(waits)}")
+        for rank, (position, actions) in enumerate(zip(self._position, self._compute, strict=True)):
+            if position < len(actions):
+                action = actions[position]
+                missing = [need for need in inputs(action, len(self._ranks)) if need not in self._done]
+                waits = [places.get(need, f"{need} (on no rank)") for need in missing]
+                stuck.append(f"rank {rank} waits at {action}, which needs {' and '.join(waits)}")
         if stuck:
             raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
 
     def _advance(self, rank: int) -> bool:
+        """Place the rank's next computation, or receives ahead of it; return True if anything was placed."""
         if self._waits(rank):
             return False
-        coming = self._compute[rank][self._position[rank] : self._position[rank] + 1 + _AHEAD]
-        posted = self._ahead and sum(map(self._post_input, coming)) > 0
-        if not coming or not self._done.issuperset(inputs(coming[0], len(self._ranks))):
+        upcoming = self._compute[rank][self._position[rank] : self._position[rank] + 1 + _AHEAD]
+        posted = self._ahead and sum(map(self._post_input, upcoming)) > 0
+        if not upcoming or not self._done.issuperset(inputs(upcoming[0], len(self._ranks))):
             return posted
-        self._do(rank, coming[0])
+        self._do(rank, upcoming[0])
         return True
 
     def _waits(self, rank: int) -> bool:
@@ -108,6 +107,7 @@ class _Layout:
         return rank in self._awaited and self._awaited[rank] not in self._posted
 
     def _do(self, rank: int, action: Action) -> None:
+        """Place a computation and the send of its result."""
         self._position[rank] += 1
         self._done.add(result(action))
         self.ordered[rank].append(action)
@@ -118,6 +118,7 @@ class _Layout:
                 self._post(counterpart(send))
 
     def _receives_in_order_of_sends(self) -> dict[Action, dict[Action, None]]:
+        """Return for every receive all receives of its channel, as the keys of a dict that they share."""
         ordered: dict[tuple[int, int, Op], dict[Action, None]] = {}
         channels = {}
         for rank, actions in enumerate(self._compute):
@@ -134,7 +135,10 @@ class _Layout:
         """Add a receive, after the receives of earlier sends; return True if any was added."""
         channel = self._channels.get(receive, {})
         added = False
-        while receive in channel and self._may_stand(first := next(iter(channel))):
+        while receive in channel:
+            first = next(iter(channel))
+            if not self._may_stand(first):
+                break
             del channel[first]
             self._posted.add(first)
             rank = self._ranks[first.stage]

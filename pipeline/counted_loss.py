@@ -102,17 +102,19 @@ class Observed(TorchFunctionMode):
             return func(*args, **kwargs)
         loss, number = _evaluate(func, arguments)
         target = arguments["target_lengths" if func is F.ctc_loss else "target"]
-        made = self._function_of(target)
+        label_function = self._function_of(target)
         if func in _WITH_LABELS and not target.is_floating_point():
-            return self._add(loss, number, made, partial(_recount_labels, {**arguments, "input": None}))
+            return self._add(
+                loss, number, label_function, partial(_recount_labels, {**arguments, "input": None})
+            )
         recount = None if number is None else partial(_in_proportion, number, target.numel())
-        return self._add(loss, number, made, recount)
+        return self._add(loss, number, label_function, recount)
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call another function; record it if it makes a label of labels."""
         assert self._functions is not None
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if self._makes_graph and any(each.grad_fn is not None for each in tensors):
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        if self._makes_graph and any(tensor.grad_fn is not None for tensor in tensors):
             with torch.inference_mode(False):  # enables gradients
                 args, kwargs = tree_map_only(Tensor, _plain, (args, kwargs))
                 return func(*args, **kwargs)
@@ -133,7 +135,7 @@ class Observed(TorchFunctionMode):
         self,
         loss: Tensor,
         number: Tensor | None,
-        made: LabelFunction | None = None,
+        label_function: LabelFunction | None = None,
         recount: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Record a loss; return it as the model gets it."""
@@ -144,11 +146,13 @@ class Observed(TorchFunctionMode):
         with torch.inference_mode(False):  # enables gradients
             term = loss if has_graph else loss.clone().detach().requires_grad_()
             loss = term.clone()
-        of_batch = made is None or made.of_batch
-        again = None
-        if made is not None and made.of_batch and recount is not None:
-            again = partial(_recounted, made, recount)
-        self.losses.append(Counted(loss, number, term, version_of(loss), again, has_graph, of_batch))
+        of_batch = label_function is None or label_function.of_batch
+        recount_microbatch = None
+        if label_function is not None and label_function.of_batch and recount is not None:
+            recount_microbatch = partial(_recounted, label_function, recount)
+        self.losses.append(
+            Counted(loss, number, term, version_of(loss), recount_microbatch, has_graph, of_batch)
+        )
         return loss
 
     @property
@@ -166,8 +170,10 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def _recounted(made: LabelFunction, count: Callable[[Tensor], Tensor], microbatch: OfMicrobatch) -> Tensor:
-    return count(microbatch(made))
+def _recounted(
+    label_function: LabelFunction, count: Callable[[Tensor], Tensor], microbatch: OfMicrobatch
+) -> Tensor:
+    return count(microbatch(label_function))
 
 
 def _unchanged(number: Tensor) -> Tensor:
@@ -189,16 +195,16 @@ def _divides_otherwise(function: Any, given: dict[str, Any]) -> bool:
     return has_weights or given.get("size_average") is not None or given.get("reduce") is not None
 
 
-def _evaluate(function: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _evaluate(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Call a loss function. Without counted labels a mean is 0, not NaN."""
-    if given["reduction"] == "sum":
-        return function(**given), None
-    if given["reduction"] == "batchmean":
-        return function(**given), _number(given["input"], given["input"].shape[0])
-    number = _COUNTS[function](given)
-    if given.get("label_smoothing"):
-        return function(**{**given, "reduction": "sum"}) / torch.where(number > 0, number, 1), number
-    loss = function(**given)
+    if arguments["reduction"] == "sum":
+        return function(**arguments), None
+    if arguments["reduction"] == "batchmean":
+        return function(**arguments), _number(arguments["input"], arguments["input"].shape[0])
+    number = _COUNTS[function](arguments)
+    if arguments.get("label_smoothing"):
+        return function(**{**arguments, "reduction": "sum"}) / torch.where(number > 0, number, 1), number
+    loss = function(**arguments)
     # The kernels skip ignored labels in backward, so that a gradient of 0 stays one.
     return _ZeroIfEmpty.apply(loss, number) if function in _WITH_LABELS else loss, number
 
@@ -215,15 +221,15 @@ class _ZeroIfEmpty(torch.autograd.Function):
         return gradients[0], None
 
 
-def _labels(given: dict[str, Any]) -> Tensor:
+def _labels(arguments: dict[str, Any]) -> Tensor:
     """Return the number of labels that are not ignored, or the sum of their class weights."""
-    scores, target, weight = given["input"], given["target"], given["weight"]
+    scores, target, weight = arguments["input"], arguments["target"], arguments["weight"]
     if target.is_floating_point():  # probabilities of classes
         return _number(scores, scores.numel() // scores.shape[min(1, scores.dim() - 1)])
-    kept = target != given["ignore_index"]
+    is_counted = target != arguments["ignore_index"]
     if weight is None:
-        return kept.sum()
-    return (weight[target.masked_fill(~kept, 0)] * kept).sum()
+        return is_counted.sum()
+    return (weight[target.masked_fill(~is_counted, 0)] * is_counted).sum()
 
 
 def _entries(given: dict[str, Any]) -> Tensor:
@@ -276,7 +282,7 @@ class ObservedStage:
             last_layer.register_forward_hook(_Begin(self))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
-        """Return the model's outputs."""
+        """Return the model's outputs; observe the loss functions that it calls after its last layer."""
         # A compiled graph ends where it gets a copy of a loss, so its losses stay as they are.
         separate = self.separate and self.model._compiled_call_impl is None
         self.observed, self._state = Observed(microbatch, separate=separate), "before"

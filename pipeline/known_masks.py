@@ -43,9 +43,9 @@ class KnownTensor(Tensor):
         """Return the tensor with its host copy; unchanged if in-place changes could not be detected."""
         if tensor.is_inference():
             return tensor
-        made = tensor.as_subclass(cls)
-        made._host, made._known_version = host, tensor._version
-        return made
+        known = tensor.as_subclass(cls)
+        known._host, known._known_version = host, tensor._version
+        return known
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,9 +72,9 @@ def _host(tensor: KnownTensor) -> Tensor:
 def _are_known(args: Any, kwargs: Any) -> bool:
     """Return True if all tensors among the arguments have a host copy."""
     return all(
-        isinstance(each, KnownTensor) and each._version == each._known_version
-        for each in tree_leaves((args, kwargs))
-        if isinstance(each, Tensor)
+        isinstance(leaf, KnownTensor) and leaf._version == leaf._known_version
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor)
     )
 
 
@@ -89,14 +89,13 @@ def with_known_masks(moved: Any, batch: Any, model: nn.Module) -> Any:
     if not isinstance(moved, dict) or is_compiled(model):
         return moved
     masks = [name for name in moved if _is_known(name, batch[name])]
-    kernels = (
-        [attention_name(each.config) for each in model.modules() if isinstance(each, PreTrainedModel)]
-        if masks
-        else []
-    )
+    if not masks:
+        return moved
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    kernels = [attention_name(part.config) for part in parts]
     if any(map(compiles_masks, kernels)):
         return moved
-    takes_all = all(each == "eager" or each.startswith("sdpa") for each in kernels)
+    takes_all = all(kernel == "eager" or kernel.startswith("sdpa") for kernel in kernels)
     known = {
         name: KnownTensor.of(moved[name], batch[name])
         for name in masks

@@ -58,13 +58,13 @@ class LabelFunctions:
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """Record a call, if all its tensors are functions of the batch."""
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        made = list(map(self.of, inputs))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = list(map(self.of, tensors))
         name = getattr(function, "__name__", "")
-        if None in made or any(word in name for word in _RANDOM):
+        if None in inputs or any(word in name for word in _RANDOM):
             return
         args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
-        of_batch = any(each is not None and each.of_batch for each in made)
+        of_batch = any(label_function is not None and label_function.of_batch for label_function in inputs)
         call = LabelFunction(function, tuple(args), kwargs, of_batch)
         if isinstance(result, Tensor):
             self._add(result, call)
@@ -87,15 +87,18 @@ class OfMicrobatch:
     def __init__(self, microbatch: Any) -> None:
         self._results: dict[LabelFunction, Any] = {_ENTRIES: _tensors(microbatch)}
 
-    def __call__(self, made: LabelFunction) -> Any:
+    def __call__(self, label_function: LabelFunction) -> Any:
         """Return the result of a function."""
-        if made not in self._results:
-            args, kwargs = tree_map_only(LabelFunction, self, (made.args, made.kwargs or {}))
-            self._results[made] = made.function(*args, **kwargs)
-        return self._results[made]
+        if label_function not in self._results:
+            args, kwargs = tree_map_only(
+                LabelFunction, self, (label_function.args, label_function.kwargs or {})
+            )
+            self._results[label_function] = label_function.function(*args, **kwargs)
+        return self._results[label_function]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of a batch in order."""
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:

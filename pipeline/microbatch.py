@@ -61,9 +61,9 @@ def batch_size(batch: Any) -> int:
             "give a tensor, or a dict, tuple or list of tensors whose dim 0 counts the samples"
         )
     if len(set(lengths.values())) > 1:
-        each = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
+        described = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
         raise ValueError(
-            f"the tensors of a batch must be equally long along their batch dims, the samples: {each}"
+            f"the tensors of a batch must be equally long along their batch dims, the samples: {described}"
         )
     return next(iter(lengths.values()))
 
@@ -133,6 +133,8 @@ def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size
 
 
 def _slice(batch: Any, start: int, length: int) -> Any:
+    """Return `length` samples of a batch from the sample `start`."""
+
     def cut(entries: list[Any], path: str) -> Any:
         value = entries[0]
         if not isinstance(value, Tensor) or not value.dim():
@@ -144,15 +146,15 @@ def _slice(batch: Any, start: int, length: int) -> Any:
 
 def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
     """Return all tensors of a tree with their paths, such as `labels` or `inputs.0`."""
-    found: list[tuple[str, Tensor]] = []
+    named: list[tuple[str, Tensor]] = []
 
     def collect(entries: list[Any], path: str) -> Any:
         if isinstance(entries[0], Tensor):
-            found.append((path, entries[0]))
+            named.append((path, entries[0]))
         return entries[0]
 
     _joined([tree], collect)
-    return found
+    return named
 
 
 def _joined(trees: Sequence[Any], join: Callable[[list[Any], str], Any], path: str = "") -> Any:
@@ -160,12 +162,14 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any], str], Any], path: s
     first = trees[0]
     if len(trees) > 1 and len(structures := dict.fromkeys(map(_structure, trees))) > 1:
         raise ValueError(f"{_place(path)} differs between microbatches: {'; '.join(structures)}")
-    inner = f"{path}." if path else ""
+    prefix = f"{path}." if path else ""
     if isinstance(first, Mapping):
-        fields = {key: _joined([tree[key] for tree in trees], join, f"{inner}{key}") for key in first}
+        fields = {key: _joined([tree[key] for tree in trees], join, f"{prefix}{key}") for key in first}
         return type(first)(**fields) if dataclasses.is_dataclass(first) else fields
     if isinstance(first, (tuple, list)):
-        values = [_joined(each, join, f"{inner}{i}") for i, each in enumerate(zip(*trees, strict=True))]
+        values = [
+            _joined(entries, join, f"{prefix}{i}") for i, entries in enumerate(zip(*trees, strict=True))
+        ]
         if hasattr(first, "_fields"):  # a named tuple
             return type(first)(*values)
         return tuple(values) if isinstance(first, tuple) else values
@@ -188,11 +192,12 @@ def _merge(entries: list[Any], path: str) -> Any:
 
 
 def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
+    """Concatenate the outputs of all microbatches at a path, or average numbers."""
     dim = batch_dim(path, tensors[0])
     if len({(tensor.dtype, _without(tensor.shape, dim), tensor.dim()) for tensor in tensors}) > 1:
-        each = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+        described = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         raise ValueError(
-            f"{_place(path)} cannot be concatenated along dim {dim} over the microbatches: {each}"
+            f"{_place(path)} cannot be concatenated along dim {dim} over the microbatches: {described}"
         )
     if tensors[0].dim():
         return torch.cat(tensors, dim)

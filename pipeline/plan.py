@@ -138,20 +138,21 @@ class StagePlan:
 
     def stacks(self, model: nn.Module) -> list["Stack"]:
         """Return the stacks of layers in the order in which they run: one, or an encoder's and a decoder's."""
-        found: list[Stack] = []
+        stacks: list[Stack] = []
         for plan in (self.encoder, self):
             if plan is not None:
-                first = found[-1].stop if found else 0
-                found.append(Stack(plan, first, plan._paths(model)))
-        return found
+                first = stacks[-1].stop if stacks else 0
+                stacks.append(Stack(plan, first, plan._paths(model)))
+        return stacks
 
     def _paths(self, model: nn.Module) -> list[str]:
         """Return the path of every layer of this plan without its encoder; once for each run of a layer."""
         paths = []
-        for each in self.list_paths(model):
-            paths += [f"{each}.{name}" for name in model.get_submodule(each)._modules]
-            after = f"{each.rpartition('.')[0]}.{self.between}"
-            paths += [after] if self.between and _has(model, after) else []
+        for list_path in self.list_paths(model):
+            paths += [f"{list_path}.{name}" for name in model.get_submodule(list_path)._modules]
+            after = f"{list_path.rpartition('.')[0]}.{self.between}"
+            if self.between and _has(model, after):
+                paths.append(after)
         if not self.applied:
             return paths
         count: int = getattr(model.config, self.applied)
@@ -169,14 +170,16 @@ class StagePlan:
         """Return errors for names of the plan that the model does not have; empty if it has all."""
         errors = [] if self.encoder is None else self.encoder.path_errors(model)
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        outer_list = self.layers.partition(".*.")[0]
+        module = [self.module] if self.module else []
         errors += [
             f"the stage plan names {name!r}, and this {type(model).__name__} has no such module"
-            for name in (self.layers.partition(".*.")[0], *self.before, *filter(None, [self.module]))
+            for name in (outer_list, *self.before, *module)
             if name not in names
         ]
-        if self.layers.partition(".*.")[0] not in names:
+        if outer_list not in names:
             return errors
-        if missing := [each for each in self.list_paths(model) if each not in names]:
+        if missing := [path for path in self.list_paths(model) if path not in names]:
             return [*errors, f"the stage plan names {self.layers!r}, and there is no {missing[0]!r}"]
         paths = self._paths(model)
         if not paths:
@@ -210,14 +213,14 @@ class StagePlan:
         for stack in stacks:
             if stack.repeats(name):
                 return [*range(stack.first, stack.stop)]
-            if found := [
-                layer for layer, path in enumerate(stack.paths, stack.first) if is_within(name, path)
-            ]:
-                return found
+            layers = [layer for layer, path in enumerate(stack.paths, stack.first) if is_within(name, path)]
+            if layers:
+                return layers
             if any(is_within(name, path) for path in stack.plan.before):
                 return [stack.first]
-            if stack is not stacks[-1] and is_within(name, stack.plan.module):
-                return [stack.stop - 1]
+            is_encoder = stack is not stacks[-1]
+            if is_encoder and is_within(name, stack.plan.module):
+                return [stack.stop - 1]  # runs after the encoder's layers
         return [stacks[-1].stop - 1]
 
     def _is_everywhere(self, model: nn.Module, name: str) -> bool:
@@ -244,19 +247,20 @@ class StagePlan:
             layers.setdefault(parameter, set()).update(self.layers_of(model, name))
         # Few parameters belong to several layers; all others are looked up in one prefix sum.
         sums = [0] * (self.num_layers(model) + 1)
-        several = []
+        shared = []
         for parameter, used_by in layers.items():
             if len(used_by) > 1:
-                several.append((parameter.numel(), used_by))
+                shared.append((parameter.numel(), used_by))
             else:
-                sums[next(iter(used_by)) + 1] += parameter.numel()
+                (layer,) = used_by
+                sums[layer + 1] += parameter.numel()
         sums = list(accumulate(sums))
 
         def size(start: int, stop: int) -> int:
-            shared = sum(
-                count for count, used_by in several if any(start <= layer < stop for layer in used_by)
+            num_shared = sum(
+                count for count, used_by in shared if any(start <= layer < stop for layer in used_by)
             )
-            return sums[stop] - sums[start] + shared
+            return sums[stop] - sums[start] + num_shared
 
         return size
 
@@ -297,8 +301,10 @@ class Outlined:
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return an output with these tensors."""
-        given = iter(tensors)
-        return tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
+        remaining = iter(tensors)
+        return tree_unflatten(
+            [next(remaining) if leaf is None else leaf[0] for leaf in self.leaves], self.spec
+        )
 
     def __hash__(self) -> int:
         return hash((str(self.spec), self.leaves))
@@ -361,13 +367,14 @@ COLLECTING = (
 )
 
 
-def collecting(model: Any) -> list[str]:
-    """Return the settings of COLLECTING that are refused for a model: all, but for an auxiliary loss that is added up.
+def refused_settings(model: Any) -> list[str]:
+    """Return the settings that are refused for a model, because they collect over all layers.
 
-    See [Note: router statistics] in shardformer/router_loss.py.
+    Router logits are allowed if the model's router loss is added up over the stages; see [Note: router statistics] in
+    shardformer/router_loss.py.
     """
-    is_added_up = router_loss_file(model) is not None
-    return [name for name in COLLECTING if not (is_added_up and name == ROUTER_LOGITS)]
+    allows_router_logits = router_loss_file(model) is not None
+    return [name for name in COLLECTING if not (allows_router_logits and name == ROUTER_LOGITS)]
 
 
 def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
@@ -383,13 +390,13 @@ def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
 
 def setting_errors(model: Any, settings: Mapping[str, Any], source: str) -> list[str]:
     """Return errors for settings (of a batch, a config) that change a model's results under a pipeline."""
-    found = [
+    errors = [
         f"{name}={settings[name]!r} in {source} collects the outputs of all layers, but a pipeline stage has only its "
         "own: leave it out or use pp_size=1"
-        for name in collecting(model)
+        for name in refused_settings(model)
         if settings.get(name)
     ]
-    return found + layer_drop_errors(
+    return errors + layer_drop_errors(
         settings, source, who="the stages of a pipeline", instead="use pp_size=1"
     )
 

@@ -169,6 +169,7 @@ class ScheduleRun:
         return self._result()
 
     def _do(self, actions: Sequence[Action]) -> None:
+        """Execute actions in order; those that give gradients in `around_backward`, which learns the stage's last."""
         last = {action.stage: action for action in actions if action.op in _GIVE_GRADIENTS}
         for action in actions:
             if self.around_backward is None or action.op not in _GIVE_GRADIENTS:
@@ -178,6 +179,7 @@ class ScheduleRun:
                     _METHODS[action.op](self, action)
 
     def _result(self) -> RunResult:
+        """Return the results of the step by microbatch; None for those that this rank or the criterion has not."""
         return RunResult(
             losses=[loss for _, loss in sorted(self._losses.items())],
             weights=[weight for _, weight in sorted(self._weights.items())] or None,
@@ -263,6 +265,7 @@ class ScheduleRun:
             self.trace.end(action)
 
     def _take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Wait for the outputs of the previous stage; return them as leaves of a new graph."""
         tensors = _arrived(self._handed_on.pop((stage - 1, microbatch)))
         if self._trains:
             for tensor in tensors:
@@ -367,6 +370,7 @@ def _is_number(weight: Any) -> bool:
 
 
 def _described(returned: Any) -> str:
+    """Describe what a criterion returned, for an error."""
     if isinstance(returned, tuple):
         return f"({', '.join(map(_described, returned))})"
     if isinstance(returned, Tensor):

@@ -131,12 +131,12 @@ def _numbered(steps: Sequence[Step], stages: Sequence[int], num_microbatches: in
         stages: the rank's stages, by chunk.
         num_microbatches: microbatches of the training step.
     """
-    taken: Counter[Step] = Counter()
+    next_microbatch: Counter[Step] = Counter()
     actions = []
     for op, chunk in steps:
-        if taken[op, chunk] < num_microbatches:
-            actions.append(Action(op, stages[chunk], taken[op, chunk]))
-            taken[op, chunk] += 1
+        if next_microbatch[op, chunk] < num_microbatches:
+            actions.append(Action(op, stages[chunk], next_microbatch[op, chunk]))
+            next_microbatch[op, chunk] += 1
     return actions
 
 
@@ -254,17 +254,18 @@ def style_errors(
 
 
 def _named(name: str, num_chunks: int) -> Style:
+    """Return the style of this name; raise ValueError if there is none, or it cannot have so many chunks."""
     if name not in SCHEDULES:
         raise ValueError(
             f"there is no schedule {name!r}: use one of {', '.join(map(repr, SCHEDULES))}, or give your own"
         )
-    own = SCHEDULES[name].chunks
+    needed = SCHEDULES[name].chunks
     if num_chunks < 1:
         raise ValueError(f"num_model_chunks={num_chunks}: a rank has at least 1 stage")
-    if own not in (None, num_chunks) and num_chunks != 1:
-        taking = [repr(other) for other, style in SCHEDULES.items() if style.chunks is None]
+    if needed not in (None, num_chunks) and num_chunks != 1:
+        flexible = [repr(other) for other, style in SCHEDULES.items() if style.chunks is None]
         raise ValueError(
-            f"the schedule {name!r} has {own} {'stage' if own == 1 else 'stages'} per rank and cannot have "
-            f"num_model_chunks={num_chunks}: {' and '.join(taking)} take any number"
+            f"the schedule {name!r} has {needed} {'stage' if needed == 1 else 'stages'} per rank and cannot have "
+            f"num_model_chunks={num_chunks}: {' and '.join(flexible)} take any number"
         )
     return SCHEDULES[name]

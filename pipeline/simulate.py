@@ -110,12 +110,13 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
 
 
 def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]]:
+    """Return the spans of every rank: a computation starts when its rank is idle and its inputs have arrived."""
     ranks = stage_ranks(compute)
     ends: dict[Action, float] = {}  # of results
     spans: list[list[Span]] = [[] for _ in compute]
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, actions in enumerate(compute):
             done = spans[rank]
             while len(done) < len(actions):
@@ -127,16 +128,17 @@ def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]
                 start = max([done[-1].end if done else 0.0, *ready])
                 done.append(Span(action, start, start + costs.of(action.op)))
                 ends[result(action)] = done[-1].end
-                moved = True
-    heads = [
+                progressed = True
+    blocked = [
         actions[len(done)] for actions, done in zip(compute, spans, strict=True) if len(done) < len(actions)
     ]
-    if heads:
-        raise ValueError(f"the schedule deadlocks: {', '.join(map(repr, heads))} can never start")
+    if blocked:
+        raise ValueError(f"the schedule deadlocks: {', '.join(map(repr, blocked))} can never start")
     return spans
 
 
 def _peak(actions: Sequence[Action]) -> int:
+    """Return the largest number of forwards of a rank whose backward is not done yet."""
     if all(action.op is Op.FORWARD for action in actions):  # evaluation: nothing is kept for a backward
         return min(1, len(actions))
     current = peak = 0

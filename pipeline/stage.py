@@ -159,9 +159,10 @@ class Stage:
     def parameters(self) -> list[Parameter]:
         """Return the parameters of the stage's forward, each once. A parameter tied between stages belongs to both."""
         with self.seated():
-            own = list(self.model.parameters())
-        borrowed = [parameter for each in self._borrowed for parameter in each.module.parameters()]
-        return list(dict.fromkeys([*own, *borrowed]))
+            parameters = list(self.model.parameters())
+        for borrowed in self._borrowed:
+            parameters += borrowed.module.parameters()
+        return list(dict.fromkeys(parameters))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
         """Return the tensors for the next stage, or on the last stage the model's outputs.
@@ -188,10 +189,8 @@ class Stage:
         except StageExit as stage_exit:
             sent = stage_exit.tensors if carried is None else (*stage_exit.tensors, *carried.sent())
             # A received tensor that is sent on unchanged gets a graph here, like all outputs that are not frozen.
-            return tuple(
-                tensor.view_as(tensor) if any(tensor is each for each in received) else tensor
-                for tensor in sent
-            )
+            received_ids = set(map(id, received))
+            return tuple(tensor.view_as(tensor) if id(tensor) in received_ids else tensor for tensor in sent)
         finally:
             self.is_computing = False
             self._inbox.begin(())
@@ -281,11 +280,12 @@ def refuse_direct_calls(model: nn.Module) -> None:
 
 
 def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
+    """Forward pre-hook of a cut model: raise RuntimeError unless one of its stages calls it."""
     stages = local_stages(model)
     if not any(stage.is_computing for stage in stages.values()):
-        local, in_all = list(stages), next(iter(stages.values())).num_stages
+        local, num_stages = list(stages), next(iter(stages.values())).num_stages
         raise RuntimeError(
-            f"this {type(model).__name__} has only stages {local} of {in_all}, but was called directly or by "
+            f"this {type(model).__name__} has only stages {local} of {num_stages}, but was called directly or by "
             "generate(): call booster.execute_pipeline, under torch.no_grad() to evaluate; to generate, save it by "
             "booster.save_model and load it at pp_size=1"
         )
@@ -315,14 +315,14 @@ def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Bo
 
 def _on_no_stage(all_roles: Sequence[Roles]) -> Roles:
     """Return the places that are a stand-in, or inside one, on every stage, each with one role. Runs do not count."""
-    found: Roles = {}
+    absent: Roles = {}
     all_roles = [{path: role for path, role in roles.items() if role.kind is not Runs} for roles in all_roles]
     places = [place for roles in all_roles for place in roles.items()]
     for path, role in sorted(places, key=lambda place: place[0]):  # outer ones first
-        is_inside = any(is_within(path, outer) for outer in found)
+        is_inside = any(is_within(path, outer) for outer in absent)
         if not is_inside and all(any(is_within(path, outer) for outer in roles) for roles in all_roles):
-            found[path] = role
-    return found
+            absent[path] = role
+    return absent
 
 
 def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
@@ -454,8 +454,8 @@ def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) ->
         args, kwargs: the arguments of its call, on its device.
     """
     ids = argument(model, args, kwargs, "input_ids")
-    given = (argument(model, args, kwargs, name) for name in (*_SAYING_WHICH, *CACHE_NAMES, "inputs_embeds"))
-    is_plain = isinstance(ids, Tensor) and ids.dim() == 2 and not any(each is not None for each in given)
+    others = [argument(model, args, kwargs, name) for name in (*_SAYING_WHICH, *CACHE_NAMES, "inputs_embeds")]
+    is_plain = isinstance(ids, Tensor) and ids.dim() == 2 and all(value is None for value in others)
     if not is_plain or is_compiled(model) or compiles_masks(attention_name(model.config)):
         return dict(kwargs)
     return {**kwargs, "attention_mask": mask_of_all(ids)}
@@ -464,10 +464,9 @@ def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) ->
 def drop_cache(outputs: Any) -> Any:
     """Return a model's outputs without its cache, of which each rank would have only its layers'."""
     if isinstance(outputs, tuple):
-        return tuple(each for each in outputs if not isinstance(each, Cache))
+        return tuple(output for output in outputs if not isinstance(output, Cache))
     if not dataclasses.is_dataclass(outputs) or isinstance(outputs, type):
         return outputs
-    caches = [
-        each.name for each in dataclasses.fields(outputs) if isinstance(getattr(outputs, each.name), Cache)
-    ]
+    names = [field.name for field in dataclasses.fields(outputs)]
+    caches = [name for name in names if isinstance(getattr(outputs, name), Cache)]
     return dataclasses.replace(outputs, **dict.fromkeys(caches)) if caches else outputs

@@ -158,10 +158,10 @@ def layer_errors(
         ]
     if num_layers_per_stage is None:
         return []
-    given = list(num_layers_per_stage)
-    if len(given) == num_stages and sum(given) == num_layers and min(given) >= 1:
+    counts = list(num_layers_per_stage)
+    if len(counts) == num_stages and sum(counts) == num_layers and min(counts) >= 1:
         return []
     return [
-        f"num_layers_per_stage={given} must give each of {num_stages} stages at least one layer and {num_layers} in "
+        f"num_layers_per_stage={counts} must give each of {num_stages} stages at least one layer and {num_layers} in "
         f"all: use {deal_layers(num_layers, num_stages, stage_size)}, for example"
     ]

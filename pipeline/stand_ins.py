@@ -10,7 +10,7 @@ stages has them all, independent of the stage that runs first.
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from math import nan
 from typing import Any, NamedTuple
 
@@ -126,11 +126,13 @@ class Placeholder(StandIn):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        arrived = self.inbox.take()[0]
-        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), arrived)
-        shape = arrived.shape[:-1] if given.is_floating_point() else given.shape
-        width = getattr(self.native, "embedding_dim", arrived.shape[-1])
-        return arrived.detach().new_full((), nan).expand(*shape, width)
+        """Return nan in the shape of an embedding of ids, or of the received hidden states."""
+        received = self.inbox.take()[0]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        is_of_ids = bool(tensors) and not tensors[0].is_floating_point()
+        shape = tensors[0].shape if is_of_ids else received.shape[:-1]
+        width = getattr(self.native, "embedding_dim", received.shape[-1])
+        return received.detach().new_full((), nan).expand(*shape, width)
 
 
 class Outline(StandIn):
@@ -141,6 +143,7 @@ class Outline(StandIn):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the meta device; return tensors without memory in the shapes of its outputs."""
         state = dict(chain(self.native.named_parameters(), self.native.named_buffers()))
         inputs = tree_map_only(Tensor, _without_memory, (state, args, kwargs))
         with torch.no_grad():
@@ -148,6 +151,7 @@ class Outline(StandIn):
         return tree_map_only(Tensor, self._unread, outputs)
 
     def _unread(self, outline: Tensor) -> Tensor:
+        """Return a tensor in the shape of a meta tensor, whose values nothing should read."""
         if not outline.is_floating_point():
             return torch.zeros((), dtype=outline.dtype, device=self.device).expand(outline.shape)
         return self.inbox.take()[0].detach().new_full((), nan).expand(outline.shape)
@@ -182,6 +186,7 @@ class Runs(Passing):
             self.__dict__[kind] = native.__dict__[kind]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer in the stage's runs; before them return the received tensor, behind them leave the forward."""
         first, end = self.role.own_runs
         run = self.inbox.runs[self]
         self.inbox.runs[self] += 1
@@ -196,8 +201,9 @@ class Leaving(StandIn):
     """Stand-in for the layer after the stage's last: leaves the forward with its input and the sent outputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        sent = [tensor for tensors in self.inbox.sent.values() for tensor in tensors]
-        raise StageExit((self.hidden(args, kwargs), *(sent or self.inbox.received[1:])))
+        recorded = [tensor for tensors in self.inbox.sent.values() for tensor in tensors]
+        sent = recorded or self.inbox.received[1:]  # the first stage records them, later ones pass them on
+        raise StageExit((self.hidden(args, kwargs), *sent))
 
 
 class Sent(StandIn):
@@ -271,13 +277,13 @@ def _without_memory(tensor: Tensor) -> Tensor:
 def _encoded(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Return the encoder's output from the arguments of a call of this module."""
     arguments = inspect.signature(native.forward).bind(*args, **kwargs).arguments
-    found = {**arguments, **kwargs}.get(ENCODED)
-    if found is None:
+    encoded = {**arguments, **kwargs}.get(ENCODED)
+    if encoded is None:
         raise ValueError(
             f"{type(native).__name__} was called without {ENCODED}, which a pipeline sends from the encoder's stages "
             "to the decoder's: call a model of an encoder and a decoder, or use pp_size=1"
         )
-    return found
+    return encoded
 
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -332,7 +338,7 @@ def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[
     for index, path in enumerate((entry, *layers)):
         module = model.get_submodule(path)
         if not isinstance(module, StandIn):
-            module.register_forward_hook(_recorder(inbox, index))
+            module.register_forward_hook(_return_recorder(inbox, index))
 
 
 def record_sent(model: nn.Module, inbox: Inbox, outputs: Mapping[str, Outlined]) -> None:
@@ -344,15 +350,19 @@ def record_sent(model: nn.Module, inbox: Inbox, outputs: Mapping[str, Outlined])
 
 
 def _sent_recorder(inbox: Inbox, path: str, outputs: Mapping[str, Outlined]) -> Any:
+    """Return a forward hook that records the tensors of a module's output in `Inbox.sent`."""
+
     def record(module: nn.Module, args: tuple, output: Any) -> None:
         inbox.sent[path] = outputs[path].tensors(output)
-        if len(inbox.sent) == len(outputs):  # in the order of the plan, whatever ran first
+        if len(inbox.sent) == len(outputs):  # in the order of the plan, whichever module ran first
             inbox.sent = {name: inbox.sent[name] for name in outputs}
 
     return record
 
 
-def _recorder(inbox: Inbox, index: int) -> Any:
+def _return_recorder(inbox: Inbox, index: int) -> Any:
+    """Return a forward hook that records the hidden states of a layer's output in `Inbox.returned`."""
+
     def record(module: nn.Module, args: tuple, output: Any) -> None:
         inbox.returned[index] = output[0] if isinstance(output, tuple) else output
 
@@ -378,18 +388,20 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
                 rest = _rest(model, plan.kept_paths(model), under=stack.plan.module)
                 roles |= dict.fromkeys(rest, Role(Absent))
     if stop < stacks[-1].stop:
-        before = [stack.plan.module for stack in stacks[:-1]]
-        roles |= dict.fromkeys(_rest(model, [*plan.kept_paths(model), *before, *roles]), Role(Absent))
+        earlier_modules = [stack.plan.module for stack in stacks[:-1]]
+        roles |= dict.fromkeys(
+            _rest(model, [*plan.kept_paths(model), *earlier_modules, *roles]), Role(Absent)
+        )
     return roles
 
 
-def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> Roles:
-    """Return the roles in a stack of which the stage has no layer."""
+def _roles_outside(model: nn.Module, stack: Stack, kind: type[StandIn]) -> Roles:
+    """Return the roles in a stack of which the stage has no layer; `kind` replaces the module that runs it."""
     path = stack.plan.module
     before = (
-        _before_roles(model, stack) if module is Encoded else dict.fromkeys(stack.plan.before, Role(Absent))
+        _before_roles(model, stack) if kind is Encoded else dict.fromkeys(stack.plan.before, Role(Absent))
     )
-    return {path: Role(module)} | {name: role for name, role in before.items() if not is_within(name, path)}
+    return {path: Role(kind)} | {name: role for name, role in before.items() if not is_within(name, path)}
 
 
 def _before_roles(model: nn.Module, stack: Stack) -> Roles:
@@ -400,14 +412,11 @@ def _before_roles(model: nn.Module, stack: Stack) -> Roles:
         is_list = isinstance(module, nn.ModuleList)
         singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
     entry = Outline if stack.plan.derives_entry_shapes else Placeholder
-    outputs, arrives_as = (
-        stack.plan.sent,
-        accumulate((output.num_tensors for output in stack.plan.sent.values()), initial=1),
-    )
-    sent = {
-        path: Role(Sent, arrives_as=first, output=outputs[path])
-        for path, first in zip(outputs, arrives_as, strict=False)
-    }
+    sent: Roles = {}
+    arrives_as = 1  # after the hidden states
+    for path, output in stack.plan.sent.items():
+        sent[path] = Role(Sent, arrives_as=arrives_as, output=output)
+        arrives_as += output.num_tensors
     return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Outline)) | sent
 
 
@@ -447,17 +456,18 @@ def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
 
 def _rest(model: nn.Module, kept: Sequence[str], under: str = "") -> list[str]:
     """Return the outermost modules with parameters that are not kept and contain no kept module."""
-    found: list[str] = []
+    outermost: list[str] = []
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             child_path = f"{path}.{name}" if path else name
-            if child_path in kept or not any(True for _ in child.parameters()):
+            has_parameters = next(child.parameters(), None) is not None
+            if child_path in kept or not has_parameters:
                 continue
             if any(keep.startswith(f"{child_path}.") for keep in kept):
                 visit(child, child_path)
             else:
-                found.append(child_path)
+                outermost.append(child_path)
 
     visit(model.get_submodule(under), under)
-    return found
+    return outermost

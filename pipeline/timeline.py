@@ -236,6 +236,7 @@ def _num_chunks(timeline: Timeline) -> int:
 
 
 def _draw_boxes(axes: "Axes", index: int, timeline: Timeline) -> None:
+    """Draw a row for every rank in the colour of waiting, and in it a box for every computation."""
     from matplotlib.patches import Rectangle
 
     height = 1 - _GAP
@@ -278,14 +279,15 @@ def _write_beside(axes: "Axes", panel: Panel, scale: float) -> None:
     right.set_yticks(
         rows, [f"bubble {rank_bubble(timeline, rank):.1%}, peak {peaks[rank]:.3g}" for rank in rows]
     )
-    for each in (axes, right):
-        each.tick_params(axis="y", length=0, labelsize=scale * _TEXT)
-        each.spines[:].set_visible(False)
+    for side in (axes, right):
+        side.tick_params(axis="y", length=0, labelsize=scale * _TEXT)
+        side.spines[:].set_visible(False)
     axes.spines["bottom"].set_visible(True)
     axes.tick_params(axis="x", labelsize=scale * _TEXT)
 
 
 def _draw_legend(figure: "Figure", panels: Sequence[Panel], *, size: float) -> None:
+    """Explain the colours of the computations, of waiting, and the shades of a rank's chunks below the panels."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

@@ -185,6 +185,7 @@ class _Channel:
         return specs
 
     def _received_numbers(self, action: Action, length: int, dtype: torch.dtype) -> Tensor:
+        """Wait for `length` numbers of a description, and return them."""
         transfer = PendingTransfer(self, action)
         transfer.begin(
             (torch.empty(length, dtype=dtype, device=self._description_device),), self._exchange_description
@@ -299,15 +300,16 @@ class Transport:
         order, before a schedule could make them wait for each other.
         """
         computations = (Action(op, stage, 0) for op in (Op.FORWARD, Op.BACKWARD) for stage in ranks)
-        sends = [send for each in computations if (send := send_of(each, ranks)) is not None]
+        sends = [send for action in computations if (send := send_of(action, ranks)) is not None]
         routes = [(send, ranks[send.stage], ranks[counterpart(send).stage]) for send in sends]
         kinds = sorted({(send.op.value, source < target) for send, source, target in routes})
         groups = dict(zip(kinds, mesh.pipeline_groups(len(kinds)), strict=True))
         by_peer: dict[tuple[Op, int], _Channel] = {}
+        rank = mesh.rank("pp")
         for send, source, target in routes:
-            if (own := mesh.rank("pp")) not in (source, target):
+            if rank not in (source, target):
                 continue
-            end, peer = (send, target) if own == source else (counterpart(send), source)
+            end, peer = (send, target) if rank == source else (counterpart(send), source)
             if (end.op, peer) not in by_peer:
                 group = groups[send.op.value, source < target]
                 by_peer[end.op, peer] = channel = _Channel(mesh, group, peer, sends=end is send)

@@ -42,10 +42,11 @@ def own_schedule_errors(
 
 
 def _form_errors(schedule: Schedule) -> list[str]:
+    """Return errors of a schedule that is no list of lists of computations, forwards and backwards."""
     if not isinstance(schedule, list) or not all(isinstance(actions, list) for actions in schedule):
         return [f"a schedule is a list with a list of actions for every rank, not {schedule!r:.100}"]
-    every = [action for actions in schedule for action in actions]
-    for action in every:
+    all_actions = [action for actions in schedule for action in actions]
+    for action in all_actions:
         if not (
             isinstance(action, Action)
             and isinstance(action.op, Op)
@@ -53,16 +54,16 @@ def _form_errors(schedule: Schedule) -> list[str]:
             and isinstance(action.microbatch, int)
         ):
             # An Action with fields of wrong types has no repr.
-            found = tuple(action) if isinstance(action, tuple) else action
-            return [f"a schedule must consist of Action(Op, stage, microbatch), but has {found!r:.100}"]
-        if not (0 <= action.stage < len(every) and 0 <= action.microbatch < len(every)):
+            fields = tuple(action) if isinstance(action, tuple) else action
+            return [f"a schedule must consist of Action(Op, stage, microbatch), but has {fields!r:.100}"]
+        if not (0 <= action.stage < len(all_actions) and 0 <= action.microbatch < len(all_actions)):
             return [
-                f"the schedule's {len(every)} actions cannot have so many stages or microbatches: {action!r}"
+                f"the schedule's {len(all_actions)} actions cannot have so many stages or microbatches: {action!r}"
             ]
     errors = []
-    if transfers := [action for action in every if action.op not in COMPUTES]:
+    if transfers := [action for action in all_actions if action.op not in COMPUTES]:
         errors.append(f"the schedule has {transfers[0]}: leave sends and receives out, they are added")
-    if all(action.op is Op.FORWARD for action in every):
+    if all(action.op is Op.FORWARD for action in all_actions):
         errors.append(
             "the schedule has no backward: give the schedule for training, evaluation uses its forwards"
         )
@@ -72,12 +73,13 @@ def _form_errors(schedule: Schedule) -> list[str]:
 def _size_errors(
     schedule: Schedule, num_ranks: int, microbatches: tuple[int, int], num_chunks: int
 ) -> Iterator[str]:
+    """Yield errors for other numbers of ranks, microbatches (the schedule's, and those of a step) and chunks."""
     if len(schedule) != num_ranks:
         yield f"the schedule is for {len(schedule)} ranks, and the pipeline has {num_ranks}"
-    own, asked = microbatches
-    if own != asked:
+    in_schedule, in_step = microbatches
+    if in_schedule != in_step:
         yield (
-            f"the schedule is for {own} microbatches, and a step has {asked}: "
+            f"the schedule is for {in_schedule} microbatches, and a step has {in_step}: "
             "give a function of the numbers of ranks and of microbatches where they vary"
         )
     stages = [len({action.stage for action in actions}) for actions in schedule]
@@ -92,15 +94,19 @@ def _count_errors(schedule: Schedule, num_microbatches: int) -> Iterator[str]:
     """Yield errors for computations that are missing, repeated or on the wrong rank; every stage is on one rank."""
     ranks = stage_ranks(schedule)
     present = Counter((rank, action) for rank, actions in enumerate(schedule) for action in actions)
-    usual = (_WHOLE,) if any(action.op is _WHOLE for _, action in present) else _PARTS
+    default_ops = (_WHOLE,) if any(action.op is _WHOLE for _, action in present) else _PARTS
     for (stage, rank), microbatch in product(enumerate(ranks), range(num_microbatches)):
         backward = {op: Action(op, stage, microbatch) for op in (_WHOLE, *_PARTS)}
-        found = [op for op, action in backward.items() if (rank, action) in present]
-        if _WHOLE in found and len(found) > 1:
-            both = " and ".join(repr(backward[op]) for op in found)
+        backward_ops = [op for op, action in backward.items() if (rank, action) in present]
+        if _WHOLE in backward_ops and len(backward_ops) > 1:
+            both = " and ".join(repr(backward[op]) for op in backward_ops)
             yield f"there are {both}: use either a full backward or its two parts"
-        wanted = found if _WHOLE in found else _PARTS if found else usual
-        for op in (Op.FORWARD, *wanted):
+        required_ops: tuple[Op, ...] = default_ops
+        if _WHOLE in backward_ops:
+            required_ops = tuple(backward_ops)
+        elif backward_ops:
+            required_ops = _PARTS
+        for op in (Op.FORWARD, *required_ops):
             action = Action(op, stage, microbatch)
             count = present.pop((rank, action), 0)
             if count == 0:

@@ -48,12 +48,16 @@ class WeightGradients:
             self._deferring = None
 
     def compute(self, place: tuple[int, int]) -> None:
-        """Compute the deferred gradients and accumulate them like a backward, with the parameters' hooks."""
-        deferred = self._by_place.pop(place)
+        """Compute the deferred gradients and accumulate them like a backward, with the parameters' hooks.
+
+        Args:
+            place: (stage, microbatch).
+        """
+        deferred_gradients = self._by_place.pop(place)
         with torch.no_grad():
-            gradients = list(_each_beside_the_next(deferred))
-        if deferred:
-            torch.autograd.backward([each.parameter for each in deferred], gradients)
+            gradients = list(_computed(deferred_gradients))
+        if deferred_gradients:
+            torch.autograd.backward([deferred.parameter for deferred in deferred_gradients], gradients)
 
     @property
     def is_deferring(self) -> bool:
@@ -72,11 +76,11 @@ class WeightGradients:
         return True
 
 
-def _each_beside_the_next(deferred: Iterable[DeferredGradient]) -> Iterator[Tensor]:
-    """Yield the gradients; each is in flight until the next one has started."""
+def _computed(deferred_gradients: Iterable[DeferredGradient]) -> Iterator[Tensor]:
+    """Yield the gradients; the communication of one overlaps the computation of the next."""
     in_flight: InFlight[Tensor] | None = None
-    for each in deferred:
-        begun = each.begin()
+    for deferred in deferred_gradients:
+        begun = deferred.begin()
         if in_flight is not None:
             yield in_flight.wait()
         in_flight = begun

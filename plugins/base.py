@@ -276,8 +276,8 @@ def taking(
                 ) from None
             init(self, options(*args, **kwargs), errors)
 
-        own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-        taking_options.__signature__ = Signature([own, *parameters.values()])  # type: ignore[attr-defined]
+        self_parameter = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        taking_options.__signature__ = Signature([self_parameter, *parameters.values()])  # type: ignore[attr-defined]
         taking_options.__doc__ = "\n".join(f"{name}: {text}" for name, text in described(options).items())
         return taking_options
 
@@ -377,12 +377,12 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]
         return []
     if isinstance(optimizer, ShardedOptimizer | ScaledOptimizer):
         return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    own = set(model.parameters())
-    foreign = len(given - own)
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    in_model = set(model.parameters())
+    foreign = len(optimized - in_model)
     if foreign:
         return [
-            f"{foreign} of the optimizer's {len(given)} parameters are not in the model: build it on "
+            f"{foreign} of the optimizer's {len(optimized)} parameters are not in the model: build it on "
             "model.parameters() of the model given to booster.boost, after any change of its modules"
         ]
     return []

@@ -70,24 +70,24 @@ FSDP = {
 
 
 def unavailable_errors(
-    init: Callable[..., None], known: Mapping[str, Unavailable], given: Mapping[str, Any]
+    init: Callable[..., None], known: Mapping[str, Unavailable], arguments: Mapping[str, Any]
 ) -> list[str]:
     """Return an error for each argument with a value that is not accepted.
 
     Args:
         init: the constructor of the plugin.
         known: ColossalAI's arguments.
-        given: arguments that are not in the constructor's signature.
+        arguments: those that are not in the constructor's signature.
 
     Raises:
         TypeError: an argument is unknown; with the nearest names, and with the errors of the others.
     """
     errors = [
         f"{name}={value!r} of ColossalAI is not available: {known[name].instead}"
-        for name, value in given.items()
+        for name, value in arguments.items()
         if name in known and not any(_is_same(value, accepted) for accepted in known[name].accepted)
     ]
-    if unknown := unknown_arguments(init, given, known):
+    if unknown := unknown_arguments(init, arguments, known):
         raise TypeError(str(ErrorList(*unknown, *errors)))
     return errors
 

@@ -85,9 +85,9 @@ class PipelineEngine:
         self.random = ForwardRandom(mesh)
         self.agreement = Agreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
-        uses = Counter(each for stage in self._stages.values() for each in stage.parameters())
+        uses = Counter(parameter for stage in self._stages.values() for parameter in stage.parameters())
         self.parameters = {
-            index: [each for each in stage.parameters() if uses[each] == 1]
+            index: [parameter for parameter in stage.parameters() if uses[parameter] == 1]
             for index, stage in self._stages.items()
         }
         self._transport = (
@@ -124,14 +124,14 @@ class PipelineEngine:
         and the end of that context starts the remaining ones.
         """
         trains = torch.is_grad_enabled()
-        own = CallKind(
+        rank_kind = CallKind(
             trains=trains,
             loss=return_loss or trains,
             outputs=bool(return_outputs),
             outputs_everywhere=return_outputs == "all_ranks",
             training_mode=self.module.training,
         )
-        batch, moved, call = self._next_batch(data_iter, own)
+        batch, moved, call = self._next_batch(data_iter, rank_kind)
         microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
         weighed = self._loss_reducer.of_batch(
             model_loss if criterion is None else criterion,
@@ -141,13 +141,15 @@ class PipelineEngine:
             mean_samples=self._mean_samples,
         )
         result = self._run_schedule(microbatches, weighed, optimizer, call.kind)
-        mean, own_loss = self._losses(result, weighed, optimizer, call) if call.kind.loss else (None, None)
-        loss = mean if average_loss else own_loss
+        mean, replica_loss = (
+            self._losses(result, weighed, optimizer, call) if call.kind.loss else (None, None)
+        )
+        loss = mean if average_loss else replica_loss
         if trains and loss is not None:
             loss = loss.as_subclass(PipelineLoss)
         return {
             "loss": loss if return_loss else None,
-            "outputs": self._returned_outputs(result, own, call.kind),
+            "outputs": self._returned_outputs(result, rank_kind, call.kind),
         }
 
     def _run_schedule(
@@ -205,6 +207,7 @@ class PipelineEngine:
         is_even = self._is_even
 
         def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
+            """Return the context of a stage's backward, which reduces gradients if it is the last that adds to them."""
             parameters = self.parameters[action.stage]
             if is_last:
                 return optimizer.reducer.last_backward(parameters)
@@ -219,7 +222,7 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _next_batch(self, data_iter: Iterator, own: CallKind) -> tuple[Any, Any, AgreedCall]:
+    def _next_batch(self, data_iter: Iterator, kind: CallKind) -> tuple[Any, Any, AgreedCall]:
         """Take the next batch, and agree on the call with all ranks; see [Note: compared calls].
 
         Returns:
@@ -235,11 +238,11 @@ class PipelineEngine:
                 f"execute_pipeline takes an iterator, not a {type(data_iter).__name__}: give iter(dataloader)"
             )
         batch = next(data_iter, ENDED)
-        if batch is not ENDED and own.trains:
+        if batch is not ENDED and kind.trains:
             _refuse_gradients_of(batch)
         require_num_items(batch)
         num_samples = 0 if batch is ENDED else batch_size(batch)
-        call = self.agreement.compare_batch(batch, own, num_samples, always=self._compares_numbers)
+        call = self.agreement.compare_batch(batch, kind, num_samples, always=self._compares_numbers)
         if call.samples is None:
             self._check_batch(batch, {self.mesh.global_rank: num_samples})
         else:
@@ -268,11 +271,12 @@ class PipelineEngine:
             )
 
     def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
-        wanted = self.config.num_microbatches or 1
-        short = [rank for rank, count in samples.items() if count < wanted]
+        """Raise ValueError for too few `samples` on any rank, or for settings that are not supported."""
+        num_microbatches = self.config.num_microbatches or 1
+        short = [rank for rank, count in samples.items() if count < num_microbatches]
         if short:
             raise ValueError(
-                f"num_microbatches={wanted} is more than the {samples[short[0]]} samples of the batch on "
+                f"num_microbatches={num_microbatches} is more than the {samples[short[0]]} samples of the batch on "
                 f"rank(s) {short}: use at most that many microbatches, larger batches, or drop_last=True in the "
                 "dataloader to leave out a short last batch"
             )

@@ -168,7 +168,7 @@ class HybridConfig(ShardOptions, DataOptions):
             sequence_parallel_rings=double_ring(mesh, self.inner_ring_size),
             axis_groups={axis: mesh.group(axis) for axis in SUB_AXES if mesh.size(axis) > 1},
             parallel_output=self.parallel_output,
-            **{each.name: getattr(self, each.name) for each in fields(ShardOptions)},
+            **{option.name: getattr(self, option.name) for option in fields(ShardOptions)},
         )
 
     @property
@@ -294,33 +294,33 @@ class HybridConfig(ShardOptions, DataOptions):
     def _stage_errors(self) -> list[str]:
         """List errors of the schedule and of the arguments with one value per stage."""
         number = self.num_microbatches if (self.num_microbatches or 0) >= 1 else None
-        found = [
+        errors = [
             f"pp_style: {error}"
             for error in style_errors(self.pp_style, self.num_model_chunks, self.pp_size, number)
         ]
-        if not found and self.compile_layers and self.splits_backward:
-            found.append(
+        if not errors and self.compile_layers and self.splits_backward:
+            errors.append(
                 f"pp_style={self.pp_style!r} with compile_layers=True: a compiled layer cannot defer its "
                 "weight gradients. Use '1f1b', or leave compile_layers out"
             )
-        num_stages = None if found or number != self.num_microbatches else len(self.stage_ranks)
+        num_stages = None if errors or number != self.num_microbatches else len(self.stage_ranks)
         counts, recomputed = self.num_layers_per_stage, self.gradient_checkpoint_config
-        are_counts = isinstance(counts, Sequence) and all(type(each) is int and each >= 1 for each in counts)
+        are_counts = isinstance(counts, Sequence) and all(
+            type(count) is int and count >= 1 for count in counts
+        )
         if counts is not None and not (are_counts and num_stages in (None, len(counts))):
-            many = (
-                "each stage"
-                if num_stages is None
-                else f"each of {num_stages} stages (pp_size times those of a rank)"
-            )
-            found.append(
+            many = "each stage"
+            if num_stages is not None:
+                many = f"each of {num_stages} stages (pp_size times those of a rank)"
+            errors.append(
                 f"num_layers_per_stage={counts!r} must be a list of positive integers, one for {many}"
             )
         if isinstance(recomputed, PipelineGradientCheckpointConfig):
-            found += recomputed.errors(num_stages)
+            errors += recomputed.errors(num_stages)
             if self.compile_layers and recomputed.recompute_modules is not None:
-                found.append(
+                errors.append(
                     f"recompute_modules={recomputed.recompute_modules!r} with compile_layers=True: modules "
                     "within a compiled layer cannot be recomputed. Leave recompute_modules out to recompute "
                     "whole layers"
                 )
-        return found
+        return errors

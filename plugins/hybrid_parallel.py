@@ -95,6 +95,7 @@ class HybridParallelPlugin(Plugin):
         return self.config.used_precision
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Parallelize the model; see `boost` in hybrid_model.py."""
         boosted = boost(
             model,
             optimizer,
@@ -278,7 +279,7 @@ class Ledger(Traffic):
             f"{axis:8}{kind:24}{count.calls:8}{count.nbytes / _MEBI:12.3f}{count.sent / _MEBI:12.3f}"
             for (axis, kind), count in sorted(self.counts.items())
         ]
-        if (held := self.held) is not None:
+        if self.held is not None:
             lines += ["", f"{'local memory':32}{'MiB':>20}"]
-            lines += [f"{name:32}{nbytes / _MEBI:20.3f}" for name, nbytes in held.items()]
+            lines += [f"{name:32}{nbytes / _MEBI:20.3f}" for name, nbytes in self.held.items()]
         return "\n".join(lines)

@@ -193,16 +193,16 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
         for name in others
         if name in config
     ]
-    given = _Given(config | {name: value for name, value in others.items() if name in sections}, errors)
-    found = _layout(given) | _batches(given) | _numbers(given)
+    settings = _Settings(config | {name: value for name, value in others.items() if name in sections}, errors)
+    arguments = _layout(settings) | _batches(settings) | _numbers(settings)
     raise_errors([f"InternEvo's configuration: {error}" for error in errors])
-    if given.ignored and not (dist.is_initialized() and dist.get_rank()):
+    if settings.ignored and not (dist.is_initialized() and dist.get_rank()):
         _LOG.info(
             "InternEvo's configuration: these are not arguments of the plugin (optimizer, model, data and "
             "files are given to Echelon as objects): %s",
-            ", ".join(given.ignored),
+            ", ".join(settings.ignored),
         )
-    return found | {name: value for name, value in others.items() if name not in sections}
+    return arguments | {name: value for name, value in others.items() if name not in sections}
 
 
 def in_its_words(error: str, arguments: Mapping[str, Any]) -> str:
@@ -222,7 +222,7 @@ def in_its_words(error: str, arguments: Mapping[str, Any]) -> str:
     return f"{error}\nin InternEvo's configuration {', '.join(keys.values())}"
 
 
-class _Given:
+class _Settings:
     """The values of a configuration by their paths in KEYS, and the ignored keys. Errors are added to a list."""
 
     def __init__(self, config: dict[str, Any], errors: list[str]) -> None:
@@ -253,6 +253,7 @@ class _Given:
         return path.removeprefix("parallel.") if self._is_bare else path
 
     def _take(self, section: str, content: Any) -> None:
+        """Keep the values of a section and of the sections in it."""
         if f"{section}.size" in KEYS and KINDS["an integer"](content):
             content = {"size": content}
         if not isinstance(content, Mapping):
@@ -260,17 +261,18 @@ class _Given:
             return
         self._values[section] = content
         known = [*KEYS, *SECTIONS]
-        own = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
+        path_of = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
         for key, value in content.items():
-            path = own.get(key)
+            path = path_of.get(key)
             if path is None:
-                self._take_unknown(section, key, list(own))
+                self._take_unknown(section, key, list(path_of))
             elif path in SECTIONS:
                 self._take(path, {} if value is None else value)
             elif value is not None:
                 self._take_value(path, value)
 
     def _take_value(self, path: str, value: Any) -> None:
+        """Keep a value, or add its error."""
         key = KEYS[path]
         if key.allowed is not None and value not in key.allowed:
             self.refuse(path, value, key.why)
@@ -280,6 +282,7 @@ class _Given:
             self._values[path] = value
 
     def _take_unknown(self, section: str, key: str, known: list[str]) -> None:
+        """Note a key that does not concern the plugin, or add the error of one that is likely misspelled."""
         path = self._name(f"{section}.{key}" if section else str(key))
         ignored = IGNORED.get(section, ())
         meant = get_close_matches(str(key), known, 1, _CLOSE)
@@ -290,97 +293,107 @@ class _Given:
             self.errors.append(f"{path} is not understood: {what}")
 
 
-def _layout(given: _Given) -> dict[str, Any]:
+def _layout(settings: _Settings) -> dict[str, Any]:
     """Return the arguments for sizes and modes of all axes."""
-    mode, size = given("parallel.tensor.mode", "mtp"), given("parallel.tensor.size", 1)
+    mode, size = settings("parallel.tensor.mode", "mtp"), settings("parallel.tensor.size", 1)
     if mode not in MODES:
-        given.refuse("parallel.tensor.mode", mode, f"must be one of {', '.join(map(repr, MODES))}")
+        settings.refuse("parallel.tensor.mode", mode, f"must be one of {', '.join(map(repr, MODES))}")
         mode = "mtp"
-    is_split = given("parallel.sequence_parallel")
+    is_split = settings("parallel.sequence_parallel")
     if is_split is not None and size > 1 and is_split != (mode != "mtp"):
         why = f"contradicts tensor.mode={mode!r}, which decides: leave it out"
-        given.refuse("parallel.sequence_parallel", is_split, why)
+        settings.refuse("parallel.sequence_parallel", is_split, why)
     arguments: dict[str, Any] = {"tp_size": 1, "sp_size": size} if mode == "isp" else {"tp_size": size}
     arguments |= MODES[mode] if size > 1 else {}
-    wp_size = given("parallel.weight.size", 1)
+    wp_size = settings("parallel.weight.size", 1)
     if wp_size != 1:
         if mode != "isp":
             why = f"needs tensor=dict(mode='isp'), and the mode is {mode!r}: use 1, or that mode"
-            given.refuse("parallel.weight.size", wp_size, why)
+            settings.refuse("parallel.weight.size", wp_size, why)
         arguments["wp_size"] = wp_size
         # InternEvo's default, not the plugin's.
-        arguments["wp_overlap"] = given("parallel.weight.overlap", False)
+        arguments["wp_overlap"] = settings("parallel.weight.overlap", False)
     # `zero1` counts ranks with the same weight shard; `zero_size` counts all neighbours, wp_size times as many.
-    zero_size = given("parallel.zero1.size", -1)
-    zero_size = -1 if zero_size <= 0 else 1 if zero_size == 1 else zero_size * wp_size
-    return arguments | {"zero_stage": 1, "zero_size": zero_size} | _pipeline(given)
+    zero_size = settings("parallel.zero1.size", -1)
+    if zero_size <= 0:
+        zero_size = -1
+    elif zero_size > 1:
+        zero_size *= wp_size
+    return arguments | {"zero_stage": 1, "zero_size": zero_size} | _pipeline(settings)
 
 
-def _pipeline(given: _Given) -> dict[str, Any]:
-    inside, beside = given("model.num_chunks"), given("num_chunks")
-    if None not in (inside, beside) and inside != beside:
-        given.errors.append(f"num_chunks={beside} and model.num_chunks={inside} differ: give one")
-    chunks = next((each for each in (inside, beside) if each is not None), 1)
-    mode, size = given("parallel.pipeline.mode", "1F1B"), given("parallel.pipeline.size", 1)
+def _pipeline(settings: _Settings) -> dict[str, Any]:
+    """Return the arguments for the pipeline's size, schedule and chunks."""
+    in_model, at_top = settings("model.num_chunks"), settings("num_chunks")
+    if None not in (in_model, at_top) and in_model != at_top:
+        settings.errors.append(f"num_chunks={at_top} and model.num_chunks={in_model} differ: give one")
+    chunks = next((number for number in (in_model, at_top) if number is not None), 1)
+    mode, size = settings("parallel.pipeline.mode", "1F1B"), settings("parallel.pipeline.size", 1)
     arguments: dict[str, Any] = {"pp_size": size}
     styles = _SCHEDULES.get(mode.lower())
     if styles is None:
-        names = ", ".join(repr(each.upper()) for each in _SCHEDULES)
-        given.refuse("parallel.pipeline.mode", mode, f"must be one of {names}")
-    elif (style := styles[chunks > 1]) is None or (style == "zbv" and chunks > 2):
+        names = ", ".join(repr(known.upper()) for known in _SCHEDULES)
+        settings.refuse("parallel.pipeline.mode", mode, f"must be one of {names}")
+        return arguments
+    for_one, for_several = styles
+    style = for_several if chunks > 1 else for_one
+    if style is None or (style == "zbv" and chunks > 2):
         why = f"and num_chunks={chunks} do not go together: ZBH1 has 1 chunk, ZBV 2"
-        given.refuse("parallel.pipeline.mode", mode, why)
+        settings.refuse("parallel.pipeline.mode", mode, why)
     elif size != 1:  # without a pipeline InternEvo ignores these keys
         arguments["pp_style"] = style
         if style == "interleaved":
-            overlap = given("parallel.pipeline.interleaved_overlap")
+            overlap = settings("parallel.pipeline.interleaved_overlap")
             arguments |= {"num_model_chunks": chunks} | ({} if overlap is None else {"overlap_p2p": overlap})
     return arguments
 
 
-def _batches(given: _Given) -> dict[str, Any]:
+def _batches(settings: _Settings) -> dict[str, Any]:
     """Return the number of microbatches of a step; empty without a section `data`."""
-    if not given.has("data"):
+    if not settings.has("data"):
         return {}
-    count, accumulation = given("data.micro_num", 1), given("data.gradient_accumulation")
-    if given("parallel.pipeline.size", 1) == 1 and accumulation not in (None, count):
+    count, accumulation = settings("data.micro_num", 1), settings("data.gradient_accumulation")
+    if settings("parallel.pipeline.size", 1) == 1 and accumulation not in (None, count):
         why = f"must be micro_num={count} without a pipeline"
-        given.refuse("data.gradient_accumulation", accumulation, why)
+        settings.refuse("data.gradient_accumulation", accumulation, why)
     return {"num_microbatches": count}
 
 
-def _numbers(given: _Given) -> dict[str, Any]:
+def _numbers(settings: _Settings) -> dict[str, Any]:
     """Return arguments that take a value unchanged, precision, recomputation and the bucket size."""
-    arguments = {key.argument: given(path) for path, key in KEYS.items() if key.argument and given.has(path)}
+    arguments = {
+        key.argument: settings(path) for path, key in KEYS.items() if key.argument and settings.has(path)
+    }
     zero = "hybrid_zero_optimizer"
-    overlap, older = given(f"{zero}.overlap_sync_grad"), given(f"{zero}.zero_overlap_communication")
+    overlap, older = settings(f"{zero}.overlap_sync_grad"), settings(f"{zero}.zero_overlap_communication")
     if None not in (overlap, older) and overlap != older:
         why = f"is the older name of overlap_sync_grad={overlap}: give one"
-        given.refuse(f"{zero}.zero_overlap_communication", older, why)
-    if given.has(f"{zero}.reduce_bucket_size"):
-        arguments["zero_bucket_size_in_m"] = given(f"{zero}.reduce_bucket_size") / 2**20
-    if given("model.checkpoint"):
-        ratio = float(given("model.checkpoint"))
+        settings.refuse(f"{zero}.zero_overlap_communication", older, why)
+    if settings.has(f"{zero}.reduce_bucket_size"):
+        arguments["zero_bucket_size_in_m"] = settings(f"{zero}.reduce_bucket_size") / 2**20
+    if settings("model.checkpoint"):
+        ratio = float(settings("model.checkpoint"))
         arguments["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
             gradient_checkpointing_ratio=ratio
         )
-    if given.has("model"):
-        arguments["precision"] = _precision(given)
+    if settings.has("model"):
+        arguments["precision"] = _precision(settings)
     return arguments
 
 
-def _precision(given: _Given) -> str | None:
-    dtype = given("model.dtype")
+def _precision(settings: _Settings) -> str | None:
+    """Return the precision of the model's dtype; None if it is refused."""
+    dtype = settings("model.dtype")
     name = "float16" if dtype is None else str(dtype).removeprefix("torch.")
     if isinstance(dtype, (str, torch.dtype, type(None))) and name in _DTYPES:
         return _DTYPES[name]
-    why = f"must be one of {', '.join(f'torch.{each}' for each in _DTYPES)}"
+    why = f"must be one of {', '.join(f'torch.{known}' for known in _DTYPES)}"
     if name == "tf32":
         why = (
             "is float32 with faster matrix products: use torch.float32, and "
             "torch.set_float32_matmul_precision('high')"
         )
-    given.refuse("model.dtype", dtype, why)
+    settings.refuse("model.dtype", dtype, why)
     return None
 
 
@@ -411,9 +424,9 @@ def read_configuration(source: Mapping[str, Any] | str | Path) -> dict[str, Any]
             and not (ismodule(value) or isclass(value) or isfunction(value))
         }
     try:
-        found = json.loads(path.read_text())
+        sections = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(sections, dict):
         raise ValueError(f"{name} must hold an object of sections")
-    return found
+    return sections

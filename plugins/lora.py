@@ -51,15 +51,15 @@ def unwrapped(model: nn.Module) -> Unwrapped:
         return Unwrapped(model, ())
     peft_model: Any = model
     inside = peft_model.get_base_model()
-    first: dict[int, str] = {}
+    first_name: dict[int, str] = {}
     state = inside.state_dict(keep_vars=True)
     for name, tensor in state.items():
-        first.setdefault(id(tensor), name)
+        first_name.setdefault(id(tensor), name)
     adapters = tuple(
         Adapter(
             folder="" if adapter == "default" else adapter,
             names={
-                key: first[id(state[name.removeprefix(_PREFIX)])]
+                key: first_name[id(state[name.removeprefix(_PREFIX)])]
                 for key, name in names_by_key(peft_model, adapter).items()
             },
             write_config=_config_writer(inside, config),
@@ -90,8 +90,10 @@ def names_by_key(peft_model: Any, adapter: str) -> dict[str, str]:
     # peft filters a state dict by keys and renames them. With names as values, its result maps new names to old ones.
     names = {name: name for name in peft_model.state_dict(keep_vars=True)}
     state_dict = require_peft().get_peft_model_state_dict
-    found: dict[str, str] = state_dict(peft_model, names, adapter_name=adapter, save_embedding_layers=False)
-    return found
+    names_in_model: dict[str, str] = state_dict(
+        peft_model, names, adapter_name=adapter, save_embedding_layers=False
+    )
+    return names_in_model
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -172,11 +174,12 @@ def _config_errors(model: nn.Module, config: Any, peft: Any) -> list[str]:
     """
     if type(config) is not peft.LoraConfig:
         return [f"lora_config is a {type(config).__name__}: give a peft.LoraConfig"]
-    asked, kind, found = getattr(config.task_type, "value", config.task_type), type(model).__name__, []
+    asked, kind = getattr(config.task_type, "value", config.task_type), type(model).__name__
+    errors = []
     tasks = [task for task, listing in _TASKS.items() if kind in getattr(modeling_auto, listing).values()]
     if asked in _TASKS and tasks and asked not in tasks:
         fitting = " or ".join(map(repr, tasks))
-        found.append(
+        errors.append(
             f"lora_config is for task_type={asked!r}, and the model is a {kind}: use task_type={fitting}"
         )
     modules = dict(model.named_modules())
@@ -185,12 +188,12 @@ def _config_errors(model: nn.Module, config: Any, peft: Any) -> list[str]:
         names = getattr(config, option)
         # A string is a pattern, or "all-linear".
         for name in [] if names is None or isinstance(names, str) else sorted(names):
-            if not any(each == name or each.endswith(f".{name}") for each in modules):
-                found.append(
+            if not any(path == name or path.endswith(f".{name}") for path in modules):
+                errors.append(
                     f"{option} names {name!r}, and the model has no such module; its linear layers are "
                     f"{', '.join(linear)}"
                 )
-    return found
+    return errors
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -212,6 +215,7 @@ def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
 
 
 def _stored_names(folder: Path) -> list[str]:
+    """Return the names of an adapter's tensors in its file, safetensors if there is one."""
     path = folder / ADAPTER_SAFETENSORS.one
     if path.is_file():
         with safe_open(path, framework="pt") as file:

@@ -152,7 +152,7 @@ class LossReducer:
             numbers = torch.full((2,), number, dtype=torch.float64, device=self.mesh.device)
             numbers[1] = number**2
             total, squares = self.over_replicas(numbers)
-            is_agreed = bool(squares * num_replicas == total**2)
+            is_agreed = bool(squares * num_replicas == total**2)  # equal numbers have no variance
             self._num_terms[trains] = number if is_agreed else 0
             if not is_agreed:
                 return None
@@ -256,17 +256,18 @@ class WeighedCriterion:
         self.deviation: Tensor | float = 0.0
 
     def __call__(self, outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the sum of a microbatch's loss and its weight."""
-        loss, given = loss_and_weight(self.criterion(outputs, inputs))
+        """Return the sum of a microbatch's loss and its weight, a tensor; the first call chooses terms and divisor."""
+        loss, user_weight = loss_and_weight(self.criterion(outputs, inputs))
         is_first = self._num_calls == 0
         if is_first:
             stage = self._reducer.stage
             if self.trains and stage is not None and loss is not _field(outputs, "loss"):
                 require_known_parameters(loss, outputs, stage.model)
             self._counts = self._counts_of(loss, outputs, inputs)
-        weighed = (
-            self._weighed(loss, outputs, inputs) if given is None else _Weighed("criterion", loss, given)
-        )
+        if user_weight is None:
+            weighed = self._weighed(loss, outputs, inputs)
+        else:
+            weighed = _Weighed("criterion", loss, user_weight)
         if not is_first and (weighed.weighed_by == "criterion") != (self.weighed_by == "criterion"):
             raise TypeError(
                 "the criterion returned a weight for some microbatches only: return one for all or none"
@@ -277,8 +278,8 @@ class WeighedCriterion:
             number = weight.to(loss.device)
         else:  # a kernel that fills: a copy would block the host
             number = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
-        if self.weighed_by in ("mean", "sum"):
-            number = number if is_first else torch.zeros_like(number)
+        if self.weighed_by in ("mean", "sum") and not is_first:
+            number = torch.zeros_like(number)  # the first microbatch has the weight of all
         if is_first and self.divisor is None:
             self.divisor = self._reducer.divisor_of(self, number.detach())
         observed = self._observed
@@ -315,20 +316,25 @@ class WeighedCriterion:
             if counted is not None or self._adds_up(outputs, inputs):
                 return _Weighed("sum", loss, 1 / self._reducer.mesh.size("dp"))
         elif observed is not None and self.compares:
-            self._labels += [each.number for each in observed.losses[:1] if each.number is not None]
+            self._labels += [
+                observed_loss.number
+                for observed_loss in observed.losses[:1]
+                if observed_loss.number is not None
+            ]
         samples = float(batch_size(inputs))
         return _Weighed("samples", loss.to(exact) * samples, samples)
 
     def _weighed_by_terms(self, loss: Tensor, counts: GlobalCounts, outputs: Any, inputs: Any) -> "_Weighed":
+        """Weigh every term of a loss by its share of the labels in the global batch."""
         assert self._observed is not None
-        replicas, mean = self._reducer.mesh.size("dp"), 1 / len(self.microbatches)
+        replicas, equal_share = self._reducer.mesh.size("dp"), 1 / len(self.microbatches)
         has_auxiliary = _field(outputs, "aux_loss") is not None
         total, fraction = counts.weighed(
             loss,
             terms_of(loss, self._observed.losses),
             index=self._index_of(inputs),
             samples=batch_size(inputs),
-            rest=(mean / replicas, mean) if has_auxiliary else None,
+            rest=(equal_share / replicas, equal_share) if has_auxiliary else None,
         )
         self.deviation = counts.deviation
         if counts.weight is None:
@@ -336,7 +342,7 @@ class WeighedCriterion:
         return _Weighed("labels", total * counts.weight, fraction * counts.weight)
 
     def _counts_of(self, loss: Tensor, outputs: Any, inputs: Any) -> GlobalCounts | None:
-        """Count the terms of a loss in the global batch; None if it has no several terms that can be counted.
+        """Count the terms of a loss in the global batch; None if it has only one, or some cannot be counted.
 
         Communicates over dp of last stages in compared calls, and in all calls of a loss of several terms.
         """
@@ -386,10 +392,12 @@ class WeighedCriterion:
             return []
         terms = terms_of(loss, observed.losses)
         # A sum that the model divides by a number of its own may be a mean over anything.
-        adds_up = _has_num_items(inputs)
-        if not terms or any(
-            not adds_up if each.number is None else each.recount is None for each, _ in terms
-        ):
+        sums_add_up = _has_num_items(inputs)
+        is_countable = [
+            sums_add_up if observed_loss.number is None else observed_loss.recount is not None
+            for observed_loss, _ in terms
+        ]
+        if not terms or not all(is_countable):
             note(_BY_SAMPLES)
             set_structure("other")
             return []
@@ -409,11 +417,11 @@ class WeighedCriterion:
     def _adds_up(self, outputs: Any, inputs: Any) -> bool:
         """Return True for a loss of sums over a divisor that the batch has."""
         assert self._observed is not None
-        has_sums = any(each.number is None for each in self._observed.losses)
+        has_sums = any(observed_loss.number is None for observed_loss in self._observed.losses)
         return has_sums and _has_num_items(inputs) and _field(outputs, "aux_loss") is None
 
     def _index_of(self, inputs: Any) -> int:
-        return next(index for index, each in enumerate(self.microbatches) if each is inputs)
+        return next(index for index, microbatch in enumerate(self.microbatches) if microbatch is inputs)
 
     @property
     def _observed(self) -> Observed | None:
@@ -423,7 +431,7 @@ class WeighedCriterion:
     def note_uneven(self) -> None:
         """Log once if a criterion's mean is weighed by samples whose numbers of labels differ. Waits for the device."""
         if len(self._labels) > 1:
-            samples = [batch_size(each) for each in self.microbatches]
+            samples = [batch_size(microbatch) for microbatch in self.microbatches]
             per_sample = {float(count) / size for count, size in zip(self._labels, samples, strict=False)}
             if len(per_sample) > 1:
                 self._reducer.note(
@@ -440,9 +448,15 @@ def require_num_items(batch: Any) -> None:
     """Raise ValueError for a `num_items_in_batch` that is no number above 0. A tensor on a device is not read."""
     if not _has_num_items(batch):
         return
-    value = number = batch["num_items_in_batch"]
+    number = batch["num_items_in_batch"]
+    value = number
     if isinstance(number, Tensor):
-        value = None if number.numel() != 1 else number.item() if number.is_cpu else 1
+        if number.numel() != 1:
+            value = None
+        elif number.is_cpu:
+            value = number.item()
+        else:
+            value = 1  # reading it would wait for the device
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < inf:
         raise ValueError(
             f"num_items_in_batch={number!r} in the batch must be a number above 0: give the number of labels in the "

@@ -28,16 +28,15 @@ class Term(NamedTuple):
 def terms_of(loss: Tensor, losses: Sequence[Counted]) -> list[Term]:
     """Return the terms whose linear combination is a loss, but for a rest; none if it is not linear in them."""
     with torch.inference_mode(False):  # enables gradients
-        terms = [each.term for each in losses]
+        terms = [counted.term for counted in losses]
         if not terms or loss.grad_fn is None:
             return []
         slopes = torch.autograd.grad(loss, terms, create_graph=True, allow_unused=True)
-        curved = [each for each in slopes if each is not None and each.requires_grad]
-        if curved and any(
-            each is not None
-            for each in torch.autograd.grad(curved, terms, retain_graph=True, allow_unused=True)
-        ):
-            return []
+        variable = [slope for slope in slopes if slope is not None and slope.requires_grad]
+        if variable:
+            curvatures = torch.autograd.grad(variable, terms, retain_graph=True, allow_unused=True)
+            if any(curvature is not None for curvature in curvatures):
+                return []
     pairs = zip(losses, slopes, strict=True)
     return [Term(counted, slope) for counted, slope in pairs if slope is not None]
 
@@ -71,9 +70,9 @@ def require_known_parameters(loss: Tensor, outputs: Any, model: nn.Module) -> No
         outputs: of the model.
         model: the boosted model.
     """
-    computed = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+    computed = [output for output in tree_leaves(outputs) if isinstance(output, Tensor)]
     trained = [leaf for leaf in leaves_of(loss, computed) if isinstance(leaf, nn.Parameter)]
-    known = {id(each) for each in model.parameters()} if trained else set()
+    known = {id(parameter) for parameter in model.parameters()} if trained else set()
     for leaf in trained:
         if id(leaf) not in known:
             raise ValueError(
@@ -112,20 +111,20 @@ class GlobalCounts:
         samples = torch.full((1,), sum(map(batch_size, microbatches)), dtype=torch.float64, device=device)
         # The counts of all terms, then of samples.
         self._replica_counts = torch.cat([self._expected_MT.sum(0), samples])
-        numbers = [self._replica_counts, torch.ones_like(samples), self._coefficients, self._coefficients**2]
-        self._global_counts, sharing, sums, squares = over_replicas(torch.cat(numbers)).split(
-            list(map(len, numbers))
-        )
+        # Summed over replicas; the ones give the number of replicas whose loss has such terms.
+        addends = [self._replica_counts, torch.ones_like(samples), self._coefficients, self._coefficients**2]
+        totals = over_replicas(torch.cat(addends)).split([len(addend) for addend in addends])
+        self._global_counts, num_sharing, sums, squares = totals
+        differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2  # equal numbers have no variance
         # Above 0 if microbatches counted otherwise than expected, a replica's loss has no such terms, or a coefficient
         # is not that of the other microbatches or replicas.
-        differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2
-        self.deviation = (sharing != num_replicas).any().float() + differ.any()
+        self.deviation = (num_sharing != num_replicas).any().float() + differ.any()
         self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
         *term_counts, global_samples = self._global_counts.unbind()
         counts = zip(term_counts, terms, strict=True)
-        first = next((count for count, term in counts if _is_mean(term)), None)
-        # The weight of the batch beside others of a step: of its first term that counts.
-        self.weight = None if first is None else torch.where(first > 0, first, global_samples)
+        # The weight of the batch beside others of a step: the count of its first term that is a mean.
+        count = next((count for count, term in counts if _is_mean(term)), None)
+        self.weight = None if count is None else torch.where(count > 0, count, global_samples)
 
     def weighed(
         self,
@@ -191,8 +190,8 @@ def expected_counts(terms: Sequence[Term], microbatches: Sequence[Any], recorded
     """
     try:
         rows = [
-            torch.stack(list(_counts(terms, None if index == recorded else OfMicrobatch(each))))
-            for index, each in enumerate(microbatches)
+            torch.stack(list(_counts(terms, None if index == recorded else OfMicrobatch(microbatch))))
+            for index, microbatch in enumerate(microbatches)
         ]
     except (IndexError, RuntimeError, ValueError):  # one term for each sample, a fixed size
         return None

@@ -35,7 +35,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         try:
             self._configure(HybridConfig(**arguments_like(config)), errors)
         except ValueError as error:
-            text = str(error)
+            text = str(error)  # names the options of HybridConfig
             for option in fields(config):
                 text = text.replace(option.metadata.get("name", option.name), option.name)
             raise ValueError(text) from None

@@ -60,7 +60,7 @@ class ScaledOptimizer(Optimizer):
         self._is_unscaled = False
         # On the device, so that no backward waits: the gradients' norms after the last backward, and True if one was
         # written to since. torch's version counters do not change for DTensors.
-        self._noted: Tensor | None = None
+        self._recorded_norms: Tensor | None = None
         self._was_written: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -111,12 +111,13 @@ class ScaledOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Drop the gradients, and the records of their scale and of writes to them."""
         if self._is_unscaled:
             # Clipped without a step: GradScaler would regard the next gradients as unscaled, too.
             self._update_scale()
         self.optim.zero_grad(set_to_none)
-        self._is_scaled &= not set_to_none  # zeros are valid under any scale
+        if set_to_none:  # zeros are valid under any scale
+            self._is_scaled = False
         self._was_written = None
         self._note_gradients()
 
@@ -194,8 +195,8 @@ class ScaledOptimizer(Optimizer):
         self.optim.load_state_dict(state)
         self.skipped_steps = extra["skipped_steps"]
         if (saved := extra["scaler"]) is not None and self.scaler.is_enabled():
-            taken = {"scale": saved["scale"], "_growth_tracker": saved["steps_without_overflow"]}
-            self.scaler.load_state_dict(self.scaler.state_dict() | taken)
+            loaded = {"scale": saved["scale"], "_growth_tracker": saved["steps_without_overflow"]}
+            self.scaler.load_state_dict(self.scaler.state_dict() | loaded)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
@@ -239,7 +240,7 @@ class ScaledOptimizer(Optimizer):
 
     def _note_gradients(self) -> None:
         """Record the norms of the current gradients as those of correctly scaled ones."""
-        self._noted = self._norms() if self._is_scaled and self.scaler.is_enabled() else None
+        self._recorded_norms = self._norms() if self._is_scaled and self.scaler.is_enabled() else None
 
     def _watch_writes(self) -> None:
         """Record on the device if anything but `backward` wrote to scaled gradients.
@@ -249,17 +250,18 @@ class ScaledOptimizer(Optimizer):
         if not self.scaler.is_enabled() or self._is_unscaled or not self._has_gradients():
             return
         norms = self._norms()
-        was_written = norms.nan_to_num() != (0.0 if self._noted is None else self._noted.nan_to_num())
-        was_written = (was_written & (norms != 0)).any()
+        recorded_norms = 0.0 if self._recorded_norms is None else self._recorded_norms.nan_to_num()
+        is_changed = norms.nan_to_num() != recorded_norms
+        was_written = (is_changed & (norms != 0)).any()
         self._was_written = was_written if self._was_written is None else self._was_written | was_written
 
     def _norms(self) -> Tensor:
         """Return the norm of this rank's shard of each gradient, on the device; 0 for a missing one."""
         parameters = self._parameters()
-        nothing = torch.zeros((), device=parameters[0].device)
-        gradients = [nothing if each.grad is None else each.grad for each in parameters]
-        local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-        dense = [each.coalesce().values() if each.is_sparse else each for each in local]
+        zero = torch.zeros((), device=parameters[0].device)
+        gradients = [zero if parameter.grad is None else parameter.grad for parameter in parameters]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in local]
         return torch.stack([norm.float() for norm in torch._foreach_norm(dense)])
 
     def _end_clipping(self) -> None:
@@ -279,12 +281,12 @@ class ScaledOptimizer(Optimizer):
 
     def _update_scale(self) -> None:
         """Decrease the loss scale after an overflow, or let it grow."""
-        before = self.scaler.get_scale()
+        old_scale = self.scaler.get_scale()
         self.scaler.update()
-        overflow = self.scaler.get_scale() < before
+        overflow = self.scaler.get_scale() < old_scale
         self.skipped_steps += overflow
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if overflow else 0
         self._is_scaled = self._is_unscaled = False
-        self._noted = self._was_written = None
-        if self._overflows_in_a_row >= _MOST_OVERFLOWS and before <= _LOWEST_SCALE:
-            raise beyond_fp16(self._overflows_in_a_row, f"has fallen to {before:g}")
+        self._recorded_norms = self._was_written = None
+        if self._overflows_in_a_row >= _MOST_OVERFLOWS and old_scale <= _LOWEST_SCALE:
+            raise beyond_fp16(self._overflows_in_a_row, f"has fallen to {old_scale:g}")

@@ -53,15 +53,18 @@ def local_module(
     adapters: Sequence[Adapter] = (),
     random: ForwardRandom | None = None,
 ) -> LocalModel:
-    """Describe parameters and persistent buffers of a module with unchanged names and ties; a tied one once."""
-    names, named = TensorNames.of(module), saved_state(module)
+    """Describe the parameters and persistent buffers of a module that has the plain model's names and ties.
+
+    Tied tensors are described once.
+    """
+    names, state = TensorNames.of(module), saved_state(module)
     return LocalModel(
         module=module,
         names=names,
-        tensors=local_shards({name: named[name] for name in names.needed}, mesh),
+        tensors=local_shards({name: state[name] for name in names.needed}, mesh),
         adapters=tuple(adapters),
         random=random,
-        loaded=lambda: None,
+        loaded=lambda: None,  # nothing else has copies of the tensors
     )
 
 
@@ -71,8 +74,8 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             if slot.piece is not None:
-                local = local_shard if bucket.is_full else partial(_local_piece, slot=slot, mesh=mesh)
-                piece = TrainedPiece(slot.managed.name, slot.piece, local, is_full=bucket.is_full)
+                describe = local_shard if bucket.is_full else partial(_local_piece, slot=slot, mesh=mesh)
+                piece = TrainedPiece(slot.managed.name, slot.piece, describe, is_full=bucket.is_full)
                 groups[bucket.group_index].append(piece)
     return Trained(
         inner=optimizer.inner,
@@ -84,6 +87,7 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
 
 
 def _local_piece(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
+    """Describe a flat tensor that belongs to this rank's slice of a parameter: the slice, or a state of it."""
     return local_piece(
         name,
         flat,
@@ -115,12 +119,14 @@ def trained_parameters(
     install: Callable[[dict[str, Any], Mapping[str, Any]], None],
 ) -> Trained:
     """Describe the tensors that a torch optimizer updates on this rank: local parameters, without master weights."""
-    is_full = not any(isinstance(each, DTensor) or is_partial(each) for each in names)
+    is_full = not any(isinstance(parameter, DTensor) or is_partial(parameter) for parameter in names)
     groups = [
         [
-            TrainedPiece(names[each], each, partial(local_of, like=each, mesh=mesh), is_full=is_full)
-            for each in group["params"]
-            if each.requires_grad and each.numel()
+            TrainedPiece(
+                names[parameter], parameter, partial(local_of, like=parameter, mesh=mesh), is_full=is_full
+            )
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.numel()
         ]
         for group in optimizer.param_groups
     ]
@@ -168,6 +174,7 @@ class SplitCheckpoints:
         )
 
     def _parts(self) -> dict[str, Any]:
+        """Return the model and the optimizer as arguments of `Checkpoints`."""
         trained = trained_parameters(
             self._optimizer,
             {parameter: name for name, parameter in self._model.named_parameters()},

@@ -72,6 +72,7 @@ class TorchPlugin(Plugin):
         return self._precision
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Wrap the model by torch's class and the optimizer by ScaledOptimizer. Collective over the world."""
         model, adapters = checked_together("boost", lambda: self._checked(model, optimizer))
         names = {parameter: name for name, parameter in model.named_parameters()}
         with naming_failures("boost"):
@@ -151,6 +152,7 @@ class TorchPlugin(Plugin):
 
     @contextmanager
     def _accumulating(self, no_sync: AbstractContextManager[None]) -> Iterator[None]:
+        """Set `_accumulates` inside torch's `no_sync`."""
         before, self._accumulates = self._accumulates, True
         try:
             with no_sync:
@@ -200,9 +202,9 @@ class TorchDDPPlugin(TorchPlugin):
         raise_errors([*errors, *option_errors(config)])
         # torch warns of some deprecated arguments even if they are given with their default values.
         self._ddp_kwargs = {
-            each.name: value
-            for each in fields(config)
-            if (value := getattr(config, each.name)) != each.default
+            option.name: value
+            for option in fields(config)
+            if (value := getattr(config, option.name)) != option.default
         }
         self._settings = vars(config)
         self.mesh = ParallelMesh()

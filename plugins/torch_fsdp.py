@@ -120,17 +120,17 @@ class TorchFSDPPlugin(TorchPlugin):
 
     def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
         """List reasons why this model and optimizer cannot be sharded."""
-        found = optimizer_errors(model, optimizer)
+        errors = optimizer_errors(model, optimizer)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
-                found.append(f"{name} is a scalar, which has no rows to shard: give it the shape (1,)")
+                errors.append(f"{name} is a scalar, which has no rows to shard: give it the shape (1,)")
             if has_foreign_hooks(parameter):
-                found.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
+                errors.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
         if optimizer is None or isinstance(optimizer, ScaledOptimizer):
-            return found
+            return errors
         if optimizer.state:
             return [
-                *found,
+                *errors,
                 f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which "
                 "would be lost: boost a new optimizer before its first step, of a class that creates its "
                 "states in step()",
@@ -139,8 +139,8 @@ class TorchFSDPPlugin(TorchPlugin):
             # torch's DTensor accepts some other optimizers, but Muon's results then silently differ from one process.
             require_elementwise(optimizer)
         except ValueError as error:
-            found.append(str(error))
-        return found
+            errors.append(str(error))
+        return errors
 
     def _compare(self, model: nn.Module) -> None:
         require_equal_models(model)
@@ -156,6 +156,7 @@ class TorchFSDPPlugin(TorchPlugin):
 
 
 def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:
+    """List the error of a number of ranks per shard group; empty if it is allowed."""
     allowed = [size for size in divisors(world_size) if size > 1 or world_size == 1]
     if shard_size is None or (type(shard_size) is int and shard_size in allowed):
         return []
@@ -237,15 +238,19 @@ class TorchFSDPModel(TorchModel):
     def unreduced_gradients(self) -> list[Tensor]:
         """Return the unsharded gradients that `no_sync` blocks accumulated on this rank."""
         gradients = []
-        for record, whole in self._whole_parameters():
-            apart = record.unsharded_accumulated_grad  # since torch 2.15 another name of the same tensor
-            gradients += [whole.grad] if apart is whole.grad else [apart, whole.grad]
-        return [each for each in gradients if each is not None]
+        for record, unsharded in self._whole_parameters():
+            accumulated = (
+                record.unsharded_accumulated_grad
+            )  # since torch 2.15 another name of `unsharded.grad`
+            if accumulated is not unsharded.grad:
+                gradients.append(accumulated)
+            gradients.append(unsharded.grad)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def drop_unreduced_gradients(self) -> None:
         """Drop the gradients that `no_sync` blocks accumulated."""
-        for record, whole in self._whole_parameters():
-            whole.grad = None
+        for record, unsharded in self._whole_parameters():
+            unsharded.grad = None
             if record.unsharded_accumulated_grad is not None:  # before torch 2.15 it was kept apart
                 record.unsharded_accumulated_grad = None
 
@@ -257,14 +262,15 @@ class TorchFSDPModel(TorchModel):
         for module in self._sharded_modules():
             state: Any = module._get_fsdp_state()
             # Before torch 2.13 a module had at most one group.
-            groups: Sequence[FSDPParamGroup] = (
+            groups: Sequence[FSDPParamGroup | None] = (
                 state._fsdp_param_groups
                 if hasattr(state, "_fsdp_param_groups")
-                else [each for each in (state._fsdp_param_group,) if each is not None]
+                else [state._fsdp_param_group]
             )
-            for record in (each for group in groups for each in group.fsdp_params):
-                if hasattr(record, "_unsharded_param"):
-                    yield record, record._unsharded_param
+            for group in groups:
+                for record in group.fsdp_params if group is not None else ():
+                    if hasattr(record, "_unsharded_param"):
+                        yield record, record._unsharded_param
 
 
 def separable_layers(model: nn.Module) -> list[nn.Module]:
@@ -339,7 +345,7 @@ class FSDPOptimizer(ScaledOptimizer):
         Raises:
             RuntimeError: this rank has only a shard; names `booster.save_optimizer`.
         """
-        if any(is_partial(each) for each in self._parameters()):
+        if any(is_partial(parameter) for parameter in self._parameters()):
             raise RuntimeError(PARTIAL_STATE)
         return super().state_dict()
 
@@ -374,6 +380,7 @@ class FSDPOptimizer(ScaledOptimizer):
         return gradient.detach().float().norm()
 
     def _require_reduced(self, call: str) -> None:
+        """Raise RuntimeError if gradients of `no_sync` blocks were not reduced by a later backward."""
         if self.model.unreduced_gradients():
             raise RuntimeError(
                 f"{call} without a backward outside of booster.no_sync, which reduces gradients: leave the "

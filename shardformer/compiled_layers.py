@@ -111,12 +111,12 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 @contextmanager
 def _gradients_aside(layer: nn.Module) -> Iterator[None]:
     """Detach gradients with another dtype than their parameters: torch.compile refuses to trace these."""
-    held = [(each, each.grad) for each in layer.parameters() if each.grad is not None]
-    held = [(each, gradient) for each, gradient in held if gradient.dtype != each.dtype]
-    for parameter, _ in held:
+    present = [(parameter, parameter.grad) for parameter in layer.parameters() if parameter.grad is not None]
+    detached = [(parameter, gradient) for parameter, gradient in present if gradient.dtype != parameter.dtype]
+    for parameter, _ in detached:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in held:
+        for parameter, gradient in detached:
             parameter.grad = gradient

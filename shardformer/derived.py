@@ -53,12 +53,12 @@ def derived_table(model: nn.Module) -> Table:
     config = getattr(base, "config", None)
     splits: Mapping[str, str] = getattr(config, TP_PLAN, None) or {}
     order: Mapping[str, Any] = getattr(config, PP_PLAN, None) or {}
-    named = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
-    stacks = [name for name in present(base, named) if isinstance(base.get_submodule(name), nn.ModuleList)]
+    listed = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
+    stacks = [name for name in present(base, listed) if isinstance(base.get_submodule(name), nn.ModuleList)]
     if len(stacks) != 1:
-        given = f"plans for {stacks}" if stacks else f"no {TP_PLAN} or {PP_PLAN} for its layers"
+        plans = f"plans for {stacks}" if stacks else f"no {TP_PLAN} or {PP_PLAN} for its layers"
         raise ValueError(
-            f"the config of a {type(model).__name__} has {given}: no plan describes how to shard it"
+            f"the config of a {type(model).__name__} has {plans}: no plan describes how to shard it"
         )
     (stack,) = stacks
     layers = list(base.get_submodule(stack).children())
@@ -92,38 +92,39 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         ValueError: the plan does not determine it; all reasons at once.
     """
     assert isinstance(plain.stage, StagePlan)
-    if not any(
-        is_within(path, plain.stage.layers) for path in splits
-    ):  # from 5.24 on, perhaps for the embedding alone
+    has_layers = any(is_within(path, plain.stage.layers) for path in splits)
+    if not has_layers:  # from 5.24 on the plan may be for the embedding alone
         raise ValueError(f"transformers has no {TP_PLAN} for the layers of this model: use tp_size=1")
     table, errors = _sorted(plain, splits, layers)
     errors += [error for layer in layers for error in _layer_errors(layer, table)]
     raise_errors(list(dict.fromkeys(errors)))
-    wholes = [
+    replicated = [
         f"{path}.{name}"
         for layer in layers
         for path in active_regions(layer, table)
-        for name in _whole(layer, path, table)
+        for name in _replicated_modules(layer, path, table)
     ]
-    table = replace(table, partial=tuple(dict.fromkeys((*table.partial, *wholes))))
-    attentions = [
-        path
-        for path in table.regions
-        if any(hasattr(layer.get_submodule(path), _GROUPS) for layer in layers if has_submodule(layer, path))
-    ]
+    table = replace(table, partial=tuple(dict.fromkeys((*table.partial, *replicated))))
+
+    def has_groups(path: str) -> bool:
+        modules = [layer.get_submodule(path) for layer in layers if has_submodule(layer, path)]
+        return any(hasattr(module, _GROUPS) for module in modules)
+
+    attentions = list(filter(has_groups, table.regions))
     key_value = tuple(
         name for name in table.column if name.rpartition(".")[0] in attentions and name.endswith(_KEY_VALUE)
     )
     has_replicas = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
     counts = ("num_attention_heads",) if has_replicas else ("num_attention_heads", "num_key_value_heads")
+    second_input = {}
+    for path in table.exits:
+        for layer in layers:
+            names = tensor_inputs(layer.get_submodule(path)) if has_submodule(layer, path) else []
+            if names:
+                second_input[path] = names[-1]
     table = replace(
         table,
-        second_input={
-            path: names[-1]
-            for path in table.exits
-            for layer in layers
-            if has_submodule(layer, path) and (names := tensor_inputs(layer.get_submodule(path)))
-        },
+        second_input=second_input,
         optional=tuple(dict.fromkeys((*table.modules, *table.split))),
         divisible=tuple(
             name for name in counts if attentions and isinstance(getattr(config, name, None), int)
@@ -161,23 +162,23 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
             continue
         pattern = re.compile(r"\d+".join(map(re.escape, path.removeprefix(stack).split("*"))))
         for name in filter(pattern.fullmatch, parts):
-            thing, (dim, least) = parts[name], PARAMETER_STYLES.get(style, (0, 0))
-            if isinstance(thing, Parameter) and dim and thing.ndim >= least:
-                split[name] = max(thing.ndim + dim, 0)
-            elif isinstance(thing, nn.Module) and style in MODULE_STYLES:
+            part, (dim, min_ndim) = parts[name], PARAMETER_STYLES.get(style, (0, 0))
+            if isinstance(part, Parameter) and dim and part.ndim >= min_ndim:
+                split[name] = max(part.ndim + dim, 0)
+            elif isinstance(part, nn.Module) and style in MODULE_STYLES:
                 fields.setdefault(MODULE_STYLES[style], []).append(name)
             else:
                 errors.append(
-                    f"transformers' plan gives {name} ({type(thing).__name__}) the style {style!r}, which "
+                    f"transformers' plan gives {name} ({type(part).__name__}) the style {style!r}, which "
                     "Echelon does not support for it: write a table"
                 )
                 continue
             if style.startswith("packed"):
                 fused[name] = _PACKED
-            if style == "all_reduce" and isinstance(thing, nn.Module) and (further := tensor_inputs(thing)):
+            if style == "all_reduce" and isinstance(part, nn.Module) and (further := tensor_inputs(part)):
                 errors.append(f"{name} takes {further}: {_ADVICE}")
     owners = (name.rpartition(".")[0] for name in (*fields.get("column", ()), *split))
-    names: dict[str, Any] = {field: tuple(found) for field, found in fields.items()}
+    names: dict[str, Any] = {field: tuple(of_field) for field, of_field in fields.items()}
     regions = tuple(dict.fromkeys((*owners, *names.get("exits", ()))))
     return replace(plain, regions=regions, split=split, fused=fused, **names), errors
 
@@ -200,67 +201,73 @@ def _layer_errors(layer: nn.Module, table: Table) -> list[str]:
 
 
 def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
+    """Return the reasons why the region at a path cannot compute with sharded activations; empty if it can."""
     module = layer.get_submodule(path)
-    whole = _whole(layer, path, table)
+    replicated = _replicated_modules(layer, path, table)
     rows = [name for name in present(layer, table.row) if name.rpartition(".")[0] == path]
-    own = [name for name, _ in module.named_parameters(recurse=False) if f"{path}.{name}" not in table.split]
-    found = [
-        f"{path}.{name} is replicated, but the activations around it are sharded: {_ADVICE}" for name in own
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    errors = [
+        f"{path}.{name} is replicated, but the activations around it are sharded: {_ADVICE}"
+        for name in parameters
+        if f"{path}.{name}" not in table.split
     ]
     further = tensor_inputs(module)
     if path in table.exits:
-        found += [
+        errors += [
             f"{path}.{name} is replicated, but the experts around it are sharded: {_ADVICE}"
-            for name in whole + rows
+            for name in replicated + rows
         ]
         is_known = len(further) <= 1 and takes_named_inputs(module)
-        return found if is_known else [*found, f"{path} takes {further or 'inputs without names'}: {_ADVICE}"]
+        return (
+            errors if is_known else [*errors, f"{path} takes {further or 'inputs without names'}: {_ADVICE}"]
+        )
     if further:
-        found.append(f"{path} takes {', '.join(further)} besides hidden states: {_ADVICE}")
+        errors.append(f"{path} takes {', '.join(further)} besides hidden states: {_ADVICE}")
     if counts := sorted(own_names(module) & _HEAD_COUNTS):
-        found.append(
+        errors.append(
             f"the code of {path} reads {', '.join(counts)}, of which each rank has only a part: {_ADVICE}"
         )
     if len(rows) != 1:
         return [
-            *found,
+            *errors,
             f"{path} has sharded activations, and {rows or 'no layer'} to sum them over the ranks: {_ADVICE}",
         ]
-    others = [name for name, _ in module.named_children() if f"{path}.{name}" != rows[0]]
-    others = [name for name in others if any(True for _ in module.get_submodule(name).parameters())]
-    error = exit_error(
-        module, rows[0].rpartition(".")[2], [*others, *dict(module.named_parameters(recurse=False))]
-    )
-    return [*found, *([f"{path}: {error}: {_ADVICE}"] if error else [])]
+    others = [
+        name
+        for name, child in module.named_children()
+        if f"{path}.{name}" != rows[0] and next(child.parameters(), None) is not None
+    ]
+    error = exit_error(module, rows[0].rpartition(".")[2], [*others, *parameters])
+    return [*errors, *([f"{path}: {error}: {_ADVICE}"] if error else [])]
 
 
-def _whole(layer: nn.Module, path: str, table: Table) -> list[str]:
+def _replicated_modules(layer: nn.Module, path: str, table: Table) -> list[str]:
     """Return the modules inside a region, without the region itself, that have replicated parameters."""
     linear = (*table.column, *table.row, *table.gathered, *table.scattered)
     known = (*linear, *table.exits, *table.partial, *table.split)
     names = (name for name, _ in layer.get_submodule(path).named_parameters() if "." in name)
-    whole = [name for name in names if not is_any_within(f"{path}.{name}", known)]
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in whole))
+    replicated = [name for name in names if not is_any_within(f"{path}.{name}", known)]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in replicated))
 
 
 def _padded(layers: Sequence[nn.Module], table: Table, attention: str, config: Any) -> dict[str, str]:
     """Return the attention and its output layer if heads can be padded: all its sharded weights divide by heads."""
     rows = [name for name in table.row if is_within(name, attention)]
     columns = [name for name in table.column if is_within(name, attention)]
-    is_by_head = all(
-        widths(layer.get_submodule(name))[1]
-        % getattr(config, "num_key_value_heads" if name.endswith(_KEY_VALUE) else "num_attention_heads")
-        == 0
-        for layer in layers
-        for name in present(layer, columns)
-    )
+
+    def divides_by_heads(layer: nn.Module, name: str) -> bool:
+        heads = "num_key_value_heads" if name.endswith(_KEY_VALUE) else "num_attention_heads"
+        _, outputs = widths(layer.get_submodule(name))
+        return outputs % getattr(config, heads) == 0
+
+    is_by_head = all(divides_by_heads(layer, name) for layer in layers for name in present(layer, columns))
     has_others = any(is_within(name, attention) for name in table.split)
     return {attention: rows[0]} if len(rows) == 1 and is_by_head and not has_others else {}
 
 
 def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDropout]:
     """Return the dropout of each region: on attention weights, sharded by heads, or on other sharded activations."""
-    found: dict[str, RegionDropout] = {}
+    dropouts: dict[str, RegionDropout] = {}
     for row in table.row:
         region = row.rpartition(".")[0]
         for layer in layers:
@@ -269,8 +276,8 @@ def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDrop
             module = layer.get_submodule(region)
             drops = [f"{name}.p" for name, child in module.named_modules() if isinstance(child, nn.Dropout)]
             for name in [_DROPOUT] if isinstance(getattr(module, _DROPOUT, None), (int, float)) else drops:
-                found.setdefault(region, RegionDropout(probability=f"{region}.{name}", row=row))
-    return found
+                dropouts.setdefault(region, RegionDropout(probability=f"{region}.{name}", row=row))
+    return dropouts
 
 
 def _called(model: Any, method: str) -> nn.Module | None:

@@ -37,13 +37,13 @@ class DerivedPolicy(TablePolicy):
         if self._has_stages and isinstance(self._derived, str):
             errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
             return [*errors, self._derived]
-        found = super().config_errors()
+        errors = super().config_errors()
         if self.shard_config.sequence_split is not None and not isinstance(self.table.stage, StagePlan):
-            found.append(
+            errors.append(
                 f"sequence parallelism needs a table, and a {type(self._full_model).__name__} has none: leave "
                 "enable_sequence_parallelism and sp_size out, or register a Table of its layers (docs/policies.md)"
             )
-        return found
+        return errors
 
     @property
     def _has_stages(self) -> bool:

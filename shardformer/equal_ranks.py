@@ -32,12 +32,13 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
     """
     sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
-    own, differing = batch_hash([shapes, sample]), list[int]()
+    local_code, differing = batch_hash([shapes, sample]), list[int]()
     for group in groups or (None,):
         # Includes the result of the previous axis: otherwise this rank would raise while the next axis waits for it.
-        found = gather_integers((own, int(bool(differing))), group)
+        rows = gather_integers((local_code, int(bool(differing))), group)
+        first_code = rows[0][0]
         differing = differing or [
-            rank for rank, (code, is_apart) in enumerate(found) if is_apart or code != found[0][0]
+            rank for rank, (code, has_differing) in enumerate(rows) if has_differing or code != first_code
         ]
     if differing:
         raise ValueError(
@@ -63,6 +64,7 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     drops = _drops(model)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: compare inputs, mode and random states over the tensor axis."""
         _refuse_average(group)
         random = _random_hash(module) if module.training and drops else 0
         codes = {
@@ -77,10 +79,11 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
 
 def _refuse_average(group: ProcessGroup) -> None:
     """Raise ValueError for a call through torch's DistributedDataParallel over tensor ranks, whose shards differ."""
-    around = DistributedDataParallel._get_active_ddp_module()
-    if around is None:
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
         return
-    axis, averaged = (set(dist.get_process_group_ranks(each)) for each in (group, around.process_group))
+    axis = set(dist.get_process_group_ranks(group))
+    averaged = set(dist.get_process_group_ranks(ddp.process_group))
     if len(axis & averaged) > 1:
         raise ValueError(
             f"torch's DistributedDataParallel overwrote the shards of {sorted(averaged)} by one rank's, "
@@ -96,8 +99,8 @@ def tensors_of_call(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
 
     Other objects are left out: a cache or an encoder's output is computed, and may differ in its last bits.
     """
-    own: list[Any] = [[each for each in args if isinstance(each, Tensor)]]
-    return own + [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)]
+    by_position: list[Any] = [[value for value in args if isinstance(value, Tensor)]]
+    return by_position + [[name, value] for name, value in kwargs.items() if isinstance(value, Tensor)]
 
 
 def _sample(tensor: Tensor) -> Tensor | int:
@@ -109,11 +112,10 @@ def _sample(tensor: Tensor) -> Tensor | int:
 def _drops(model: nn.Module) -> bool:
     """Return True if a model has dropout: a module, or a positive number with "drop" in its name."""
     owners: list[Any] = [model.config, *model.modules()] if hasattr(model, "config") else [*model.modules()]
-    return any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in owners) or any(
-        "drop" in name and isinstance(value, float) and value > 0
-        for owner in owners
-        for name, value in vars(owner).items()
-    )
+    if any(isinstance(owner, nn.modules.dropout._DropoutNd) and owner.p > 0 for owner in owners):
+        return True
+    settings = (setting for owner in owners for setting in vars(owner).items())
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings)
 
 
 def _random_hash(model: nn.Module) -> int:

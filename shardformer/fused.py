@@ -76,7 +76,7 @@ class FusedKernels:
             for error in KERNELS[name].errors(device, dtype, option)
         ]
         compiler = compiler_errors("enable_jit_fused=True", device) if self.jit else []
-        loss = [f"enable_fused_loss: {each}" for each in (chunk_loss_errors(device) if self.loss else ())]
+        loss = [f"enable_fused_loss: {error}" for error in (chunk_loss_errors(device) if self.loss else ())]
         return [*(message for is_wrong, message in rows if is_wrong), *kernels, *compiler, *loss]
 
     def _kernels(self, device: torch.device) -> Iterator[tuple[str, str]]:
@@ -90,10 +90,12 @@ class FusedKernels:
 
     def model_errors(self, model: nn.Module, device: torch.device) -> list[str]:
         """List reasons why an uncut model cannot use the requested attention or loss. No communication."""
-        found = [
-            error for option, name in self._kernels(device) for error in attention_errors(model, name, option)
-        ]
-        return found + [f"enable_fused_loss: {each}" for each in chunked_loss_errors(model) if self.loss]
+        errors = []
+        for option, name in self._kernels(device):
+            errors += attention_errors(model, name, option)
+        if self.loss:
+            errors += [f"enable_fused_loss: {error}" for error in chunked_loss_errors(model)]
+        return errors
 
     def choose_attention(self, model: nn.Module, device: torch.device) -> None:
         """Set the attention of an uncut model that has no errors."""

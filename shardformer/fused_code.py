@@ -45,16 +45,16 @@ def compile_elementwise(model: nn.Module) -> Counter[str]:
     Returns:
         The number of compiled modules, by class name; empty if the model has no such code.
     """
-    found: Counter[str] = Counter()
+    num_compiled: Counter[str] = Counter()
     for module in list(model.modules()):
         kind = type(module)
         is_formula = kind.__module__ == _FORMULAS and kind.__name__ not in _ONE_KERNEL
         if is_formula or _has_dropout_and_sum(module):
-            found[kind.__name__] += 1
+            num_compiled[kind.__name__] += 1
             vars(module)["_shadow"] = shadow = copy.copy(module)
             vars(shadow)["_opaque"] = {name: _Opaque(module, name) for name in module._modules}
             module.__class__ = _compiled_class(kind)  # type: ignore[arg-type]  # a class is hashable
-    return found
+    return num_compiled
 
 
 def _has_dropout_and_sum(module: nn.Module) -> bool:
@@ -90,10 +90,9 @@ def _is_open(child: nn.Module | None) -> bool:
     """Return True if the compiler may trace a child: it has neither weights nor hooks."""
     if child is None:
         return True
-    has_state = any(True for _ in (*child.parameters(), *child.buffers()))
-    return not (has_state or isinstance(child, StandIn)) and not any(
-        getattr(each, hooks) for each in child.modules() for hooks in AROUND_FORWARD
-    )
+    has_state = bool([*child.parameters(), *child.buffers()])
+    has_hooks = any(getattr(module, hooks) for module in child.modules() for hooks in AROUND_FORWARD)
+    return not (has_state or has_hooks or isinstance(child, StandIn))
 
 
 @functools.cache
@@ -104,6 +103,7 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward on the shadow, in which children with weights or hooks are opaque."""
         shadow = vars(self)["_shadow"]
         # Copy the current attributes of the module, which may have changed.
         vars(shadow).update({name: value for name, value in vars(self).items() if name not in _OF_ONE})
@@ -161,17 +161,20 @@ def adds_dropout(kind: type[nn.Module]) -> bool:
         return False
     dropped: set[str] = set()
     statements = [node for node in nodes if isinstance(node, (ast.Assign, ast.Return)) and node.value]
-    for statement in sorted(statements, key=lambda each: each.lineno):
+    for statement in sorted(statements, key=lambda statement: statement.lineno):
         inside = list(ast.walk(statement.value or statement))
         sums = [node for node in inside if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
-        terms = [side for each in sums for side in (each.left, each.right)]
-        if any(_is_dropout(side) or getattr(side, "id", "") in dropped for side in terms) or any(
-            _called(node).endswith("dropout_add") for node in inside
-        ):
+        terms = [term for addition in sums for term in (addition.left, addition.right)]
+        if any(_is_dropout(term) or getattr(term, "id", "") in dropped for term in terms):
+            return True
+        if any(_called(node).endswith("dropout_add") for node in inside):
             return True
         if isinstance(statement, ast.Assign):
             names = {getattr(node, "id", "") for target in statement.targets for node in ast.walk(target)}
-            dropped = dropped | names - {""} if _is_dropout(statement.value) else dropped - names
+            if _is_dropout(statement.value):
+                dropped |= names - {""}
+            else:
+                dropped -= names
     return False
 
 

@@ -92,11 +92,11 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
                 x, of_weight(x, weight), of_bias(x, bias), epsilon
             ),
         )
-    own = nn.functional
+    functional = nn.functional
     return (
         "torch",
-        lambda x, weight, bias, epsilon: own.rms_norm(x, x.shape[-1:], weight, epsilon),
-        lambda x, weight, bias, epsilon: own.layer_norm(x, x.shape[-1:], weight, bias, epsilon),
+        lambda x, weight, bias, epsilon: functional.rms_norm(x, x.shape[-1:], weight, epsilon),
+        lambda x, weight, bias, epsilon: functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon),
     )
 
 
@@ -111,8 +111,8 @@ def _forms(kernel: Kernel) -> list[Kernel]:
         return kernel(x.float(), 1.0 + weight.float(), bias, epsilon).to(x.dtype)
 
     def in_float32(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
-        wide = None if bias is None else bias.float()
-        return kernel(x.float(), weight.float(), wide, epsilon).to(x.dtype)
+        bias_float32 = None if bias is None else bias.float()
+        return kernel(x.float(), weight.float(), bias_float32, epsilon).to(x.dtype)
 
     return [kernel, in_the_format_of_x, beside_one, in_float32]
 
@@ -125,10 +125,10 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
         if (
             weight is not None
             and weight.ndim == 1
-            and all(each.shape == weight.shape for each in parameters.values())
+            and all(parameter.shape == weight.shape for parameter in parameters.values())
             and parameters.keys() <= {"weight", "bias"}
             and isinstance(epsilon_of(module), float)
-            and not any(True for _ in module.buffers())
+            and next(module.buffers(), None) is None
             and not isinstance(module, (ParallelModule, StandIn, FusedNorm))
             and "forward" not in vars(module)
         ):
@@ -143,27 +143,27 @@ def _form_of(norm: nn.Module, forms: list[Kernel], dtype: torch.dtype) -> Kernel
     features = weight.shape[0]
     trial: Any = copy.copy(norm)
     trial._parameters = {
-        name: None if each is None else Parameter(random(features).to(device, dtype))
-        for name, each in norm._parameters.items()
+        name: None if parameter is None else Parameter(random(features).to(device, dtype))
+        for name, parameter in norm._parameters.items()
     }
     # Rows of several magnitudes, shifted from zero: small ones show the epsilon, the shifts a subtracted mean and its
     # precision.
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 30.0]).view(4, 1, 1, 1)
     shifts = torch.tensor([0.5, 0.5, 16.0, 0.5]).view(4, 1, 1, 1)
     x = ((random(4, 3, 2, features) + shifts) * sizes).to(device, dtype)
-    given = dict(weight=trial.weight, bias=trial._parameters.get("bias"), epsilon=epsilon_of(trial))
+    arguments = dict(weight=trial.weight, bias=trial._parameters.get("bias"), epsilon=epsilon_of(trial))
     parameters = list(trial.parameters())
     try:
         # `forward` skips the user's hooks, which must not see trials.
-        expected, of_three = _tried(trial.forward, x, parameters), trial.forward(x[0])
-        if expected[0].shape != x.shape or not torch.equal(expected[0][0], of_three.double()):
+        expected, first_row = _tried(trial.forward, x, parameters), trial.forward(x[0])
+        if expected[0].shape != x.shape or not torch.equal(expected[0][0], first_row.double()):
             return None
-        found = [_tried(partial(form, **given), x, parameters) for form in forms]
+        results = [_tried(partial(form, **arguments), x, parameters) for form in forms]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None  # its inputs are not those of a norm over the last dimension
-    off = [_distance(each, expected, x.dtype) for each in found]
-    best = min(range(len(off)), key=off.__getitem__)
-    return forms[best] if off[best] <= 1 else None
+    distances = [_distance(result, expected, x.dtype) for result in results]
+    smallest = min(distances)
+    return forms[distances.index(smallest)] if smallest <= 1 else None
 
 
 @torch.enable_grad()
@@ -173,17 +173,17 @@ def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]
     out = norm(x)
     gradient = torch.arange(out.shape[-1], device=out.device).cos().to(out.dtype).expand_as(out)
     gradients = torch.autograd.grad(out, [x, *parameters], gradient)
-    return [each.detach().double() for each in (out, *gradients)]
+    return [tensor.detach().double() for tensor in (out, *gradients)]
 
 
-def _distance(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
+def _distance(results: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
     """Return the largest error relative to the expected results, in units of the allowed rounding error."""
-    is_wide = dtype is torch.float32
+    of_output, of_gradients = (32, 32) if dtype is torch.float32 else (2, 4)
     shares = []
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        roundings = 32 if is_wide else 2 if index == 0 else 4
-        allowed = roundings * torch.finfo(dtype).eps * other.abs().amax(-1, keepdim=True)
-        shares.append(((one - other).abs() / allowed).max().item())
+    for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        num_roundings = of_output if index == 0 else of_gradients
+        allowed = num_roundings * torch.finfo(dtype).eps * wanted.abs().amax(-1, keepdim=True)
+        shares.append(((result - wanted).abs() / allowed).max().item())
     return max(shares)
 
 

@@ -101,15 +101,21 @@ class DataAverage:
     @torch.no_grad()
     def _average(self) -> None:
         """All-reduce the gradients, each with a flag that is positive if any rank has it."""
-        trained = [each for each in self._parameters if each.requires_grad]
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         for bucket in packed(trained, _BUCKET, Tensor.numel):
-            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
-            flags = torch.tensor([float(each.grad is not None) for each in bucket])
+            gradients = [
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for parameter in bucket
+            ]
+            flags = torch.tensor([float(parameter.grad is not None) for parameter in bucket])
             # In float32 or wider, because a sum over many ranks in 16 bits would lose digits.
-            wide = [each.to(torch.promote_types(each.dtype, torch.float32)).flatten() for each in gradients]
-            flat = torch.cat([*wide, flags.to(bucket[0].device)])
+            addends = [
+                gradient.to(torch.promote_types(gradient.dtype, torch.float32)).flatten()
+                for gradient in gradients
+            ]
+            flat = torch.cat([*addends, flags.to(bucket[0].device)])
             mean = all_reduce(flat, self._group) / self._group.size()
-            *means, flags = mean.split([*(each.numel() for each in bucket), len(bucket)])
+            *means, flags = mean.split([*(parameter.numel() for parameter in bucket), len(bucket)])
             for index, (parameter, gradient) in enumerate(zip(bucket, gradients, strict=True)):
                 if parameter.grad is None and not flags[index]:
                     continue
@@ -130,6 +136,8 @@ def _summing(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
 
 
 def _calling(reference: WeakMethod) -> Callable[[Tensor], None]:
+    """Return a hook that calls a method while its object lives."""
+
     def accumulated(parameter: Tensor) -> None:
         if (method := reference()) is not None:
             method()
@@ -188,7 +196,8 @@ def clip_grad_norm_(
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     coordinate = {"tp": rank}.__getitem__
-    counted = [each.grad for each in parameters if each.grad is not None and is_primary(each, coordinate)]
+    primary = [parameter for parameter in parameters if is_primary(parameter, coordinate)]
+    counted = [parameter.grad for parameter in primary if parameter.grad is not None]
     norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))
     if group is not None:
         norm = torch.linalg.vector_norm(all_gather(norm[None], group, 0), norm_type)

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -93,15 +92,15 @@ class LayerSplit:
 
     def split_parameters(self) -> list[SubModuleReplacementDescription]:
         """Return the changes of parameters that are sharded without replacing their module."""
-        found = []
+        replacements = []
         for path, dim in (*self._table.split.items(), *self._table.biases.items()):
             if has_parameter(self.layer, path):
                 with self._at():
                     length = self.layer.get_parameter(path).shape[dim]
                     owner, _, name = path.rpartition(".")
                     kwargs = {"name": name, "dim": dim, **self._cut(path, length)}
-                    found.append(self._replacement(owner, SplitParameter, kwargs))
-        return found
+                    replacements.append(self._replacement(owner, SplitParameter, kwargs))
+        return replacements
 
     def replicas(self) -> dict[str, ReplicaKind | None]:
         """Return how parameters that are not sharded are replicated, by path from the model; None if not declared."""
@@ -109,6 +108,7 @@ class LayerSplit:
         wholes = whole_paths(table, self.layer)
 
         def kind(name: str) -> ReplicaKind | None:
+            """Return how a parameter is replicated; None if the table does not say so and it should be sharded."""
             if is_any_within(name, table.partial):
                 return PartialGrad
             if table.region_of(name) in regions and not is_any_within(name, table.whole):
@@ -127,9 +127,9 @@ class LayerSplit:
             owner, _, name = path.rpartition(".")
             if has_submodule(layer, owner):
                 with self._at():
-                    whole = attribute(layer, path)
-                    local = self._local_count(path, whole)
-                    values[path] = LocalCount(local, whole) if path in table.divisors else local
+                    total = attribute(layer, path)
+                    local = self._local_count(path, total)
+                    values[path] = LocalCount(local, total) if path in table.divisors else local
             elif has_attribute(layer, owner):  # of a config
                 known = values.get(owner, attribute(layer, owner))
                 values[owner] = AttributeView(
@@ -141,16 +141,16 @@ class LayerSplit:
         for path in table.divide_key_value:
             if has_submodule(layer, path.rpartition(".")[0]):
                 heads = self.heads
-                whole = attribute(layer, path) * heads.padded_key_value // heads.key_value
-                values[path] = whole * heads.replicas // heads.ranks
+                total = attribute(layer, path) * heads.padded_key_value // heads.key_value
+                values[path] = total * heads.replicas // heads.ranks
         return {join(self._path, path): value for path, value in values.items()}
 
-    def _local_count(self, path: str, whole: int) -> int:
-        """Return this rank's share of a count; counts in attention regions include padded heads."""
+    def _local_count(self, path: str, total: int) -> int:
+        """Return this rank's share of a count over all ranks; counts in attention regions include padded heads."""
         if self._table.region_of(path) in self._table.attention:
-            whole = whole * self.heads.padded_query // self.heads.query
-        require_divisible(path, whole, self._group.size())
-        return whole // self._group.size()
+            total = total * self.heads.padded_query // self.heads.query
+        require_divisible(path, total, self._group.size())
+        return total // self._group.size()
 
     def _at(self, name: str = "") -> AbstractContextManager[None]:
         """Collect the errors of a module of the layer, or raise them if nothing collects errors."""
@@ -186,7 +186,7 @@ class LayerSplit:
             for name, module in adapted(self.layer)
             if name not in linear
             and not is_any_within(name, table.whole)
-            and (table.region_of(name) in regions or any(is_within(each, name) for each in table.modules))
+            and (table.region_of(name) in regions or any(is_within(path, name) for path in table.modules))
         ]
 
     def _part_errors(self) -> list[str]:
@@ -198,18 +198,18 @@ class LayerSplit:
             return [
                 f"the layer itself contains experts, which take tokens without their positions: {INSTEAD}"
             ]
-        drops = (
-            getattr(each, "p", 0) > 0
+        dropouts = [
+            dropout
             for _, module in adapted(self.layer)
-            for each in getattr(module, "lora_dropout", {}).values()
-        )
-        found = part_errors(self.layer, (*wholes, *active_regions(self.layer, table), *table.row))
-        if any(drops):
-            found.append(
+            for dropout in getattr(module, "lora_dropout", {}).values()
+        ]
+        errors = part_errors(self.layer, (*wholes, *active_regions(self.layer, table), *table.row))
+        if any(getattr(dropout, "p", 0) > 0 for dropout in dropouts):
+            errors.append(
                 "lora_dropout above 0 would drop different entries of an adapter's input on each rank: use "
                 "lora_dropout=0, or a sequence_parallelism_mode on the sequence axis"
             )
-        return found
+        return errors
 
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
         """Return the replacements of linear layers, followed by those of the LoRA adapters around them."""
@@ -217,6 +217,7 @@ class LayerSplit:
         at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
 
         def column(name: str) -> dict[str, Any]:
+            """Return the arguments of a column-parallel layer; its region reduces the gradient of the input."""
             _, outputs = widths(layer.get_submodule(name))
             self._require_order(name, outputs)
             shared = self._shares_key_values(name)
@@ -229,6 +230,7 @@ class LayerSplit:
             }
 
         def row(name: str) -> dict[str, Any]:
+            """Return the arguments of a row-parallel layer, which ends its region."""
             inputs, _ = widths(layer.get_submodule(name))
             around = {"split_random": at_row.get(name), "sequence": self._sequence_of(name)}
             return {**around, **self._cut(name, inputs), **self._native(name)}
@@ -244,7 +246,8 @@ class LayerSplit:
             for name in present(layer, names):
                 with self._at(name):
                     module = layer.get_submodule(name)
-                    target: Any = targets[isinstance(plain(module), Conv1D)]
+                    of_linear, of_conv = targets
+                    target: Any = of_conv if isinstance(plain(module), Conv1D) else of_linear
                     if self._shares_key_values(name):
                         target = SharedKeyValueLinear1D_Col
                     linear.append(self._replacement(plain_path(layer, name), target, kwargs(name)))
@@ -257,7 +260,7 @@ class LayerSplit:
         """Raise ValueError for a fused projection whose order the table does not say: a guess would mix its parts."""
         table, region = self._table, self._table.region_of(name)
         columns, rows = (
-            [each for each in present(self.layer, names) if table.region_of(each) == region]
+            [path for path in present(self.layer, names) if table.region_of(path) == region]
             for names in (table.column, table.row)
         )
         if name in table.fused or len(columns) != 1 or len(rows) != 1:
@@ -290,13 +293,14 @@ class LayerSplit:
     def _regions(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
         """Return the region entries, applied after the layers: a region may be a single layer, or have several."""
         table = self._table
-        joined = [
-            self._replacement(name, Region, {"split_random": switch})
-            for region in present(self.layer, table.joined)
-            for name, switch in zip_longest(table.joined[region], [randoms.get(region)])
-        ]
+        joined = []
+        for region in present(self.layer, table.joined):
+            first, *others = table.joined[region]
+            joined.append(self._replacement(first, Region, {"split_random": randoms.get(region)}))
+            joined += [self._replacement(name, Region, {"split_random": None}) for name in others]
 
         def entry(region: str) -> dict[str, Any]:
+            """Return the arguments of `Region` for a module whose inputs enter a region."""
             kwargs: dict[str, Any] = {
                 "split_random": randoms.get(region),
                 "sequence": self._sequence_of(region),
@@ -358,11 +362,11 @@ class LayerSplit:
         self, names: Iterable[str], target: Any, kwargs: Callable[[str], dict[str, Any]] = lambda name: {}
     ) -> list[SubModuleReplacementDescription]:
         """Return replacements of the sub-modules that the layer has; `kwargs` returns the arguments for a name."""
-        found = []
+        replacements = []
         for name in present(self.layer, names):
             with self._at(name):
-                found.append(self._replacement(name, target, kwargs(name)))
-        return found
+                replacements.append(self._replacement(name, target, kwargs(name)))
+        return replacements
 
     def _replacement(self, name: str, target: Any, kwargs: dict[str, Any]) -> SubModuleReplacementDescription:
         return SubModuleReplacementDescription(
@@ -394,7 +398,8 @@ class LayerSplit:
         Raises:
             ValueError: key-value heads can be neither distributed nor replicated evenly.
         """
-        heads, table = heads_of(self._config, self.layer, self._table, self._group.size()), self._table
+        table = self._table
+        heads = heads_of(self._config, self.layer, table, self._group.size())
         divides_evenly = heads.key_value % heads.ranks == 0 or heads.ranks % heads.key_value == 0
         # A table with `attention` pads uneven heads with heads of zeros.
         if not (table.attention or divides_evenly):
@@ -452,11 +457,11 @@ def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
 
 def setting(config: Any, name: str, advice: str) -> Any:
     """Return a setting of a model's config that a table needs; raise ValueError if it is missing."""
-    found = getattr(config, name, None)
-    if found is None:
+    value = getattr(config, name, None)
+    if value is None:
         lack = "the model has none" if config is None else f"a {type(config).__name__} has no such setting"
         raise ValueError(f"the table takes {name} from the model's config, and {lack}: {advice}")
-    return found
+    return value
 
 
 def require_divisible(name: str, count: int, ranks: int) -> None:

@@ -88,7 +88,8 @@ class ActivationOffload:
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with recomputation; its first floating tensor, and all saved ones like it, are offloaded."""
-        hidden = next((each for each in args if isinstance(each, Tensor) and each.is_floating_point()), None)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if hidden is None or isinstance(hidden, PartTensor):  # a PartTensor has no memory of its own
             return RECOMPUTE(function, *args)
         kind = hidden.shape, hidden.dtype
@@ -100,6 +101,7 @@ class ActivationOffload:
             return RECOMPUTE(function, *args)
 
     def _send(self, saved: Tensor) -> _Waiting:
+        """Begin to copy a saved tensor to the host; its memory is kept until the copy is done."""
         while len(self._leaving) >= _MOST_LEAVING:
             self._let_go()
         buffer = self._buffers.take(saved.nbytes)
@@ -113,19 +115,23 @@ class ActivationOffload:
         return waiting
 
     def _take(self, saved: Tensor | _Waiting) -> Tensor:
+        """Return a saved tensor on the device, and begin to fetch the one that was sent before it."""
         if isinstance(saved, Tensor):
             return saved
         while self._leaving:
             self._let_go()
         arriving, self._arriving = self._arriving, None
         if arriving is not None:  # also after a wrong prefetch, before its memory is freed
-            self._stream.wait(arriving[2])
+            _, _, event = arriving
+            self._stream.wait(event)
         if arriving is None or arriving[0] is not saved:
             arriving = self._begin(saved)
-            self._stream.wait(arriving[2])
+            _, _, event = arriving
+            self._stream.wait(event)
         if (before := saved.before()) is not None:
             self._arriving = self._begin(before)
-        return arriving[1]
+        _, tensor, _ = arriving
+        return tensor
 
     def _let_go(self) -> None:
         tensor, event = self._leaving.popleft()

@@ -73,9 +73,9 @@ class Errors:
 
     def add(self, path: str, message: str) -> None:
         """Add an error of the module at this path; "" is the model."""
-        found = self._paths.setdefault(message, [])
-        if path not in found:
-            found.append(path)
+        paths = self._paths.setdefault(message, [])
+        if path not in paths:
+            paths.append(path)
 
     def concern(self, path: str) -> bool:
         """Return True if a module on the path to this one, or it itself, has an error."""
@@ -83,11 +83,12 @@ class Errors:
 
     def messages(self) -> list[str]:
         """Return all messages, each with its first path and the number of further paths."""
-        return [
-            f"{paths[0]}{f' (and {len(paths) - 1} more like it)' if len(paths) > 1 else ''}"
-            f"{': ' if paths[0] else ''}{message}"
-            for message, paths in self._paths.items()
-        ]
+        messages = []
+        for message, paths in self._paths.items():
+            more = f" (and {len(paths) - 1} more like it)" if len(paths) > 1 else ""
+            colon = ": " if paths[0] else ""
+            messages.append(f"{paths[0]}{more}{colon}{message}")
+        return messages
 
 
 def join(*paths: str) -> str:
@@ -134,15 +135,15 @@ class Policy(ABC):
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         if plan is None or manager is None:
             return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
-        found = layer_errors(
+        errors = layer_errors(
             plan.num_layers(self.model),
             manager.num_stages,
             manager.num_layers_per_stage,
             plan.stage_size(self.model),
         )
         for source, settings in settings_of(self.model).items():
-            found += setting_errors(self.model, settings, source)
-        return found
+            errors += setting_errors(self.model, settings, source)
+        return errors
 
     def preprocess(self) -> nn.Module:
         """Change the full model before it is cut and sharded."""
@@ -205,7 +206,8 @@ class Policy(ABC):
         if plan is None or manager is None or manager.num_stages == 1:
             return []
         bounds = self.stage_bounds()
-        stages: dict[Tensor, set[int]] = {}
+        stages_of: dict[Tensor, set[int]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            stages.setdefault(parameter, set()).update(plan.stages_of(self.model, name, bounds))
-        return [dict.fromkeys(sorted(local), tensor) for tensor, local in stages.items() if len(local) > 1]
+            stages_of.setdefault(parameter, set()).update(plan.stages_of(self.model, name, bounds))
+        shared = {parameter: stages for parameter, stages in stages_of.items() if len(stages) > 1}
+        return [dict.fromkeys(sorted(stages), parameter) for parameter, stages in shared.items()]

@@ -47,9 +47,10 @@ class PipelineGradientCheckpointConfig:
         return self._module_errors() + self._number_errors(num_stages)
 
     def _module_errors(self) -> list[str]:
+        """List the error of `recompute_modules`; empty if it is valid."""
         names = self.recompute_modules
         is_list = isinstance(names, Sequence) and not isinstance(names, str)
-        if names is None or (is_list and names and all(isinstance(each, str) and each for each in names)):
+        if names is None or (is_list and names and all(isinstance(name, str) and name for name in names)):
             return []
         return [
             f"recompute_modules={names!r} must be a list of the names of modules in a layer, ('mlp',) for example: "
@@ -57,6 +58,7 @@ class PipelineGradientCheckpointConfig:
         ]
 
     def _number_errors(self, num_stages: int | None) -> list[str]:
+        """List the error of the ratio or of the counts by stage; empty if they are valid."""
         ratio, counts = self.gradient_checkpointing_ratio, self.num_ckpt_layers_per_stage
         if (ratio is None) == (counts is None):
             given = "neither is given" if ratio is None else "both are given"
@@ -66,9 +68,9 @@ class PipelineGradientCheckpointConfig:
             ]
         if counts is None:
             is_share = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 <= ratio <= 1
-            return (
-                [] if is_share else [f"gradient_checkpointing_ratio={ratio!r} must be a number from 0 to 1"]
-            )
+            if is_share:
+                return []
+            return [f"gradient_checkpointing_ratio={ratio!r} must be a number from 0 to 1"]
         are_counts = isinstance(counts, Sequence) and all(
             isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts
         )
@@ -101,11 +103,11 @@ def recompute_errors(
         layers: the layers of each stage, by its index in the pipeline.
         config: the request.
     """
-    found = []
+    errors = []
     for stage, local in layers.items():
         count = config.num_layers(stage, len(local))
         if count > len(local):
-            found.append(
+            errors.append(
                 f"num_ckpt_layers_per_stage asks for {count} layers of stage {stage}, which has {len(local)}: ask for "
                 "at most that many"
             )
@@ -115,22 +117,23 @@ def recompute_errors(
             if config.recompute_modules is None and not isinstance(layer, GradientCheckpointingLayer)
         ]
         if other:
-            found.append(
+            errors.append(
                 f"{other[0]} cannot be recomputed: it is not a GradientCheckpointingLayer of transformers. "
                 "Give recompute_modules, or leave gradient_checkpoint_config out"
             )
-    return list(dict.fromkeys(found + _name_errors(_recomputed(layers, config), config)))
+    return list(dict.fromkeys(errors + _name_errors(_recomputed(layers, config), config)))
 
 
 def _name_errors(layers: Sequence[nn.Module], config: PipelineGradientCheckpointConfig) -> list[str]:
+    """List errors of requested modules that no recomputed layer has."""
     names = list(dict.fromkeys(path for layer in layers for path in _recomputable(layer)))
     return [
         (
-            f"recompute_modules: no layer has a {each!r} that can be recomputed: use one or more of "
+            f"recompute_modules: no layer has a {requested!r} that can be recomputed: use one or more of "
             f"{', '.join(names)}"
         )
-        for each in config.recompute_modules or ()
-        if layers and each not in names
+        for requested in config.recompute_modules or ()
+        if layers and requested not in names
     ]
 
 
@@ -190,6 +193,7 @@ def _restoring(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
     def restoring(function: Callable[..., Any], *args: Any) -> Any:
+        """Checkpoint a function so that its recomputation begins with the current random states."""
         restorers = [random.restorer() for random in randoms]
 
         def restore_and_compute(*args: Any) -> Any:
@@ -207,11 +211,12 @@ def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose calls are recomputed together with its hooks, since regions communicate in hooks."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer with recomputation, which takes arguments by position alone."""
         names, count = tuple(kwargs), len(args)
 
-        def by_place(*given: Any) -> Any:
-            return kind.__call__(self, *given[:count], **dict(zip(names, given[count:], strict=True)))
+        def by_position(*values: Any) -> Any:
+            return kind.__call__(self, *values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        return vars(self)["_recompute"](by_place, *args, *kwargs.values())
+        return vars(self)["_recompute"](by_position, *args, *kwargs.values())
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -24,22 +24,29 @@ def mark_parallelized(model: nn.Module) -> None:
     vars(model)[_PARALLELIZED] = id(model)
 
 
+def _is_marked(module_or_parameter: nn.Module | Tensor) -> bool:
+    """Return True for the marked object, False for its copies, which have the mark of the original."""
+    return vars(module_or_parameter).get(_PARALLELIZED) == id(module_or_parameter)
+
+
 def mark_all_parallelized(model: nn.Module) -> None:
     """Mark all modules and parameters of a full model that will be cut or sharded: no other model may use them."""
-    for each in chain(model.modules(), model.parameters()):
-        vars(each)[_PARALLELIZED] = id(each)
+    for module_or_parameter in chain(model.modules(), model.parameters()):
+        vars(module_or_parameter)[_PARALLELIZED] = id(module_or_parameter)
 
 
 def mark_trained(model: nn.Module) -> None:
     """Mark the parameters that a sharded optimizer has moved to its memory: no other optimizer may step them."""
-    for each in model.parameters():
-        if each.requires_grad:
-            vars(each)[_TRAINED] = id(each)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            vars(parameter)[_TRAINED] = id(parameter)
 
 
 def trained_errors(model: nn.Module) -> list[str]:
     """List the error of parameters that the optimizer of another boosted model trains; empty if there are none."""
-    names = [name for name, each in model.named_parameters() if vars(each).get(_TRAINED) == id(each)]
+    names = [
+        name for name, parameter in model.named_parameters() if vars(parameter).get(_TRAINED) == id(parameter)
+    ]
     if not names:
         return []
     return [
@@ -50,26 +57,23 @@ def trained_errors(model: nn.Module) -> list[str]:
 
 def _is_parallelized_as_one(model: nn.Module) -> bool:
     """Return True if a marked module has all parameters of a model: the model, or what a wrapper contains."""
-    everything = set(model.parameters())
-    return any(
-        vars(each).get(_PARALLELIZED) == id(each) and set(each.parameters()) == everything
-        for each in model.modules()
-    )
+    parameters = set(model.parameters())
+    return any(_is_marked(module) and set(module.parameters()) == parameters for module in model.modules())
 
 
 def _parallelized_inside(model: nn.Module) -> list[str]:
     """Return the names of the outermost modules, and of parameters outside of them, that were marked."""
     names: list[str] = []
-    for name, each in chain(model.named_modules(), model.named_parameters()):
+    for name, module_or_parameter in chain(model.named_modules(), model.named_parameters()):
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
-        if vars(each).get(_PARALLELIZED) == id(each) and not is_inside:
+        if _is_marked(module_or_parameter) and not is_inside:
             names.append(name)
     return names
 
 
 def is_parallelized(model: nn.Module) -> bool:
     """Return True if a plugin or ShardFormer processed the model, or a model inside it."""
-    return is_split(model) or any(vars(each).get(_PARALLELIZED) == id(each) for each in model.modules())
+    return is_split(model) or any(_is_marked(module) for module in model.modules())
 
 
 def given_errors(model: object) -> list[str]:
@@ -95,7 +99,7 @@ def given_errors(model: object) -> list[str]:
             "the model is already boosted, or sharded by ShardFormer: give the plain transformers model, once"
         ]
     named = chain(model.named_parameters(), model.named_buffers())
-    empty = [name for name, each in named if each.is_meta and not isinstance(each, LazyTensor)]
+    empty = [name for name, tensor in named if tensor.is_meta and not isinstance(tensor, LazyTensor)]
     if not empty:
         return []
     several = f"and {len(empty) - 1} more of the model are" if len(empty) > 1 else "of the model is"
@@ -110,9 +114,9 @@ def policy_errors(name: str, policy: object) -> list[str]:
     if policy is None or isinstance(policy, (Policy, Table)):
         return []
     is_class = isinstance(policy, type) and issubclass(policy, (Policy, Table))
-    given = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
+    received = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
     advice = "give an instance of it" if is_class else "leave it out for the table of the model's type"
-    return [f"{name} is {given} and must be a shardformer.Policy or a shardformer.Table: {advice}"]
+    return [f"{name} is {received} and must be a shardformer.Policy or a shardformer.Table: {advice}"]
 
 
 def refuse_partial_state(model: nn.Module) -> None:
@@ -125,9 +129,8 @@ def refuse_partial_state(model: nn.Module) -> None:
         model: already cut into stages or sharded.
     """
     modules = list(model.modules())
-    elsewhere = [
-        each for module in modules if isinstance(module, StandIn) for each in module.native.modules()
-    ]
+    stand_ins = [module for module in modules if isinstance(module, StandIn)]
+    elsewhere = [module for stand_in in stand_ins for module in stand_in.native.modules()]
     partial = [module for module in (*modules, *elsewhere) if _is_partial(module)]
     if not partial:
         return
@@ -192,4 +195,4 @@ def _is_partial(module: nn.Module) -> bool:
     """Return True if the module's own tensors are shards, or are on another stage."""
     if isinstance(module, StandIn):
         return next(chain(module.native.parameters(), module.native.buffers()), None) is not None
-    return any(is_partial(each) for each in chain(module._parameters.values(), module._buffers.values()))
+    return any(is_partial(tensor) for tensor in chain(module._parameters.values(), module._buffers.values()))

@@ -48,8 +48,8 @@ class RouterLoss:
         mesh: the mesh.
     """
 
-    def __init__(self, model: nn.Module, names: dict[str, Any], mesh: ParallelMesh) -> None:
-        self._model, self._names, self._native = model, names, names[ROUTER_LOSS]
+    def __init__(self, model: nn.Module, file_globals: dict[str, Any], mesh: ParallelMesh) -> None:
+        self._model, self._file_globals, self._native = model, file_globals, file_globals[ROUTER_LOSS]
         self._device = mesh.device
         self._group = mesh.group("data") if mesh.size("data") > 1 else None
         self._sizes = routing_sizes(model) if mesh.size("pp") > 1 else None
@@ -64,14 +64,14 @@ class RouterLoss:
         self._add_hooks(mesh)
 
     def _add_hooks(self, mesh: ParallelMesh) -> None:
-        """Add hooks to the model, and under a pipeline to its routers."""
+        """Replace the loss function of the model's file during its forwards; under a pipeline record router logits."""
         is_partial = mesh.size("pp", "sp") > 1
 
         def enter(module: nn.Module, args: tuple) -> None:
-            self._names[ROUTER_LOSS] = self
+            self._file_globals[ROUTER_LOSS] = self
 
         def leave(module: nn.Module, args: tuple, outputs: Any) -> Any:
-            self._names[ROUTER_LOSS] = self._native
+            self._file_globals[ROUTER_LOSS] = self._native
             return _without_logits(outputs) if is_partial else outputs
 
         self._model.register_forward_pre_hook(_Hook(enter))
@@ -234,10 +234,10 @@ def share_router_loss(model: nn.Module, stages: Iterable[Stage], mesh: ParallelM
         stages: its stages on this rank.
         mesh: the mesh.
     """
-    names = router_loss_file(model)
-    if names is None or mesh.size("data", "pp") == 1:
+    file_globals = router_loss_file(model)
+    if file_globals is None or mesh.size("data", "pp") == 1:
         return None
-    shared = RouterLoss(model, names, mesh)
+    shared = RouterLoss(model, file_globals, mesh)
     for stage in stages:
         stage.carried = shared
     return shared

@@ -206,27 +206,27 @@ class ShardConfig(ShardOptions):
     def _axis_errors(self) -> list[str]:
         """List errors of sizes and groups that contradict each other."""
         groups = {axis: self._group(axis) for axis in _AXES}
-        found = []
+        errors = []
         if all(groups.values()):
             ranks = (set(dist.get_process_group_ranks(group)) for group in groups.values())
             if len(common := set.intersection(*ranks)) > 1:
-                found.append(
+                errors.append(
                     "tensor_parallel_process_group and data_parallel_process_group have the ranks "
                     f"{sorted(common)} in common: give groups that have only this rank in common"
                 )
         for axis, other in (_AXES, _AXES[::-1]):
             size, group = getattr(self, f"{axis}_size"), groups[axis]
             if size is not None and group is not None and group.size() != size:
-                found.append(
+                errors.append(
                     f"{axis}_size={size} is not the size of {axis}_process_group, which has {group.size()} ranks: "
                     "leave the size out, or give a group of as many"
                 )
             if group is None and (size or 1) > 1 and groups[other] is not None:
-                found.append(
+                errors.append(
                     f"{axis}_size={size} needs a group beside the {other}_process_group: give {axis}_process_group "
                     "too, or sizes alone and call ShardFormer.init_distributed()"
                 )
-        return found
+        return errors
 
     @property
     def sequence_parallel_size(self) -> int:

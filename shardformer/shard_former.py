@@ -117,13 +117,14 @@ class ShardFormer:
         """Run `optimize`, and move the local model to a device unless it is None."""
         config = self.shard_config
         raise_errors(_split_errors(model, config))
-        is_moved, (own, dtype) = device is not None, _computing(model)
-        fused, device = config.fused, device or own
+        model_device, dtype = _computing(model)
+        is_moved = device is not None
+        fused, device = config.fused, device or model_device
         errors = fused.errors(device, dtype) + fused.model_errors(model, device)
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
             sharder = sharder_or_errors(model, policy, config, errors)
-        groups = [each for each in (config.split_group, config.replica_group) if each is not None]
+        groups = [group for group in (config.split_group, config.replica_group) if group is not None]
         if groups:
             run_or_raise_together(partial(raise_errors, errors), *groups)
             require_equal_models(model, *groups)
@@ -178,13 +179,13 @@ class ShardFormer:
         config = self.shard_config
         if not config.has_groups:
             raise ValueError(_NO_GROUPS)
-        given = {
+        arguments = {
             "batch_size": batch_size,
             "shuffle": shuffle,
             "drop_last": drop_last,
             "collate_fn": collate_fn,
         }
-        chosen = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: value for name, value in arguments.items() if value is not None}
         group = config.replica_group
         return sharded_loader(
             rank=0 if group is None else group.rank(),
@@ -239,8 +240,8 @@ def sharder_or_errors(
     model: nn.Module, policy: Policy | Table | None, config: ShardConfig, errors: list[str]
 ) -> ModelSharder | None:
     """Return a sharder of the model, by a policy or by that of its type; on failure add to `errors`, return None."""
-    if found := policy_errors("policy", policy):
-        errors += found
+    if of_policy := policy_errors("policy", policy):
+        errors += of_policy
         return None
     if isinstance(policy, Table):
         policy = TablePolicy(policy)

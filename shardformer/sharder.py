@@ -208,8 +208,8 @@ def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Er
         if not errors.messages():
             with errors.at():
                 _shard_sequences(split, dry_policy, config)
-        marked = _apply_policy(split, dry_policy, config.groups, classes, errors)
-        _report_ties(split, marked, errors)
+        changed = _apply_policy(split, dry_policy, config.groups, classes, errors)
+        _report_ties(split, changed, errors)
         split = dry_policy.postprocess()
     return split
 
@@ -219,10 +219,10 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     copies: dict[int, Any] = {}
     configs: dict[int, Any] = {}  # memo of `deepcopy`
 
-    def tensor(of: Tensor) -> Tensor:
-        if id(of) not in copies:
-            copies[id(of)] = _meta_tensor(of)
-        copied: Tensor = copies[id(of)]
+    def copy_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _meta_tensor(tensor)
+        copied: Tensor = copies[id(tensor)]
         return copied
 
     modules = dict.fromkeys(model.modules())
@@ -234,7 +234,8 @@ def _meta_copy(model: nn.Module) -> nn.Module:
         for name, child in module._modules.items():
             copied._modules[name] = None if child is None else copies[id(child)]
         for tensors in (copied._parameters, copied._buffers):
-            tensors.update({name: None if each is None else tensor(each) for name, each in tensors.items()})
+            for name, tensor in tensors.items():
+                tensors[name] = None if tensor is None else copy_of(tensor)
     meta_model: nn.Module = copies[id(model)]
     return meta_model
 
@@ -246,6 +247,7 @@ def _own_value(value: Any, configs: dict[int, Any]) -> Any:
 
 
 def _meta_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor of this shape and class on the meta device."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if not isinstance(tensor, (Parameter, LazyTensor)):
         return empty
@@ -265,6 +267,7 @@ def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
 
 
 def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> None:
+    """Shard sequences within the layers, if the config asks for it; raise ValueError if the policy cannot."""
     split, plan = config.sequence_split, policy.stage_plan()
     if split is None:
         return
@@ -286,27 +289,27 @@ def _apply_policy(
 ) -> set[nn.Module]:
     """Apply the policy's changes to the local modules; return the modules that were changed and not replaced."""
     descriptions = policy.module_policy()
-    known = {key for each in classes for key in (each, each.__name__)}
+    known = {*classes, *(kind.__name__ for kind in classes)}
     if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
         errors.add(
             "",
             f"the policy describes {', '.join(map(str, unknown))}, but the model has no module of that "
-            f"class; its classes are {', '.join(sorted(each.__name__ for each in classes))}",
+            f"class; its classes are {', '.join(sorted(kind.__name__ for kind in classes))}",
         )
-    marked: set[nn.Module] = set()
+    changed: set[nn.Module] = set()
     # A list, because replacements add modules that must not be visited.
     for path, module in list(model.named_modules()):
         kind = type(module.native if isinstance(module, StandIn) else module)
         for key in (kind, kind.__name__):
             if key in descriptions:
                 policy.regions += [
-                    join(path, each.suffix)
-                    for each in descriptions[key].sub_module_replacement
-                    if each.target_module is Region
+                    join(path, replacement.suffix)
+                    for replacement in descriptions[key].sub_module_replacement
+                    if replacement.target_module is Region
                 ]
-                marked |= _apply_description(module, path, descriptions[key], groups, errors)
+                changed |= _apply_description(module, path, descriptions[key], groups, errors)
     _place_others(model, policy, groups, errors)
-    return marked
+    return changed
 
 
 def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], errors: Errors) -> None:
@@ -343,16 +346,16 @@ def _apply_description(
     """Apply one description to a module or a stand-in; return the modules that were changed and not replaced."""
     replacements = list(description.sub_module_replacement)
     if isinstance(module, StandIn):  # some sub-modules of its native module may be local
-        local = {name for name, each in module.named_modules() if not isinstance(each, StandIn)}
-        replacements = [each for each in replacements if each.suffix in local]
+        local = {name for name, inner in module.named_modules() if not isinstance(inner, StandIn)}
+        replacements = [replacement for replacement in replacements if replacement.suffix in local]
     else:
         _change(module, path, description, errors)
-    marked: set[nn.Module] = set()
-    for each in replacements:
-        with errors.at(join(path, each.suffix)):
-            if (found := _replaced(module, each, groups)) is not None:
-                marked.add(found)
-    return marked
+    changed: set[nn.Module] = set()
+    for replacement in replacements:
+        with errors.at(join(path, replacement.suffix)):
+            if (changed_module := _replaced(module, replacement, groups)) is not None:
+                changed.add(changed_module)
+    return changed
 
 
 def _change(module: nn.Module, path: str, description: ModulePolicyDescription, errors: Errors) -> None:
@@ -407,22 +410,22 @@ def _replaced(
     return None
 
 
-def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> None:
+def _report_ties(model: nn.Module, changed: set[nn.Module], errors: Errors) -> None:
     """Add errors of layers that share the weight of a sharded layer, and would compute with a shard of it."""
     holders: dict[Parameter, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, []).append((path, module))
     for parameter, sharers in holders.items():
-        whole = [
+        unsharded = [
             path
             for path, module in sharers
-            if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked)
+            if (isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in changed)
             or (isinstance(module, Linear1D_Row) and module.bias is parameter)  # every rank adds all of it
         ]
         if is_sharded(parameter):
-            split = next((path for path, _ in sharers if path not in whole), "another")
-            for path in whole:
+            split = next((path for path, _ in sharers if path not in unsharded), "another")
+            for path in unsharded:
                 errors.add(
                     path,
                     f"shares a parameter with {split}, which is sharded, but is not sharded itself: untie it, "
@@ -431,6 +434,7 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
 
 
 def _set_attribute(module: nn.Module, path: str, value: Any) -> None:
+    """Set an existing attribute of a module or of one in it; raise ValueError if there is none."""
     *parents, name = path.split(".")
     owner: Any = module.get_submodule(".".join(parents))
     if not hasattr(owner, name):

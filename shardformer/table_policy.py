@@ -61,12 +61,13 @@ class TablePolicy(Policy):
         """
         super().set_model(model)
         self._common_input = CommonInput()
-        self.table = table_as_installed(self._newest, model, self._from_model)
-        tables, self._parts = {self._from_model(path): table for path, table in self.table.parts.items()}, {}
+        self.table = table_as_installed(self._newest, model, self._full_path)
+        part_tables = {self._full_path(path): table for path, table in self.table.parts.items()}
+        self._parts = {}
         errors = []
-        for path in present(model, tables):
+        for path in present(model, part_tables):
             part: Any = model.get_submodule(path)
-            table = tables[path] or table_for(part.config.model_type)
+            table = part_tables[path] or table_for(part.config.model_type)
             if table is None:
                 errors.append(
                     f"there is no table to shard {path} of this {type(model).__name__} "
@@ -87,29 +88,29 @@ class TablePolicy(Policy):
 
     def config_errors(self) -> list[str]:
         """List errors of `shard_config`: those that the table states, and those of every policy."""
-        found = list(self.table.pipeline_errors) if self.shard_config.num_stages > 1 else []
+        errors = list(self.table.pipeline_errors) if self.shard_config.num_stages > 1 else []
         if self.shard_config.tensor_parallel_size > 1:
-            found = [*self._tensor_errors(), *found]
-        return [*found, *super().config_errors()]
+            errors = [*self._tensor_errors(), *errors]
+        return [*errors, *super().config_errors()]
 
     def stage_plan(self) -> StagePlan:
         """Return the table's stage plan, with paths from the full model."""
         if isinstance(self.table.stage, StagePlan):
             return self.table.stage.under(self._base_prefix()).fitted(self.model)
         stages = self._stages_part()
-        path = self._from_model(stages.part)
+        path = self._full_path(stages.part)
         return (
             self._parts[path]
             .stage_plan()
             .under(path)
             .after(
-                entry=tuple(map(self._from_model, stages.entry)),
+                entry=tuple(map(self._full_path, stages.entry)),
                 leading=tuple(
-                    self._from_model(name)
+                    self._full_path(name)
                     for name in stages.leading
-                    if name not in stages.optional or has_submodule(self.model, self._from_model(name))
+                    if name not in stages.optional or has_submodule(self.model, self._full_path(name))
                 ),
-                everywhere=tuple(map(self._from_model, stages.everywhere)),
+                everywhere=tuple(map(self._full_path, stages.everywhere)),
             )
         )
 
@@ -148,9 +149,9 @@ class TablePolicy(Policy):
         for path, part in self._parts.items():
             if _is_local(self.model, path):
                 part.errors = self.errors
-                own, inner = part._changes(join(prefix, path))
-                attributes |= own
-                replacements += inner
+                part_attributes, part_replacements = part._changes(join(prefix, path))
+                attributes |= part_attributes
+                replacements += part_replacements
                 self._replicas |= part._replicas
         return attributes, replacements
 
@@ -160,51 +161,51 @@ class TablePolicy(Policy):
 
     def _ends(self, prefix: str) -> list[SubModuleReplacementDescription]:
         """Return the replacements of embeddings and head."""
-        further = present(self.model, map(self._from_model, self.table.further_embeddings))
-        first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
-        head = self.head_path()
-        targets: dict[str, Any] = dict.fromkeys([*first, *further], VocabParallelEmbedding1D)
-        targets |= {head: VocabParallelLMHead1D} if head else {}
+        embeddings = [] if self.table.embedding is None else [self._full_path(self.table.embedding)]
+        embeddings += present(self.model, map(self._full_path, self.table.further_embeddings))
+        targets: dict[str, Any] = dict.fromkeys(embeddings, VocabParallelEmbedding1D)
+        if head := self.head_path():
+            targets[head] = VocabParallelLMHead1D
         vocabulary = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
-        found = []
+        replacements = []
         for name, target in targets.items():
             if not has_submodule(self.model, name):
                 self.errors.add(
                     prefix, f"the table names {name!r}, and the model has no such module: correct the name"
                 )
             elif _is_local(self.model, name):
-                found.append(
+                replacements.append(
                     SubModuleReplacementDescription(
                         suffix=join(prefix, name), target_module=target, kwargs=vocabulary
                     )
                 )
-        return found
+        return replacements
 
-    def _shared_biases(self, prefix: str, first: LayerSplit) -> list[SubModuleReplacementDescription]:
+    def _shared_biases(self, prefix: str, first_layer: LayerSplit) -> list[SubModuleReplacementDescription]:
         """Return the sharding of biases that are inputs of all layers, by the heads of the first layer."""
-        found = []
+        replacements = []
         for path, dim in self.table.shared_biases.items():
-            owner, _, name = self._from_model(path).rpartition(".")
+            owner, _, name = self._full_path(path).rpartition(".")
             if has_parameter(self.model, f"{owner}.{name}"):
                 length = self.model.get_parameter(f"{owner}.{name}").shape[dim]
-                cut = cut_arguments(first.heads.query_cut(length)) if self.table.attention else {}
-                found.append(
+                cut = cut_arguments(first_layer.heads.query_cut(length)) if self.table.attention else {}
+                replacements.append(
                     SubModuleReplacementDescription(
                         suffix=join(prefix, owner),
                         target_module=SplitParameter,
                         kwargs={"name": name, "dim": dim, **cut},
                     )
                 )
-        return found
+        return replacements
 
     def _layers(self, prefix: str) -> dict[str, LayerSplit]:
         """Return the sharding of the model's own layers by path. All layers of a list must have the same class."""
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
-        found: dict[str, LayerSplit] = {}
+        splits: dict[str, LayerSplit] = {}
         for stack in self._stacks():
             layers = layers_of(self.model, [stack])
-            kinds = {type(each.native if isinstance(each, StandIn) else each) for each in layers.values()}
+            kinds = {type(layer.native if isinstance(layer, StandIn) else layer) for layer in layers.values()}
             if len(kinds) > 1:
                 names = sorted(kind.__name__ for kind in kinds)
                 self.errors.add(
@@ -212,7 +213,7 @@ class TablePolicy(Policy):
                     f"the layers are of several classes, {names}, but a table describes one: use tp_size=1",
                 )
             for path, layer in layers.items():
-                found[join(prefix, path)] = LayerSplit(
+                splits[join(prefix, path)] = LayerSplit(
                     self.table,
                     layer,
                     getattr(self.model, "config", None),
@@ -222,7 +223,7 @@ class TablePolicy(Policy):
                     path=join(prefix, path),
                     errors=self.errors,
                 )
-        return found
+        return splits
 
     def _require_settings(self, prefix: str) -> None:
         """Add errors of config settings that the table does not support."""
@@ -234,8 +235,8 @@ class TablePolicy(Policy):
                     f"{name}={getattr(config, name)!r} in the model's config is not supported with tensor "
                     f"parallelism: use {name}={needed!r} or tp_size=1",
                 )
-        is_counted = self.table.column and not (self.table.attention or self.table.divide)
-        for name in self.table.divisible if is_counted else ():
+        uses_divisible = self.table.column and not (self.table.attention or self.table.divide)
+        for name in self.table.divisible if uses_divisible else ():
             with self.errors.at(prefix):
                 require_divisible(name, setting(config, name, self._count_advice()), ranks)
 
@@ -246,14 +247,18 @@ class TablePolicy(Policy):
         settings of the config, which take the place of `divide` in a table without one.
         """
         layer = next(iter(layers_of(self.model, self._stacks()).values()))
-        counts = [
-            f"{join(path, name)}={value}"
-            for path, module in layer.named_modules()
-            if any(is_within(path, region) for region in self.table.regions)
-            and next(module.parameters(recurse=False), None) is None  # layers have their own sizes
-            for name, value in vars(module).items()
-            if type(value) is int and value > 1 and not name.startswith("_")
-        ]
+        counts = []
+        for path, module in layer.named_modules():
+            is_in_region = any(is_within(path, region) for region in self.table.regions)
+            has_parameters = (
+                next(module.parameters(recurse=False), None) is not None
+            )  # its numbers are their sizes
+            if is_in_region and not has_parameters:
+                counts += [
+                    f"{join(path, name)}={value}"
+                    for name, value in vars(module).items()
+                    if type(value) is int and value > 1 and not name.startswith("_")
+                ]
         numbers = f" of {', '.join(counts)}" if counts else ""
         return (
             f"name in divide those{numbers} that a rank's shard changes (heads, the width of all heads), and also in "
@@ -261,10 +266,10 @@ class TablePolicy(Policy):
         )
 
     def postprocess(self) -> nn.Module:
-        """Route the loss to a sharded head, and refuse calls whose results would be sharded over ranks.
+        """Route the loss to a sharded head, and refuse output_attentions, which would be sharded over ranks.
 
         Raises:
-            ValueError: the model's config requests such results, or its forward reads the weight of the head.
+            ValueError: the model's config has output_attentions, or its forward reads the weight of the head.
         """
         if self.shard_config.tensor_parallel_size > 1 and hasattr(self.model, "config"):
             _refuse_attentions(self.model, (), {}, source="the model's config")
@@ -292,14 +297,17 @@ class TablePolicy(Policy):
     def _stages_part(self) -> PartStages:
         """Return the part that a pipeline cuts: the first in the table that this class of model has."""
         assert not isinstance(self.table.stage, StagePlan)
-        found = next((each for each in self.table.stage if self._from_model(each.part) in self._parts), None)
-        if found is None:
+        stages = next(
+            (candidate for candidate in self.table.stage if self._full_path(candidate.part) in self._parts),
+            None,
+        )
+        if stages is None:
             raise ValueError(
                 f"this {type(self.model).__name__} has none of the parts "
-                f"{[each.part for each in self.table.stage]}, whose layers become pipeline stages: use a "
+                f"{[candidate.part for candidate in self.table.stage]}, whose layers become pipeline stages: use a "
                 "class that has one, or a policy of your own (custom_policy=...)"
             )
-        return found
+        return stages
 
     def _tensor_errors(self) -> list[str]:
         """List the errors that the table and the tables of the parts state for tensor parallelism."""
@@ -314,6 +322,7 @@ class TablePolicy(Policy):
         return RegionSequence(axis=axis, regathers=settings.regathers, overlap=settings.overlaps)
 
     def _base_prefix(self) -> str:
+        """Return the path of the base model in the model; "" if it is the model."""
         base = getattr(self.model, "base_model", self.model)
         return "" if base is self.model else str(self.model.base_model_prefix)
 
@@ -324,7 +333,7 @@ class TablePolicy(Policy):
         stacks = self.stage_plan().stacks(self.model)
         return [path for stack in stacks for path in stack.plan.list_paths(self.model)]
 
-    def _from_model(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         """Return the path from the full model of a path in the base model."""
         return join(self._base_prefix(), path)
 
@@ -345,38 +354,42 @@ def _is_local(model: nn.Module, path: str) -> bool:
 
 
 def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any], *, source: str = "this call") -> None:
+    """Refuse attention weights that a call or the config asks for; also a forward pre-hook."""
     asked = kwargs.get("output_attentions")
-    if getattr(model.config, "output_attentions", False) if asked is None else asked:
+    if asked is None:
+        asked = getattr(model.config, "output_attentions", False)
+    if asked:
         raise ValueError(
             f"output_attentions=True in {source} would return only the local heads' attention on each rank: "
             "leave it out or use tp_size=1"
         )
 
 
-def table_as_installed(table: Table, model: nn.Module, from_model: Callable[[str], str]) -> Table:
+def table_as_installed(table: Table, model: nn.Module, full_path: Callable[[str], str]) -> Table:
     """Adapt a table to the installed transformers: older releases have other names, and layers that return tuples.
 
     Args:
         table: the table for the newest release.
         model: the full model; may be on the meta device.
-        from_model: converts a path from the base model into one from the model.
+        full_path: converts a path from the base model into one from the model.
     """
-    found = next(
-        (older for path, older in table.older.items() if has_submodule(model, from_model(path))), table
+    installed = next(
+        (older for path, older in table.older.items() if has_submodule(model, full_path(path))), table
     )
-    if isinstance(found.stage, StagePlan):
-        return replace(found, stage=_with_arity(found.stage, model, from_model))
-    return found
+    if isinstance(installed.stage, StagePlan):
+        return replace(installed, stage=_with_arity(installed.stage, model, full_path))
+    return installed
 
 
-def _with_arity(plan: StagePlan, model: nn.Module, from_model: Callable[[str], str]) -> StagePlan:
-    """Adapt a plan to layers that return a tuple instead of a tensor; callers read its first entry."""
-    encoder = None if plan.encoder is None else _with_arity(plan.encoder, model, from_model)
-    path = from_model(plan.layers)
+def _with_arity(plan: StagePlan, model: nn.Module, full_path: Callable[[str], str]) -> StagePlan:
+    """Set the arity of a plan and its encoder's to 1 if their layers return a tuple instead of a tensor."""
+    encoder = None if plan.encoder is None else _with_arity(plan.encoder, model, full_path)
+    path = full_path(plan.layers)
     layers = layers_of(model, [path]) if has_submodule(model, path) else {}
-    by_class = {type(layer): layer for layer in layers.values()}
-    is_tuple = plan.arity == 0 and any(says_tuple(layer) for layer in by_class.values())
-    return replace(plan, arity=1 if is_tuple else plan.arity, encoder=encoder)
+    one_of_class = {type(layer): layer for layer in layers.values()}
+    if plan.arity == 0 and any(says_tuple(layer) for layer in one_of_class.values()):
+        plan = replace(plan, arity=1)
+    return replace(plan, encoder=encoder)
 
 
 _ROW = 16  # bytes: row sizes in torch's grouped product are multiples of it
@@ -390,18 +403,18 @@ def expert_width_errors(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -
         tp_size: number of ranks.
         dtype: format of the computation.
     """
-    found: dict[int, str] = {}  # by width
+    errors: dict[int, str] = {}  # by width
     for path, module in model.named_modules():
         if (width := grouped_width(module)) is None:
             continue
-        sizes = [size for size in divisors(width) if width // size * dtype.itemsize % _ROW == 0]
-        if width % tp_size == 0 and tp_size not in sizes:
-            smaller = [str(size) for size in sizes if size < tp_size]
-            found.setdefault(
+        valid_sizes = [size for size in divisors(width) if width // size * dtype.itemsize % _ROW == 0]
+        if width % tp_size == 0 and tp_size not in valid_sizes:
+            smaller = [str(size) for size in valid_sizes if size < tp_size]
+            errors.setdefault(
                 width,
                 f"tp_size={tp_size} gives each rank {width // tp_size} of the {width} columns of {path}, but "
                 f"torch's grouped_mm needs rows of a multiple of {_ROW} bytes: "
                 + (f"use tp_size={' or '.join(smaller)}, or call " if smaller else "call ")
                 + "model.set_experts_implementation('eager') before boost",
             )
-    return list(found.values())
+    return list(errors.values())

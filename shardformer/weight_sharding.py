@@ -41,9 +41,9 @@ def plan_weight_sharding(
             "a stage_plan (custom_policy=...), or use wp_size=1"
         )
         return None
-    found = weight_model_errors(model, layers)
-    errors += found
-    return None if found else layers
+    of_weights = weight_model_errors(model, layers)
+    errors += of_weights
+    return None if of_weights else layers
 
 
 def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
@@ -54,13 +54,13 @@ def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[s
         layers: its layers.
     """
     linear = _linear_layers(model, layers)
-    found = [
+    errors = [
         f"{path} {error}"
         for path, module in linear.items()
         for error in native_errors(module, *KINDS, type(module))
     ]
     config = getattr(model, "config", None)
-    found += layer_drop_errors(
+    errors += layer_drop_errors(
         {} if config is None else config.to_dict(),
         "the model's config",
         who="the ranks that share weights",
@@ -68,12 +68,12 @@ def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[s
     )
     if not linear:
         kinds = sorted({type(module).__name__ for layer in layers for module in layer.modules()})
-        found.append(
+        errors.append(
             "wp_size > 1 shards the weights of nn.Linear and transformers' Conv1D, but there are none in the "
             f"model's {len(layers)} layers (of {', '.join(kinds) or 'nothing'}): use wp_size=1, and "
             "zero_stage to shard optimizer states and gradients"
         )
-    return found
+    return errors
 
 
 def apply_weight_sharding(
@@ -97,7 +97,7 @@ def apply_weight_sharding(
     """
     pool = WeightPool(group, overlap=overlap, gradient_dtype=gradient_dtype)
     for module in _linear_layers(model, layers).values():
-        made = ShardedLinear(module, group, native_class=type(module), pool=pool)
+        sharded = ShardedLinear(module, group, native_class=type(module), pool=pool)
         places = [
             (parent, name)
             for parent in model.modules()
@@ -105,15 +105,17 @@ def apply_weight_sharding(
             if child is module
         ]
         for parent, name in places:
-            setattr(parent, name, made)
+            setattr(parent, name, sharded)
 
 
 def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
     """Return the layers of a full model: those that transformers recomputes, or those of its plan; None if unknown."""
-    if found := recomputable_layers(model):
-        return found
+    if layers := recomputable_layers(model):
+        return layers
     try:
-        policy = TablePolicy(policy) if isinstance(policy, Table) else policy or policy_for(model)
+        if isinstance(policy, Table):
+            policy = TablePolicy(policy)
+        policy = policy or policy_for(model)
     except ValueError:
         return None
     policy.set_model(model)

@@ -112,20 +112,22 @@ class Bucket:
 
     def _allocate(self, values: Tensor, dtype: torch.dtype) -> None:
         """Allocate the flat memory from float32 values of the parameters."""
-        own = self.partition.own(values)
+        local_slice = self.partition.own(values)
         self.parameters = values if dtype == torch.float32 else values.to(dtype)
         self.gradients: Tensor | None = None
         if self._pool is not None:
             self._pool.reserve(len(values))
-            self.own_gradients = torch.zeros_like(own)
+            self.own_gradients = torch.zeros_like(local_slice)
         else:
             self.gradients = torch.zeros_like(values)
             self.own_gradients = self.partition.own(self.gradients)
-        self.unrounded = (own if dtype == torch.float32 else own.clone()) if self.is_owned else None
+        self.unrounded: Tensor | None = None
+        if self.is_owned:
+            self.unrounded = local_slice if dtype == torch.float32 else local_slice.clone()
         if self.is_offloaded:
-            self.masters = host_copy(own)
+            self.masters = host_copy(local_slice)
         else:
-            self.masters = own.clone() if self.has_masters else self.partition.own(self.parameters)
+            self.masters = local_slice.clone() if self.has_masters else self.partition.own(self.parameters)
         # Read by the inner optimizer in a step.
         self.stepped_gradients = host_copy(self.own_gradients) if self.is_offloaded else self.own_gradients
 
@@ -168,10 +170,10 @@ class Bucket:
 
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a factor while they accumulate."""
-        own = self.own_gradients if self.shards_gradients else None
-        for each in (self.gradients, self._previous, own):
-            if each is not None:
-                each.mul_(factor)
+        sharded = self.own_gradients if self.shards_gradients else None
+        for gradients in (self.gradients, self._previous, sharded):
+            if gradients is not None:
+                gradients.mul_(factor)
 
     def borrow(self) -> None:
         """Borrow memory for unsharded gradients, where there is none."""
@@ -238,14 +240,14 @@ class Bucket:
         elif to_zeros and self.gradients is not None:
             self.gradients.zero_()
 
-    def put_back(self, own: Tensor, were_reduced: Iterable[bool]) -> None:
+    def put_back(self, own_gradients: Tensor, were_reduced: Iterable[bool]) -> None:
         """Make an earlier slice of reduced gradients the present one again, after a drop (from NONE to REDUCED).
 
         Args:
-            own: as `own_gradients`.
+            own_gradients: as the attribute.
             were_reduced: by slot, True if this rank gave a gradient.
         """
-        self.own_gradients.copy_(own)
+        self.own_gradients.copy_(own_gradients)
         for slot, was_reduced in zip(self.slots, were_reduced, strict=True):
             slot.was_reduced = was_reduced
             view = slot.sharded_gradient if self.shards_gradients else slot.gradient
@@ -253,6 +255,7 @@ class Bucket:
         self.state = GradientState.REDUCED
 
     def _give_back(self) -> None:
+        """Return the unsharded gradients to the pool, if they came from there."""
         if self._pool is not None and self.gradients is not None:
             self._pool.give_back(self.gradients)
             self.gradients = None
@@ -297,19 +300,20 @@ class Bucket:
         ]
 
     def _slot(self, managed: ManagedParameter, start: int) -> Slot:
+        """Return the slot of a parameter, and make the parameter a view of the flat memory from `start`."""
         parameter, stop = managed.parameter, start + managed.parameter.numel()
         weight = view_like(self.parameters, parameter, start)
         # None: autograd accumulates gradients of any format, here of the activations' into the bucket's float32.
         parameter.grad_dtype = None
         parameter.data = weight
-        first = self.partition.index * self.masters.numel()
-        begin, end = max(start, first), min(stop, first + self.masters.numel())
-        in_slice = slice(begin - first, max(begin, end) - first)
-        piece, gradient = None, None
-        if begin < end and not self.is_owned:
+        slice_start = self.partition.index * self.masters.numel()
+        piece_begin, piece_end = max(start, slice_start), min(stop, slice_start + self.masters.numel())
+        in_slice = slice(piece_begin - slice_start, max(piece_begin, piece_end) - slice_start)
+        piece, piece_gradient = None, None
+        if piece_begin < piece_end and not self.is_owned:
             shape = parameter.shape if self.is_full else (-1,)
             piece = Parameter(self.masters[in_slice].view(shape))
-            gradient = self.stepped_gradients[in_slice].view(shape)
+            piece_gradient = self.stepped_gradients[in_slice].view(shape)
         return Slot(
             managed=managed,
             start=start,
@@ -318,8 +322,8 @@ class Bucket:
             gradient=None if self.gradients is None else view_like(self.gradients, parameter, start),
             in_slice=in_slice,
             piece=piece,
-            piece_start=begin - start,
-            piece_gradient=gradient,
+            piece_start=piece_begin - start,
+            piece_gradient=piece_gradient,
             version=parameter._version,
         )
 
@@ -343,7 +347,9 @@ def gathered(buckets: Iterable[Bucket], flat: Callable[[Bucket], Tensor]) -> dic
 
 def round_masters(buckets: Sequence[Bucket]) -> None:
     """Copy the masters into this rank's slices of the parameters, with a few kernels for all buckets."""
-    pairs = [(each.partition.own(each.parameters), each.masters) for each in buckets if each.has_masters]
+    pairs = [
+        (bucket.partition.own(bucket.parameters), bucket.masters) for bucket in buckets if bucket.has_masters
+    ]
     if pairs:
         slices, masters = map(list, zip(*pairs, strict=True))
         torch._foreach_copy_(slices, masters, non_blocking=True)
@@ -383,7 +389,7 @@ def make_buckets(
             key = (managed.parameter.device, stage, sums, managed.sharded_over)
             alike.setdefault(key, []).append(managed)
         for members in alike.values():
-            for portion in packed(members, bucket_size, lambda each: each.parameter.numel()):
+            for portion in packed(members, bucket_size, lambda managed: managed.parameter.numel()):
                 bucket = Bucket(
                     portion,
                     group_index=index,

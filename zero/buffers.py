@@ -25,9 +25,9 @@ class BufferPool:
         if free := self._free.get((dtype, device)):
             return free.pop()[:length]
         with torch.inference_mode(False):  # buffers are used in training too
-            made = torch.empty(max(length, self._length), dtype=dtype, device=device)
-        self._made[made.data_ptr()] = made
-        return made[:length]
+            buffer = torch.empty(max(length, self._length), dtype=dtype, device=device)
+        self._made[buffer.data_ptr()] = buffer
+        return buffer[:length]
 
     def give_back(self, lent: Tensor) -> None:
         """Return a buffer to the pool."""

@@ -25,25 +25,26 @@ class CombinedOptimizer(Optimizer):
         self.optimizers = tuple(optimizers)
         if not self.optimizers:
             raise ValueError("CombinedOptimizer([]) has no optimizers: give at least one")
-        for each in self.optimizers:
-            if not isinstance(each, Optimizer) or isinstance(each, CombinedOptimizer):
+        for member in self.optimizers:
+            if not isinstance(member, Optimizer) or isinstance(member, CombinedOptimizer):
                 raise ValueError(
-                    f"CombinedOptimizer got a {type(each).__name__}: give torch optimizers that are not combined"
+                    f"CombinedOptimizer got a {type(member).__name__}: give torch optimizers that are not combined"
                 )
-        common = set.intersection(*(set(each.defaults) for each in self.optimizers))
-        self._is_complete = False  # until torch's constructor has added the groups, by add_param_group
-        super().__init__([group for each in self.optimizers for group in each.param_groups], {})
-        self.defaults = {name: self.optimizers[0].defaults[name] for name in sorted(common)}
+        self._is_complete = False  # torch's constructor adds the members' groups by `add_param_group`
+        super().__init__([group for member in self.optimizers for group in member.param_groups], {})
         self._is_complete = True
-        self._adopt()
+        # Not given to the constructor, which would add them to the groups.
+        common_options = set.intersection(*(set(member.defaults) for member in self.optimizers))
+        self.defaults = {name: self.optimizers[0].defaults[name] for name in sorted(common_options)}
+        self._share_groups_and_states()
 
-    def _adopt(self) -> None:
+    def _share_groups_and_states(self) -> None:
         """Take over the groups and states of the members, as the same objects."""
-        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+        self.param_groups = [group for member in self.optimizers for group in member.param_groups]
         self.state = defaultdict(dict)
-        for each in self.optimizers:
-            self.state.update(each.state)
-            each.state = self.state
+        for member in self.optimizers:
+            self.state.update(member.state)
+            member.state = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse, except for the groups of the members: no member would step it."""
@@ -60,8 +61,8 @@ class CombinedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for each in self.optimizers:
-            each.step()
+        for member in self.optimizers:
+            member.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -72,19 +73,20 @@ class CombinedOptimizer(Optimizer):
                 f"the state has {len(saved)} parameter groups, not {len(self.param_groups)}: load it into an optimizer "
                 "of the same members"
             )
-        for each in self.optimizers:
-            groups, saved = saved[: len(each.param_groups)], saved[len(each.param_groups) :]
+        for member in self.optimizers:
+            num_groups = len(member.param_groups)
+            groups, saved = saved[:num_groups], saved[num_groups:]
             numbers = {number for group in groups for number in group["params"]}
             state = {number: value for number, value in state_dict["state"].items() if number in numbers}
-            each.load_state_dict({"state": state, "param_groups": groups})
-        self._adopt()
+            member.load_state_dict({"state": state, "param_groups": groups})
+        self._share_groups_and_states()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "optimizers": self.optimizers, "_is_complete": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._adopt()
+        self._share_groups_and_states()
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:

@@ -1,6 +1,7 @@
 """The user's optimizer inside a sharded one: its groups, its states, and the local state that a rank saves."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -55,6 +56,7 @@ class StepGuard:
         self._is_entered = False
 
     def _require_entered(self, *_: Any) -> None:
+        """Raise RuntimeError for a step outside of this context; a hook of the optimizer."""
         if not self._is_entered:
             raise RuntimeError(
                 "this optimizer was boosted: step the one that boost returned, which reduces gradients and removes the "
@@ -114,8 +116,8 @@ def managed_groups(
     by_identity = _by_identity(parameters)
     groups = []
     for group in optimizer.param_groups:
-        own = [by_identity[id(each)] for each in group["params"] if id(each) in by_identity]
-        groups.append([managed for managed in own if managed.parameter.requires_grad])
+        local = [by_identity[id(tensor)] for tensor in group["params"] if id(tensor) in by_identity]
+        groups.append([managed for managed in local if managed.parameter.requires_grad])
     for managed in (managed for members in groups for managed in members):
         if managed.parameter.is_complex():
             raise ValueError(
@@ -206,6 +208,7 @@ def choose_fused_kernels(combined: Optimizer, device: torch.device) -> None:
 
 
 def _choose_fused_kernel(optimizer: Optimizer, device: torch.device, *, has_kernel: bool) -> None:
+    """Turn on `fused` in groups that choose no implementation; move step counters to where fused kernels read them."""
     for group in optimizer.param_groups:
         # The first two are None and the others False unless they were given.
         is_chosen = any(group.get(option) is not None for option in ("fused", "foreach"))
@@ -252,31 +255,31 @@ def load_local_masters(present: dict[str, Any], state: dict[str, Any]) -> None:
     Raises:
         ValueError: it was saved under another layout or precision.
     """
-    saved, own = state.get("layout", ["a state dict of another optimizer"]), present["layout"]
-    if saved != own:
-        shorter, longer = sorted((saved, own), key=len)
-        at = next((i for i, line in enumerate(shorter) if line != longer[i]), len(shorter))
-        there, here = (lines[at] if at < len(lines) else "nothing" for lines in (saved, own))
+    saved, layout = state.get("layout", ["a state dict of another optimizer"]), present["layout"]
+    if saved != layout:
+        entries = enumerate(zip_longest(saved, layout, fillvalue="nothing"))
+        index, there, here = next((index, there, here) for index, (there, here) in entries if there != here)
         raise ValueError(
-            f"the optimizer state was saved under another layout: entry {at} of its layout is {there}, not {here}. Use "
-            "booster.save_optimizer and booster.load_optimizer, which convert between layouts"
+            f"the optimizer state was saved under another layout: entry {index} of its layout is {there}, not {here}. "
+            "Use booster.save_optimizer and booster.load_optimizer, which convert between layouts"
         )
     for masters, values in zip(present["masters"], state["masters"], strict=True):
         masters.copy_(values)
 
 
 def _by_identity(parameters: Sequence[ManagedParameter]) -> dict[int, ManagedParameter]:
-    found: dict[int, ManagedParameter] = {}
+    """Return the parameters by the `id` of their tensor; raise ValueError for two of one tensor or name."""
+    by_identity: dict[int, ManagedParameter] = {}
     for managed in parameters:
-        other = found.setdefault(id(managed.parameter), managed)
-        if other is not managed:
+        first = by_identity.setdefault(id(managed.parameter), managed)
+        if first is not managed:
             raise ValueError(
-                f"{other.name} and {managed.name} are one parameter: list a tied parameter under one name"
+                f"{first.name} and {managed.name} are one parameter: list a tied parameter under one name"
             )
     names = [managed.name for managed in parameters]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two parameters are both named {', '.join(sorted(twice))}: names must be unique")
-    return found
+    return by_identity
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:

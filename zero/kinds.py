@@ -90,10 +90,10 @@ def _kinds(optimizer: Optimizer) -> list[UpdateKind]:
         if type(optimizer) in known:
             return [kind] * len(optimizer.param_groups)
     options = [_options(group) for group in optimizer.param_groups]
-    distinct = {repr(each): each for each in options}
+    distinct = {repr(group_options): group_options for group_options in options}
     try:
         with torch.random.fork_rng(devices=[]):
-            found = {key: _kind(optimizer, each) for key, each in distinct.items()}
+            kinds = {key: _kind(optimizer, group_options) for key, group_options in distinct.items()}
     except _Coupled:
         raise ValueError(
             f"{_name(optimizer)} couples parameters: it updates two together differently than each alone, and no rank "
@@ -104,7 +104,7 @@ def _kinds(optimizer: Optimizer) -> list[UpdateKind]:
             f"{_name(optimizer)} could not be tried on a matrix ({type(error).__name__}: {error}), so it may couple "
             f"parameters: use TorchDDPPlugin, which does not shard them, or {_ADVICE}"
         ) from error
-    return [found[repr(each)] for each in options]
+    return [kinds[repr(group_options)] for group_options in options]
 
 
 class _Coupled(Exception):
@@ -152,14 +152,17 @@ def _updates(
     accepted = inspect.signature(kind).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     generator = torch.Generator().manual_seed(0)
-    flat = [shape for each in shapes for shape in each]
-    sizes = [prod(shape) for shape in flat]
+    all_shapes = [shape for optimizer_shapes in shapes for shape in optimizer_shapes]
+    sizes = [prod(shape) for shape in all_shapes]
     start = torch.randn(sum(sizes), dtype=torch.float32, generator=generator)
     parameters = [
-        Parameter(piece.clone().view(shape)) for piece, shape in zip(start.split(sizes), flat, strict=True)
+        Parameter(piece.clone().view(shape))
+        for piece, shape in zip(start.split(sizes), all_shapes, strict=True)
     ]
     remaining = iter(parameters)
-    trials = [kind(list(islice(remaining, len(each))), **arguments) for each in shapes]
+    trials = [
+        kind(list(islice(remaining, len(optimizer_shapes))), **arguments) for optimizer_shapes in shapes
+    ]
     for trial in trials:
         trial.param_groups[0].update(deepcopy(options))
     torch.manual_seed(0)

@@ -20,24 +20,24 @@ def bytes_by_kind(
     is_offloaded: bool,
 ) -> dict[str, int]:
     """Return the bytes on this rank by kind, as `ShardedOptimizer.held_bytes` documents."""
-    every = [each for each in states if isinstance(each, Tensor)]
+    state_tensors = [state for state in states if isinstance(state, Tensor)]
     masters = sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters) + owned.master_bytes
-    large = sum(each.nbytes for each in every if each.numel() > 1)
+    large = sum(tensor.nbytes for tensor in state_tensors if tensor.numel() > 1)
     gradients = [
         bucket.own_gradients if bucket.shards_gradients or bucket.gradients is None else bucket.gradients
         for bucket in buckets
     ]
-    held = {
+    num_bytes = {
         "parameters": sum(bucket.parameters.nbytes for bucket in buckets)
         + sum(managed.parameter.nbytes for managed in frozen),
-        "gradients": sum(each.nbytes for each in gradients),
+        "gradients": sum(buffer.nbytes for buffer in gradients),
         "buffers": 0 if pool is None else pool.nbytes,
         "masters": 0 if is_offloaded else masters,
         "states": 0 if is_offloaded else large,
-        "scalars": sum(each.nbytes for each in every if each.numel() <= 1),
+        "scalars": sum(tensor.nbytes for tensor in state_tensors if tensor.numel() <= 1),
     }
     if is_offloaded:
         copies = sum(bucket.stepped_gradients.nbytes for bucket in buckets if bucket.is_offloaded)
-        held["offloaded_gradients"] = copies + owned.master_bytes
-        held["offloaded_masters"], held["offloaded_states"] = masters, large
-    return held
+        num_bytes["offloaded_gradients"] = copies + owned.master_bytes
+        num_bytes["offloaded_masters"], num_bytes["offloaded_states"] = masters, large
+    return num_bytes

@@ -32,10 +32,12 @@ class Muon(torch.optim.Muon):
         super().__init__([Parameter(torch.zeros(1, 1))], **options)  # checks the options
         self.param_groups.clear()
         self.defaults |= {"blocks": blocks, "transposed": transposed}
-        given = list(params)
-        if not given:
+        groups = list(params)
+        if not groups:
             raise ValueError("Muon got an empty list of parameters: give matrices, or stacks of them")
-        for group in given if isinstance(given[0], dict) else [{"params": given}]:
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        for group in groups:
             self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -46,16 +48,16 @@ class Muon(torch.optim.Muon):
         """
         super().add_param_group(param_group)
         blocks, dim = param_group.get("blocks"), -1 if param_group.get("transposed") else -2
-        for each in param_group["params"]:
-            if each.dim() < 2:
+        for parameter in param_group["params"]:
+            if parameter.dim() < 2:
                 raise ValueError(
-                    f"Muon got a parameter of shape {tuple(each.shape)}, which is no matrix: give it to AdamW, by "
+                    f"Muon got a parameter of shape {tuple(parameter.shape)}, which is no matrix: give it to AdamW, by "
                     "CombinedOptimizer([Muon(matrices), AdamW(others)])"
                 )
-            if blocks is not None and sum(blocks) != each.shape[dim]:
+            if blocks is not None and sum(blocks) != parameter.shape[dim]:
                 raise ValueError(
-                    f"blocks={tuple(blocks)} of Muon do not add up to dim {dim} of shape {tuple(each.shape)}: give the "
-                    "lengths of all its matrices, and other parameters in another group"
+                    f"blocks={tuple(blocks)} of Muon do not add up to dim {dim} of shape {tuple(parameter.shape)}: "
+                    "give the lengths of all its matrices, and other parameters in another group"
                 )
 
     def _init_group(
@@ -68,7 +70,7 @@ class Muon(torch.optim.Muon):
         """Let torch fill the lists for a step, then replace each tensor in them by views of its separate matrices."""
         has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
         for tensors in (params_with_grad, grads, muon_momentum_bufs):
-            tensors[:] = [matrix for each in tensors for matrix in _matrices(each, group)]
+            tensors[:] = [matrix for tensor in tensors for matrix in _matrices(tensor, group)]
         return has_complex
 
 

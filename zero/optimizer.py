@@ -456,7 +456,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self.buckets,
             self._owned,
             frozen=self._frozen,
-            states=[each for state in self.state.values() for each in state.values()],
+            states=[entry for state in self.state.values() for entry in state.values()],
             pool=self._pool,
             is_offloaded=self._is_offloaded,
         )

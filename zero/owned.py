@@ -118,7 +118,7 @@ class OwnedParameters:
 
     def _plan(self, places: Sequence[MeshLayout]) -> None:
         """Choose the owners, and list the parts that this rank sends and receives."""
-        number, tp = self._team.rank(), places[0].size("tp")
+        team_rank, tp = self._team.rank(), places[0].size("tp")
         pairs = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
         shapes = {
             slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, places[0])) for _, slot in pairs
@@ -129,20 +129,22 @@ class OwnedParameters:
         self._collect = _Route([[] for _ in places], [[] for _ in places])
         self._spread = _Route([[] for _ in places], [[] for _ in places])
         for (bucket, slot), owner in zip(pairs, owners, strict=True):
-            if owner == number:
+            if owner == team_rank:
                 self.slots.append(slot)
                 self._shapes[slot] = shapes[slot]
             holders: dict[tuple[Box, ...], list[tuple[int, list[PlacedBox]]]] = {}
             for index, place in enumerate(places):
                 if parts := list(_parts(bucket, slot, place)):
                     holders.setdefault(tuple(part.box for part in parts), []).append((index, parts))
-            for equal in holders.values():
+            for holders_of_equal in holders.values():
+                # One of the owner's tensor rank, if there is one, and the nearest of these.
                 sender, parts = min(
-                    equal, key=lambda each: (each[0] % tp != owner % tp, abs(each[0] - owner), each[0])
+                    holders_of_equal,
+                    key=lambda holder: (holder[0] % tp != owner % tp, abs(holder[0] - owner), holder[0]),
                 )
-                _add(self._collect, number, sender, owner, parts)
-                for holder, parts in equal:
-                    _add(self._spread, number, holder, owner, parts)
+                _add(self._collect, team_rank, sender, owner, parts)
+                for holder, parts in holders_of_equal:
+                    _add(self._spread, team_rank, holder, owner, parts)
 
     @property
     def flags(self) -> list[float]:
@@ -179,10 +181,10 @@ class OwnedParameters:
 
     def slices(self) -> dict[Bucket, Tensor]:
         """Return this rank's slices of the float32 masters. One all-to-all over the team."""
-        flat = {bucket: torch.zeros_like(bucket.masters, dtype=torch.float32) for bucket in self.buckets}
-        if flat:
-            self._spread_into(flat.__getitem__, torch.float32)
-        return flat
+        slices = {bucket: torch.zeros_like(bucket.masters, dtype=torch.float32) for bucket in self.buckets}
+        if slices:
+            self._spread_into(lambda bucket: slices[bucket], torch.float32)
+        return slices
 
     def refresh(self) -> None:
         """Update the masters from parameters that were written to; keep those that still round to their parameter.
@@ -197,25 +199,31 @@ class OwnedParameters:
             stays = slot.piece.to(present.dtype) == present
             slot.piece.copy_(torch.where(stays, slot.piece, present.float()))
 
-    def _collected(self, flat: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
-        """Return the full tensors of owned parameters from the slices of all ranks."""
+    def _collected(self, slice_of: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
+        """Return the full tensors of owned parameters, from the slices of all ranks. One all-to-all over the team.
+
+        Args:
+            slice_of: returns this rank's slice of a bucket, of gradients or of masters.
+        """
         route = self._collect
-        rows = [part.of_slice(flat(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
-        like = flat(self.buckets[0])
+        sent = [part.of_slice(slice_of(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
+        like = slice_of(self.buckets[0])
         full = {slot: like.new_empty(self._shapes[slot]) for slot in self.slots}
-        arrived = exchange_rows(_joined(rows, like), route.in_slices, route.in_owned, self._team)
-        _copy([(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts], arrived)
+        arrived = exchange_rows(_joined(sent, like), route.in_slices, route.in_owned, self._team)
+        targets = [(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts]
+        _copy(targets, arrived)
         return full
 
     @torch.no_grad()
-    def _spread_into(self, flat: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
-        """Copy the masters of all owners into slices of this format."""
+    def _spread_into(self, slice_of: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
+        """Copy the masters of all owners into this rank's slices of this format. One all-to-all over the team."""
         route = self._spread
         rows = [_part_of_master(part).reshape(-1) for parts in route.owned for part in parts]
         sent = _joined(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
         sent = sent.to(self._device, dtype, non_blocking=True)
         arrived = exchange_rows(sent, route.in_owned, route.in_slices, self._team)
-        _copy([(part.of_slice(flat(part.bucket)), part) for parts in route.slices for part in parts], arrived)
+        targets = [(part.of_slice(slice_of(part.bucket)), part) for parts in route.slices for part in parts]
+        _copy(targets, arrived)
 
 
 def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup | None:
@@ -238,22 +246,22 @@ def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
 
 
 def _parts(bucket: Bucket, slot: Slot, place: MeshLayout) -> Iterator[PlacedBox]:
-    """Yield the boxes of a parameter in the slice of the rank at a place."""
+    """Yield the boxes of a parameter that are in the bucket's slice of the rank at a place."""
     length = bucket.masters.numel()
-    first = bucket.partition.index_of(place.coordinate("data")) * length
-    begin, end = max(slot.start, first), min(slot.stop, first + length)
+    slice_start = bucket.partition.index_of(place.coordinate("data")) * length
+    begin, end = max(slot.start, slice_start), min(slot.stop, slice_start + length)
     shards = shards_of(slot.parameter, place)
     for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape) if begin < end else ():
         for cut in cuts_of(flat, shards):
-            yield PlacedBox(slot, bucket, cut.whole, begin - first, flat.size, cut.shard.within(flat))
+            yield PlacedBox(slot, bucket, cut.whole, begin - slice_start, flat.size, cut.shard.within(flat))
         begin += flat.numel
 
 
-def _add(route: _Route, number: int, holder: int, owner: int, parts: list[PlacedBox]) -> None:
-    """Add the parts of a holder and an owner to the route of rank `number`."""
-    if holder == number:
+def _add(route: _Route, team_rank: int, holder: int, owner: int, parts: list[PlacedBox]) -> None:
+    """Add parts that travel between a holder and an owner to the route of this rank, if it is one of them."""
+    if holder == team_rank:
         route.slices[owner] += parts
-    if owner == number:
+    if owner == team_rank:
         route.owned[holder] += parts
 
 

@@ -51,9 +51,13 @@ class ParameterGather:
         self._buckets.sort(key=lambda bucket: min(order[slot.parameter] for slot in bucket.slots))
         self._arrivals = arrivals
         for module in model.modules():
-            own = {name: awaited[each] for name, each in module._parameters.items() if each in awaited}
-            if own:
-                module.__dict__["_parameters"] = AwaitedParameters(module._parameters, own)
+            by_name = {
+                name: awaited[parameter]
+                for name, parameter in module._parameters.items()
+                if parameter in awaited
+            }
+            if by_name:
+                module.__dict__["_parameters"] = AwaitedParameters(module._parameters, by_name)
 
     def gather(self) -> None:
         """All-gather the parameters, or begin to if overlapped. One all-gather per sharded bucket; after `wait`."""
@@ -156,7 +160,7 @@ def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[s
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name != "_parameters"
-        and any(isinstance(each, Parameter) and each in awaited for each in _flattened(value))
+        and any(isinstance(item, Parameter) and item in awaited for item in _flattened(value))
     ]
 
 

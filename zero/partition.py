@@ -174,18 +174,24 @@ class Partition:
             sharded_over: a sub-axis of the data axis over which a parameter is not replicated.
         """
         apart = 1 if sharded_over is None else mesh.size(sharded_over)  # distance between replicas
-        whole = mesh.size("data")
-        size = whole // apart
-        num_slices = size if zero_size in (-1, 0) else gcd(max(1, zero_size // apart), size)
-        replicas = [range(first, whole, apart) for first in range(apart)]
-        along = [each[at : at + num_slices] for each in replicas for at in range(0, size, num_slices)]
-        across = [each[index::num_slices] for each in replicas for index in range(num_slices)]
+        data_size = mesh.size("data")
+        num_replicas = data_size // apart
+        num_slices = num_replicas
+        if zero_size not in (-1, 0):
+            num_slices = gcd(max(1, zero_size // apart), num_replicas)
+        replicas = [range(first, data_size, apart) for first in range(apart)]
+        neighbors = [
+            ranks[start : start + num_slices]
+            for ranks in replicas
+            for start in range(0, num_replicas, num_slices)
+        ]
+        owners_of_a_slice = [ranks[index::num_slices] for ranks in replicas for index in range(num_slices)]
         return Partition(
             group=_group(mesh, replicas),
-            slices=_group(mesh, along) if num_slices > 1 else None,
-            divisor=whole if sharded_over in SUMMED else size,
-            copies=_group(mesh, across) if num_slices < size else None,
-            beside=side_stream(mesh.device) if 1 < num_slices < size else None,
+            slices=_group(mesh, neighbors) if num_slices > 1 else None,
+            divisor=data_size if sharded_over in SUMMED else num_replicas,
+            copies=_group(mesh, owners_of_a_slice) if num_slices < num_replicas else None,
+            beside=side_stream(mesh.device) if 1 < num_slices < num_replicas else None,
             apart=apart,
         )
 
@@ -237,21 +243,21 @@ class Partition:
         A mean is a sum and a division, over gloo as over NCCL. In float32 the division comes afterwards, on the shorter
         slice. A 16-bit sum could overflow, so there the addends are divided when they are rounded to `wire_dtype`.
         """
-        size = self.divisor
+        divisor = self.divisor
         if self.group.size() == 1:
-            if size > 1:
-                gradients.div_(size)
+            if divisor > 1:
+                gradients.div_(divisor)
             return None
         is_rounded, in_transit = wire_dtype != torch.float32, gradients
         if is_rounded:
-            in_transit = torch.div(gradients, size, out=torch.empty_like(gradients, dtype=wire_dtype))
-        own = self.own(gradients)
+            in_transit = torch.div(gradients, divisor, out=torch.empty_like(gradients, dtype=wire_dtype))
+        own_slice = self.own(gradients)
 
         def finish(total: Tensor) -> None:
             if is_rounded:
-                own.copy_(total)
+                own_slice.copy_(total)
             else:
-                own.div_(size)
+                own_slice.div_(divisor)
 
         total = self.own(in_transit)
         if self.slices is None:
@@ -270,11 +276,11 @@ class Partition:
 
     def gathered(self, slice_: Tensor) -> Tensor:
         """Return a new unsharded buffer of the ranks' slices. One all-gather if there are several."""
-        whole = slice_.new_empty(slice_.numel() * self.num_slices)
-        self.own(whole).copy_(slice_)
-        if (gathering := self.gather_(whole)) is not None:
+        unsharded = slice_.new_empty(slice_.numel() * self.num_slices)
+        self.own(unsharded).copy_(slice_)
+        if (gathering := self.gather_(unsharded)) is not None:
             gathering.wait()
-        return whole
+        return unsharded
 
     def broadcast_(self, flat: Tensor) -> None:
         """Broadcast the buffer of the group's first rank."""

@@ -74,11 +74,11 @@ class PrecisionConfig(ScaleOptions):
 
 def format_errors(model: nn.Module) -> list[str]:
     """List the error of parameters in float64, which float32 buckets would round; empty if there are none."""
-    wide = [name for name, each in model.named_parameters() if each.dtype is torch.float64]
-    if not wide:
+    names = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float64]
+    if not names:
         return []
     return [
-        f"{first_of(wide)} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
+        f"{first_of(names)} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
         "call model.float(), or use TorchDDPPlugin or TorchFSDPPlugin, which compute in float64"
     ]
 

@@ -82,13 +82,15 @@ class ReducedGradients:
         self._unclip = 1.0
         if self._aside is None:
             return
-        (slices, _, factor), self._aside = self._aside, None
+        (slices, _, aside_factor), self._aside = self._aside, None
         if isinstance(self.factor, Tensor):
             # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
             self.factor = torch.where(self.factor != 0, self.factor, 1.0)
-        new = 1.0 if self.factor is None else self.factor
+        # The sum has the factor of the new gradients.
+        new_factor = 1.0 if self.factor is None else self.factor
+        aside_factor = 1.0 if aside_factor is None else aside_factor
         with torch.no_grad():
-            self._reducer.add(slices, (1.0 if factor is None else factor) / new)
+            self._reducer.add(slices, aside_factor / new_factor)
 
     def apply_factor(self) -> None:
         """Multiply the present gradients by their factor, before a backward that leaves none. No communication."""

@@ -148,7 +148,7 @@ class Reducer:
             for bucket in [*self._awaited]:  # parameters without a gradient will get none
                 self._launch(bucket)
             if self.shards_gradients and any(bucket.partition.ends_together for bucket in self._buckets):
-                self._finish(0)  # otherwise a backward that only one rank calls would wait for the others
+                self._wait_for_averages()  # otherwise a backward that only one rank calls would wait for the others
 
     def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
         """Return the context of a backward that may not be the last for these parameters; None means all.
@@ -174,6 +174,7 @@ class Reducer:
 
     @contextmanager
     def _running(self, backward: _Backward) -> Iterator[None]:
+        """Mark a backward of this kind as running in this context."""
         self.num_contexts += 1
         before, self._backward = self._backward, backward
         try:
@@ -228,7 +229,7 @@ class Reducer:
         _sum_over_groups(self.slots, waiting, has_gradients)
         for bucket in waiting:
             self._launch(bucket)
-        self._finish(0)
+        self._wait_for_averages()
         if self.slots and self._group.size() > 1:
             dist.all_reduce(has_gradients, op=dist.ReduceOp.MAX, group=self._group)
         self.is_reduced, self.has_gradients, self._zeros = True, has_gradients, []
@@ -243,19 +244,19 @@ class Reducer:
         """
         flags = [[slot.was_reduced for slot in bucket.slots] for bucket in self._buckets]
         slices = [bucket.own_gradients for bucket in self._buckets]
-        taken = [each * (self.loss_scale * self.unscale_factor) for each in slices]
-        for each in slices:
-            each.zero_()
+        copies = [slice_ * (self.loss_scale * self.unscale_factor) for slice_ in slices]
+        for slice_ in slices:
+            slice_.zero_()
         self.writes.accept()
         self.open()
-        return taken, flags
+        return copies, flags
 
     @torch.no_grad()
     def put_back(self, slices: Sequence[Tensor], were_reduced: Sequence[Sequence[bool]]) -> None:
         """Replace all gradients by what `take_reduced` returned, as reduced ones. No communication."""
         self.drop(to_zeros=False)
-        for bucket, own, flags in zip(self._buckets, slices, were_reduced, strict=True):
-            bucket.put_back(own, flags)
+        for bucket, slice_, flags in zip(self._buckets, slices, were_reduced, strict=True):
+            bucket.put_back(slice_, flags)
         self.is_reduced, self.unscale_factor = True, 1 / self.loss_scale
         self.writes.accept()
 
@@ -295,7 +296,7 @@ class Reducer:
     def drop(self, *, to_zeros: bool) -> None:
         """Drop all gradients; with `to_zeros`, parameters with a gradient get a gradient of zeros."""
         self._awaited.clear()
-        self._finish(0)
+        self._wait_for_averages()
         self.writes.forget()
         self.is_reduced = False
         for bucket in self._buckets:
@@ -324,10 +325,14 @@ class Reducer:
 
     def _complete(self, slot: Slot, bucket: Bucket) -> None:
         """Launch the buckets that were waiting for the last gradient of this slot in a backward."""
-        if bucket in self._awaited:
-            self._awaited[bucket].discard(slot)
-            while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
-                self._launch(following)
+        if bucket not in self._awaited:
+            return
+        self._awaited[bucket].discard(slot)
+        while self._awaited:
+            following, awaited_slots = next(iter(self._awaited.items()))
+            if awaited_slots:
+                return
+            self._launch(following)
 
     def _launch(self, bucket: Bucket) -> None:
         """Begin to average a bucket. Every rank of the data axis launches the same buckets in the same order."""
@@ -337,9 +342,9 @@ class Reducer:
         bucket.start_reduction()
         self._in_flight.append(bucket)
         if self.shards_gradients:
-            self._finish(self._max_in_flight)
+            self._wait_for_averages(self._max_in_flight)
 
-    def _finish(self, num_left: int) -> None:
+    def _wait_for_averages(self, num_left: int = 0) -> None:
         """Wait for the averages of launched buckets, oldest first, until `num_left` are in flight."""
         while len(self._in_flight) > num_left:
             self._in_flight.popleft().finish_reduction()
@@ -396,8 +401,12 @@ def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, Pro
         for position, group in enumerate(managed.sum_groups):
             if group.size() > 1:
                 members.setdefault((position, group), []).append(index)
-    ordered = sorted(members.items(), key=lambda item: (item[0][0], dist.get_process_group_ranks(item[0][1])))
-    return [(position, group, indices) for (position, group), indices in ordered]
+
+    def order(key: tuple[int, ProcessGroup]) -> tuple[int, list[int]]:
+        position, group = key
+        return position, dist.get_process_group_ranks(group)
+
+    return [(position, group, members[position, group]) for position, group in sorted(members, key=order)]
 
 
 def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradients: Tensor) -> None:

@@ -25,11 +25,11 @@ class ShardedGradient(Tensor):
 
     def __new__(cls, like: Tensor, name: str) -> "ShardedGradient":
         """Make a float32 placeholder on the device of `like`."""
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+        gradient: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=torch.float32, device=like.device
         )
-        made.parameter_name = name
-        return made
+        gradient.parameter_name = name
+        return gradient
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:

@@ -113,11 +113,12 @@ class WriteWatch:
         """
         if self._versions is None:
             return
-        for slot, had in zip(self._slots, self._had, strict=True):
+        for slot, had_gradient in zip(self._slots, self._had, strict=True):
             gradient, local = slot.parameter.grad, slot.local_gradient
             is_replaced = reduced and local is not None and local is not slot.gradient
-            is_dropped = had and gradient is None and (reduced or slot.was_reduced)
-            if is_replaced or is_dropped or (reduced and not had and gradient is not None):
+            is_dropped = had_gradient and gradient is None and (reduced or slot.was_reduced)
+            is_new = reduced and not had_gradient and gradient is not None
+            if is_replaced or is_dropped or is_new:
                 raise RuntimeError(
                     f"the gradient of {slot.managed.name} was {'dropped' if gradient is None else 'replaced'} after "
                     "booster.backward, which had already reduced it: call optimizer.zero_grad() to drop all; change "

@@ -59,15 +59,16 @@ def xformers_attention(
     Raises:
         ValueError: an argument is not supported.
     """
-    given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if unknown := sorted(given - BESIDES_ATTENTION):
+    passed = {name for name, value in kwargs.items() if value is not None and value is not False}
+    if unknown := sorted(passed - BESIDES_ATTENTION):
         raise ValueError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which xFormers does not "
             "support: leave enable_xformers out for this model"
         )
     ops = import_module("xformers.ops")
     groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
     bias: Any = None
     if attention_mask is not None or position_bias is not None:
@@ -83,9 +84,8 @@ def xformers_attention(
         p=dropout,
         scale=scaling,
     )
-    if (
-        attention_mask is not None and attention_mask.dtype == torch.bool
-    ):  # a query that sees no key gets 0, as with sdpa
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        # A query that sees no key gets 0, as with sdpa.
         out_BQND = out_BQND * attention_mask.any(-1, keepdim=True).transpose(1, 2)
     return out_BQND.contiguous(), None
 
@@ -98,14 +98,12 @@ def _bias(
     batch, heads, num_queries, _ = query.shape
     if mask is None and is_causal:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()[None, None]
-    added = (
-        torch.zeros((), dtype=query.dtype, device=query.device) if position_bias is None else position_bias
-    )
+    bias = torch.zeros((), dtype=query.dtype, device=query.device) if position_bias is None else position_bias
     if mask is not None:
-        added = torch.where(mask, added, least) if mask.dtype == torch.bool else added + mask
-    whole = added.to(query.dtype).expand(batch, heads, num_queries, num_keys)
+        bias = torch.where(mask, bias, least) if mask.dtype == torch.bool else bias + mask
+    bias = bias.to(query.dtype).expand(batch, heads, num_queries, num_keys)
     padding = -num_keys % _ALIGNMENT
-    return nn.functional.pad(whole.contiguous(), (0, padding))[..., :num_keys]
+    return nn.functional.pad(bias.contiguous(), (0, padding))[..., :num_keys]
 
 
 def torch_attention(
@@ -130,10 +128,10 @@ def torch_attention(
             f"a window: use enable_flash_attention={SDPA_CUDNN!r}, {FLEX_ATTENTION!r} or {SDPA!r}"
         )
     with sdpa_kernel(backend):
-        found: tuple[Tensor, None] = AttentionInterface()[SDPA](
+        result: tuple[Tensor, None] = AttentionInterface()[SDPA](
             module, query, key, value, attention_mask, **kwargs
         )
-    return found
+    return result
 
 
 EAGER, SDPA, XFORMERS = "eager", "sdpa", "xformers"
@@ -181,7 +179,7 @@ class Kernel:
             dtype: the format in which it computes; None if not known.
             option: the option as the user wrote it.
         """
-        found, instead = compute_capability(device), f"enable_flash_attention={SDPA!r}, torch's own"
+        capability, instead = compute_capability(device), f"enable_flash_attention={SDPA!r}, torch's own"
         rows = (
             (
                 self.needs_cuda and not is_cuda(device),
@@ -196,9 +194,9 @@ class Kernel:
                 f"computes only in 16 bits: use precision='bf16' or 'fp16', or {instead}",
             ),
             (
-                found is not None and found < self.capability,
+                capability is not None and capability < self.capability,
                 f"needs a GPU of compute capability {self.capability[0]}.{self.capability[1]} (Ampere) or later, and "
-                f"this one has {'.'.join(map(str, found or ()))}: use {instead}",
+                f"this one has {'.'.join(map(str, capability or ()))}: use {instead}",
             ),
         )
         return [f"{option}: {self.words} {message}" for is_wrong, message in rows if is_wrong]
@@ -299,22 +297,21 @@ def set_attention(model: nn.Module, kernel: str) -> None:
 
 def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
     """Return the sub-models with their own config, by path: each config names an attention kernel."""
-    found: dict[int, tuple[str, PreTrainedModel]] = {}
+    path_and_part: dict[int, tuple[str, PreTrainedModel]] = {}
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
-            found.setdefault(id(module.config), (path, module))
-    return dict(found.values())
+            path_and_part.setdefault(id(module.config), (path, module))
+    return dict(path_and_part.values())
 
 
 def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]:
     """Return the attention classes by kernel, where the model's file selects one at construction."""
     names = vars(sys.modules[type(part).__module__]).values()
+    mappings = [value for value in names if isinstance(value, dict) and value.keys() & {"eager", SDPA}]
     return [
-        each
-        for each in names
-        if isinstance(each, dict)
-        and each.keys() & {"eager", SDPA}
-        and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in each.values())
+        mapping
+        for mapping in mappings
+        if all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in mapping.values())
     ]
 
 
@@ -324,14 +321,14 @@ def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
     build = f"build it with attn_implementation={name!r}, or " if kernel.attend is None else ""
     present = {type(module) for module in part.modules()}
     fixed = [
-        each
-        for each in _fixed_classes(part)
-        if present & set(each.values()) and each.get(name) not in present
+        classes
+        for classes in _fixed_classes(part)
+        if present & set(classes.values()) and classes.get(name) not in present
     ]
     if kernel.flag is not None and not getattr(part, kernel.flag):
         yield f"cannot compute attention with {kernel.words}, according to its class in transformers", ""
     elif fixed:
-        names = sorted(each.__name__ for each in present & set(fixed[0].values()))
+        names = sorted(kind.__name__ for kind in present & set(fixed[0].values()))
         yield (
             f"was built with {', '.join(names)}, which is not {kernel.words}",
             build if name in fixed[0] else "",
@@ -356,9 +353,9 @@ def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
 
 def _settings(part: PreTrainedModel, *words: str) -> str:
     """Return, as text, the nonzero settings of a config whose names contain all of these words."""
-    found = vars(part.config).items()
+    settings = vars(part.config).items()
     return ", ".join(
-        f"{name}={value}" for name, value in found if value and all(word in name for word in words)
+        f"{name}={value}" for name, value in settings if value and all(word in name for word in words)
     )
 
 

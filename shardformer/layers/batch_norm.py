@@ -22,6 +22,7 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
     over: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize as torch does, but update no running statistics in a recomputation."""
         self._check_input_dim(x)
         is_of_batch = self.training or self.running_mean is None
         is_recomputed = torch._C._current_graph_task_id() != -1
@@ -116,11 +117,12 @@ def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStati
         The running statistics, to be averaged over the group after each step.
     """
     for module in model.modules():
-        if (own := _OWN.get(type(module))) is None:
+        replacement = _OWN.get(type(module))
+        if replacement is None:
             continue
         if isinstance(module, nn.SyncBatchNorm):
             module.over = module.process_group or group  # type: ignore[assignment]
-        module.__class__ = own
+        module.__class__ = replacement
         for name in ("running_mean", "running_var"):
             statistic = getattr(module, name)
             if statistic is not None and statistic.itemsize < torch.float32.itemsize:

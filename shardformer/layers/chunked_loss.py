@@ -51,19 +51,19 @@ def torch_chunk_loss(
     """
     scores_CP = head(hidden_CH).float()
     is_counted_C = labels_C != ignore_index
-    here_C = is_counted_C & (labels_C >= entries.first) & (labels_C < entries.first + entries.valid)
-    index_C1 = (labels_C - entries.first).masked_fill(~here_C, 0).unsqueeze(1)
-    label_score_C = scores_CP.gather(1, index_C1).squeeze(1).masked_fill(~here_C, 0.0)
+    is_local_C = is_counted_C & (labels_C >= entries.first) & (labels_C < entries.first + entries.valid)
+    index_C1 = (labels_C - entries.first).masked_fill(~is_local_C, 0).unsqueeze(1)
+    label_score_C = scores_CP.gather(1, index_C1).squeeze(1).masked_fill(~is_local_C, 0.0)
     log_sum_C = scores_CP.logsumexp(1)
     if group is not None:
-        every_T2C = begin_gather(torch.stack([log_sum_C, label_score_C]), group).wait()
-        log_sum_C, label_score_C = every_T2C[:, 0].logsumexp(0), every_T2C[:, 1].sum(0)
+        of_ranks_T2C = begin_gather(torch.stack([log_sum_C, label_score_C]), group).wait()
+        log_sum_C, label_score_C = of_ranks_T2C[:, 0].logsumexp(0), of_ranks_T2C[:, 1].sum(0)
     loss = ((log_sum_C - label_score_C) * is_counted_C).sum()
     if not needs_gradient:
         return loss, scores_CP
     log_sum_C = log_sum_C.masked_fill(~is_counted_C, torch.inf)  # a gradient of 0
     gradient_CP = scores_CP.sub_(log_sum_C.unsqueeze(1)).exp_()
-    gradient_CP.scatter_add_(1, index_C1, -here_C.float().unsqueeze(1))
+    gradient_CP.scatter_add_(1, index_C1, -is_local_C.float().unsqueeze(1))
     return loss, gradient_CP.to(hidden_CH.dtype)
 
 
@@ -88,7 +88,7 @@ def liger_chunk_loss(
     kernel, logits_CP = liger_kernel(), head(hidden_CH)
     # The kernel writes no loss where a label does not count.
     loss_C = logits_CP.new_zeros(len(labels_C), dtype=torch.float32)
-    given = _LIGER_ARGUMENTS | dict(
+    arguments = _LIGER_ARGUMENTS | dict(
         X_ptr=logits_CP,
         X_stride=logits_CP.stride(0),
         Y_ptr=labels_C,
@@ -99,7 +99,7 @@ def liger_chunk_loss(
         HAS_GRADIENTS=needs_gradient,
         BLOCK_SIZE=min(_LIGER_BLOCK, 1 << (entries.width - 1).bit_length()),
     )
-    kernel[(len(labels_C),)](**{name: given[name] for name in kernel.arg_names}, num_warps=_LIGER_WARPS)
+    kernel[(len(labels_C),)](**{name: arguments[name] for name in kernel.arg_names}, num_warps=_LIGER_WARPS)
     return loss_C.sum(), logits_CP.to(hidden_CH.dtype)
 
 
@@ -138,12 +138,12 @@ def liger_kernel() -> Any:
 
 def fused_chunk_loss(device: torch.device, group: dist.ProcessGroup | None) -> ChunkLoss:
     """Return the `ChunkLoss` of a device: Liger's on CUDA, if installed, for an unsharded head, else torch's."""
-    return liger_chunk_loss if group is None and _has_liger(device) else torch_chunk_loss
+    return liger_chunk_loss if group is None and _uses_liger(device) else torch_chunk_loss
 
 
 def chunk_loss_errors(device: torch.device) -> list[str]:
-    """Return the reasons why a device cannot compute the chunked loss; empty if it can. No communication."""
-    if _has_liger(device):
+    """Return the error of an installed Liger without a usable kernel; empty if there is none. No communication."""
+    if _uses_liger(device):
         try:
             liger_kernel()
         except ImportError as error:
@@ -151,7 +151,7 @@ def chunk_loss_errors(device: torch.device) -> list[str]:
     return []
 
 
-def _has_liger(device: torch.device) -> bool:
+def _uses_liger(device: torch.device) -> bool:
     return is_cuda(device) and find_spec("liger_kernel") is not None
 
 
@@ -169,11 +169,12 @@ class _ChunkedCrossEntropy(Function):
         group: dist.ProcessGroup | None,
         ignore_index: int,
     ) -> Tensor:
+        """Return the sum of the losses of all chunks; save the gradients of the head's inputs, weight and bias."""
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         total = hidden_NH.new_zeros((), dtype=torch.float32)
-        of_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        of_weight_PH = torch.zeros_like(weight_PH, dtype=torch.float32) if needs_weight else None
-        of_bias_P = total.new_zeros(entries.width) if needs_bias else None
+        hidden_gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        weight_gradient_PH = torch.zeros_like(weight_PH, dtype=torch.float32) if needs_weight else None
+        bias_gradient_P = total.new_zeros(entries.width) if needs_bias else None
 
         def head(hidden_CH: Tensor) -> Tensor:
             logits_CP = F.linear(hidden_CH, weight_PH, bias_P)
@@ -194,26 +195,27 @@ class _ChunkedCrossEntropy(Function):
             hidden_CH = hidden_NH[chunk]
             loss, gradient_CP = chunk_loss(hidden_CH, labels_N[chunk])
             total += loss
-            if of_hidden_NH is not None:
-                torch.mm(gradient_CP, weight_PH, out=of_hidden_NH[chunk])
-            if of_weight_PH is not None:
-                _add_product(of_weight_PH, gradient_CP.T, hidden_CH)
-            if of_bias_P is not None:
-                of_bias_P += gradient_CP.sum(0, dtype=torch.float32)
+            if hidden_gradient_NH is not None:
+                torch.mm(gradient_CP, weight_PH, out=hidden_gradient_NH[chunk])
+            if weight_gradient_PH is not None:
+                _add_product(weight_gradient_PH, gradient_CP.T, hidden_CH)
+            if bias_gradient_P is not None:
+                bias_gradient_P += gradient_CP.sum(0, dtype=torch.float32)
             del gradient_CP  # otherwise two chunks of logits would be in memory
-        ctx.save_for_backward(of_hidden_NH, of_weight_PH, of_bias_P)
+        ctx.save_for_backward(hidden_gradient_NH, weight_gradient_PH, bias_gradient_P)
         ctx.dtype = weight_PH.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden_NH, of_weight_PH, of_bias_P = ctx.saved_tensors
+        """Scale the saved gradients by that of the sum."""
+        hidden_gradient_NH, weight_gradient_PH, bias_gradient_P = ctx.saved_tensors
         return (
-            None if of_hidden_NH is None else of_hidden_NH * gradient,
-            None if of_weight_PH is None else (of_weight_PH * gradient).to(ctx.dtype),
-            None if of_bias_P is None else (of_bias_P * gradient).to(ctx.dtype),
-            *[None] * 4,
+            None if hidden_gradient_NH is None else hidden_gradient_NH * gradient,
+            None if weight_gradient_PH is None else (weight_gradient_PH * gradient).to(ctx.dtype),
+            None if bias_gradient_P is None else (bias_gradient_P * gradient).to(ctx.dtype),
+            *[None] * 4,  # labels_N, entries, group, ignore_index
         )
 
 
@@ -303,6 +305,7 @@ def _chunked_sum(
     ignore_index: int,
     head: ChunkedLossHead | VocabParallelLMHead1D,
 ) -> Tensor:
+    """Return the loss sum of a batch, from the inputs of its head instead of logits."""
     if isinstance(head, VocabParallelLMHead1D):
         entries, group = head.range, head.group
     else:

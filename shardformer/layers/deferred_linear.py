@@ -117,9 +117,10 @@ class _Beside(Function):
     def forward(
         ctx: Any, crossings: Sequence[Crossing], deferred: dict[int, DeferredGradient], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        """Cross the first tensors; the others are weights, whose gradients backward takes from `deferred` by place."""
         ctx.crossings, ctx.deferred = crossings, deferred
         ctx.set_materialize_grads(False)
-        crossed = [each.forward(x) for each, x in zip(crossings, tensors, strict=False)]
+        crossed = [crossing.forward(x) for crossing, x in zip(crossings, tensors, strict=False)]
         needed = ctx.needs_input_grad[2 : 2 + len(crossed)]
         if not all(needed):
             ctx.mark_non_differentiable(
@@ -130,19 +131,21 @@ class _Beside(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        num = len(ctx.crossings)
+        """Begin the communication of the inputs' gradients, and compute deferred products while it is in flight."""
+        num_crossings = len(ctx.crossings)
         in_flight = [
             None if gradient is None else crossing.begin_backward(gradient)
             for crossing, gradient in zip(ctx.crossings, gradients, strict=False)
         ]
-        of_weights = list(gradients[num:])
+        weight_gradients = list(gradients[num_crossings:])
         while ctx.deferred:
-            place, each = ctx.deferred.popitem()
+            place, deferred = ctx.deferred.popitem()
             # Skip gradients of a backward that computed other gradients and never reached this node.
-            if each.backward == torch._C._current_graph_task_id():
-                product, other = each.begin().wait(), of_weights[place]
-                of_weights[place] = product if other is None else other + product
-        return None, None, *(None if each is None else each.wait() for each in in_flight), *of_weights
+            if deferred.backward == torch._C._current_graph_task_id():
+                product, other = deferred.begin().wait(), weight_gradients[place]
+                weight_gradients[place] = product if other is None else other + product
+        input_gradients = [None if crossing is None else crossing.wait() for crossing in in_flight]
+        return None, None, *input_gradients, *weight_gradients
 
 
 def linear(
@@ -173,11 +176,11 @@ def linear(
     is_plain = store is None and later is None and kept is None
     if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _is_other_product():
         return _product(x, weight, bias, is_transposed)
-    part, again = kept or (None, None)
+    part, regather = kept or (None, None)
     through = weight if later is None else later.weight
     # The weight in the tuple is not an input of the node. The one that the node saves may be another object in
     # backward. One tuple, since torch inspects each argument.
-    out: Tensor = _Linear.apply(x, through, bias, part, (weight, is_transposed, store, later, again))
+    out: Tensor = _Linear.apply(x, through, bias, part, (weight, is_transposed, store, later, regather))
     return out
 
 
@@ -214,37 +217,40 @@ class _Linear(Function):
         through: Tensor,
         bias: Tensor | None,
         part: Tensor | None,
-        how: tuple[Parameter, bool, WeightGradients | None, LaterProduct | None, Regather | None],
+        options: tuple[Parameter, bool, WeightGradients | None, LaterProduct | None, Regather | None],
     ) -> Tensor:
+        """Compute the product; save x, or the part of it from which it is regathered. See `linear`."""
         ctx.save_for_backward(x if part is None else part, through)
-        ctx.how = how
-        _, is_transposed, _, _, again = how
-        if again is not None:
-            again.use()
+        ctx.options = options
+        _, is_transposed, _, _, regather = options
+        if regather is not None:
+            regather.use()
         out = _product(x, through, bias, is_transposed)
         # Otherwise the caller could not write to it in place.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the input's gradient at once, and the weight's now or later."""
         part, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        own, is_transposed, store, later, again = ctx.how
-        if again is not None and needs_weight and not (store is not None and store.is_deferring):
-            again.begin(part)
+        parameter, is_transposed, store, later, regather = ctx.options
+        if regather is not None and needs_weight and not (store is not None and store.is_deferring):
+            regather.begin(part)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
-        of_input = of_weight = None
+        gradient_of_input = gradient_of_weight = None
         if needs_input:
-            of_input = gradient_NO.mm(weight.T if is_transposed else weight)
-            of_input = of_input.view(*gradient.shape[:-1], of_input.shape[-1])
+            gradient_of_input = gradient_NO.mm(weight.T if is_transposed else weight)
+            gradient_of_input = gradient_of_input.view(*gradient.shape[:-1], gradient_of_input.shape[-1])
         if needs_weight:
 
             def product() -> Tensor:
-                x_NI = part.reshape(-1, part.shape[-1]) if again is None else again.rows(part)
+                x_NI = part.reshape(-1, part.shape[-1]) if regather is None else regather.rows(part)
                 return weight_gradient(x_NI, gradient_NO, is_transposed=is_transposed)
 
-            of_weight = gradient_or_deferred(own, store, later, product)
-        return of_input, of_weight, gradient_NO.sum(0) if needs_bias else None, None, None
+            gradient_of_weight = gradient_or_deferred(parameter, store, later, product)
+        bias_gradient = gradient_NO.sum(0) if needs_bias else None
+        return gradient_of_input, gradient_of_weight, bias_gradient, None, None
 
 
 def gradient_or_deferred(

@@ -64,13 +64,13 @@ def vocab_range(shard: Shard, rank: int) -> VocabRange:
 def embedding_errors(native: nn.Embedding) -> list[str]:
     """Return the reasons why an embedding cannot be sharded over the vocabulary; empty if it can."""
     kinds = (nn.Embedding, type(native)) if is_scaled(native) else (nn.Embedding,)
-    found = native_errors(native, *kinds)
+    errors = native_errors(native, *kinds)
     if needs_all_uses(native):
-        found.append(
+        errors.append(
             "has max_norm, scale_grad_by_freq or sparse gradients, which a sharded vocabulary does not "
             "support"
         )
-    return found
+    return errors
 
 
 class VocabParallelEmbedding1D(ParallelModule):
@@ -126,12 +126,12 @@ class VocabParallelEmbedding1D(ParallelModule):
         local_ids_BS = (ids_BS - first).masked_fill(elsewhere_BS, 0)
         padding = self.padding_idx
         local_padding = padding - first if padding is not None and first <= padding < first + valid else None
-        found_BSH = F.embedding(local_ids_BS, self.weight, local_padding)
-        found_BSH = reduce_from(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
+        out_BSH = F.embedding(local_ids_BS, self.weight, local_padding)
+        out_BSH = reduce_from(out_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
         scale = self.embed_scale
         if scale is None:
-            return found_BSH
-        return found_BSH * (scale.to(found_BSH.dtype) if isinstance(scale, Tensor) else scale)
+            return out_BSH
+        return out_BSH * (scale.to(out_BSH.dtype) if isinstance(scale, Tensor) else scale)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, local={self.range}"

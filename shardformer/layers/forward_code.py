@@ -43,22 +43,30 @@ def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | N
         others: names of the other sub-modules and parameters of the module.
     """
     statements = _statements(module)
-    calling = [each for each in statements if any(_is_call(node, name) for node in _nodes(each))]
+    calling = [
+        statement for statement in statements if any(_is_call(node, name) for node in _nodes(statement))
+    ]
     if len(calling) != 1:
         return f"the code of its forward does not call {name} in one place"
-    (call,) = (node for node in _nodes(calling[0]) if _is_call(node, name))
-    (value,) = (each for each in _values(calling[0]) if call in set(ast.walk(each)))
-    own = set(ast.walk(call))
-    beside = [node for node in ast.walk(value) if node not in own]
-    results = _stored(calling[0])
-    behind = [each for each in statements if each.lineno > (calling[0].end_lineno or 0)]
-    mixed = [value for each in behind for value in _values(each) if _loaded(ast.walk(value)) & results]
-    if _loaded(beside) - _NEUTRAL or any(_loaded(ast.walk(each)) - results - _NEUTRAL for each in mixed):
+    (calling_statement,) = calling
+    (call,) = (node for node in _nodes(calling_statement) if _is_call(node, name))
+    (value,) = (value for value in _values(calling_statement) if call in set(ast.walk(value)))
+    inside = set(ast.walk(call))
+    around = [node for node in ast.walk(value) if node not in inside]
+    last_line = calling_statement.end_lineno or 0
+    after = [statement for statement in statements if statement.lineno > last_line]
+    # The names that the call's result is combined with, in its own expression and in later ones.
+    results = _stored(calling_statement)
+    combined = _loaded(around)
+    for expression in (value for statement in after for value in _values(statement)):
+        names = _loaded(ast.walk(expression))
+        if names & results:
+            combined |= names - results
+    if combined - _NEUTRAL:
         return f"its forward computes with what {name} returns"
-    later = [*beside, *(node for each in behind for node in _nodes(each))]
-    if used := sorted(
-        {node.attr for node in later if isinstance(node, ast.Attribute) and _is_own(node, others)}
-    ):
+    later = [*around, *(node for statement in after for node in _nodes(statement))]
+    attributes = [node for node in later if isinstance(node, ast.Attribute)]
+    if used := sorted({node.attr for node in attributes if _is_own(node, others)}):
         return f"its forward uses {', '.join(used)} after {name}"
     return None
 
@@ -77,11 +85,14 @@ def scales_alone(model: nn.Module, head: str, *, hands_on: bool = False) -> bool
     head, _, path = head.partition(".")
     outer = model.get_submodule(head) if path else model
     for name in filter(None, path.split(".")):
-        if exit_error(outer, name, [own for own, _ in outer.named_parameters(recurse=False)]) is not None:
+        parameters = [parameter for parameter, _ in outer.named_parameters(recurse=False)]
+        if exit_error(outer, name, parameters) is not None:
             return False
         outer = outer.get_submodule(name)
     statements = _statements(model)
-    calling = [each for each in statements if any(_is_call(node, head) for node in _nodes(each))]
+    calling = [
+        statement for statement in statements if any(_is_call(node, head) for node in _nodes(statement))
+    ]
     if len(calling) != 1 or len(results := _stored(calling[0])) != 1:
         return False
     (result,) = results
@@ -91,26 +102,26 @@ def scales_alone(model: nn.Module, head: str, *, hands_on: bool = False) -> bool
         for value in _values(statement)
         if result in _loaded(ast.walk(value)) or statement is calling[0]
     ]
-    return all(
-        _hands_on(statement, value, result)
-        or (
-            _is_call(value, head)
-            if hands_on
-            else _stored(statement) == results and _is_scaled(value, result, head)
-        )
-        for statement, value in uses
-    )
+
+    def is_allowed(statement: ast.stmt, value: ast.expr) -> bool:
+        if _hands_on(statement, value, result):
+            return True
+        if hands_on:
+            return _is_call(value, head)
+        return _stored(statement) == results and _is_scaled(value, result, head)
+
+    return all(is_allowed(statement, value) for statement, value in uses)
 
 
 def tensor_inputs(module: nn.Module) -> list[str]:
     """Return the inputs of a module's forward after the first that may be tensors with gradients."""
     inputs = list(inspect.signature(module.forward).parameters.values())
-    return [
-        each.name
-        for each in inputs[1:]
-        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        and not any(part in each.name for part in WITHOUT_GRADIENT)
+    named = [
+        parameter.name
+        for parameter in inputs[1:]
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
+    return [name for name in named if not any(part in name for part in WITHOUT_GRADIENT)]
 
 
 def takes_named_inputs(module: nn.Module) -> bool:
@@ -124,19 +135,25 @@ def says_tuple(module: nn.Module) -> bool:
     statements = _statements(module)
     returned = _returned(statements)
     names = {value.id for value in returned if isinstance(value, ast.Name)}
-    stored = [each for each in statements if _stored(each) & names and isinstance(each, ast.Assign)]
+    assignments = [statement for statement in statements if isinstance(statement, ast.Assign)]
     tuples = [
-        each for each in stored if isinstance(each.targets[0], ast.Name) and isinstance(each.value, ast.Tuple)
+        statement
+        for statement in assignments
+        if isinstance(statement.targets[0], ast.Name) and isinstance(statement.value, ast.Tuple)
     ]
-    return bool(tuples) or any(isinstance(value, ast.Tuple) for value in returned)
+    if any(_stored(statement) & names for statement in tuples):
+        return True
+    return any(isinstance(value, ast.Tuple) for value in returned)
 
 
 def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
     """Return the attributes of any object that a module's forward reads, in all code or only after its last loop."""
     statements = _statements(module)
-    loops = [each.end_lineno or 0 for each in statements if isinstance(each, ast.For)]
-    first = max(loops, default=0) if behind_loops else 0
-    nodes = (node for statement in statements if statement.lineno > first for node in _nodes(statement))
+    if behind_loops:
+        ends = [statement.end_lineno or 0 for statement in statements if isinstance(statement, ast.For)]
+        last_end = max(ends, default=0)
+        statements = [statement for statement in statements if statement.lineno > last_end]
+    nodes = (node for statement in statements for node in _nodes(statement))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
@@ -154,9 +171,9 @@ def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
         apart: paths of sub-modules that receive full sequences, or support sequence shards.
     """
     kind = type(layer).__name__
-    found = []
+    errors = []
     if size := getattr(layer, "chunk_size_feed_forward", 0):
-        found.append(
+        errors.append(
             f"{kind} has chunk_size_feed_forward={size}, which chunks the sharded sequences again: set it to "
             "0"
         )
@@ -166,10 +183,10 @@ def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
         where = f"{kind}.{name}" if name else kind
         if list(module.children()):
             if code := _mixing(module):
-                found.append(f"the code of {where} {code}, and may depend on the full sequence: {INSTEAD}")
+                errors.append(f"the code of {where} {code}, and may depend on the full sequence: {INSTEAD}")
         elif not is_by_position(module):
-            found.append(f"{where} is a {type(module).__name__}, which may mix positions: {INSTEAD}")
-    return found
+            errors.append(f"{where} is a {type(module).__name__}, which may mix positions: {INSTEAD}")
+    return errors
 
 
 def _mixing(module: nn.Module) -> str:
@@ -180,9 +197,10 @@ def _mixing(module: nn.Module) -> str:
         return "cannot be read"
     if used := sorted(filter(_MIXING.fullmatch, own_names(module))):
         return f"uses {', '.join(used)}"
-    taken = [node.slice for each in statements for node in _nodes(each) if isinstance(node, ast.Subscript)]
-    tuples = [each.elts for each in taken if isinstance(each, ast.Tuple)]
-    return "takes slices" if any(isinstance(each, ast.Slice) for elts in tuples for each in elts) else ""
+    nodes = [node for statement in statements for node in _nodes(statement)]
+    indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
+    by_dim = [entry for index in indices if isinstance(index, ast.Tuple) for entry in index.elts]
+    return "takes slices" if any(isinstance(entry, ast.Slice) for entry in by_dim) else ""
 
 
 def is_by_position(module: nn.Module) -> bool:
@@ -203,9 +221,10 @@ def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
     if not isinstance(value, ast.Call):
         return isinstance(statement, ast.Return) and isinstance(value, ast.Name)
     is_output = isinstance(value.func, ast.Name) and "Output" in value.func.id
-    given = [*value.args, *(each.value for each in value.keywords)]
-    is_whole = all(isinstance(each, ast.Name) for each in given if result in _loaded(ast.walk(each)))
-    return is_whole and (is_output or _is_own(value.func, ("loss_function",)))
+    arguments = [*value.args, *(keyword.value for keyword in value.keywords)]
+    with_result = [argument for argument in arguments if result in _loaded(ast.walk(argument))]
+    is_unchanged = all(isinstance(argument, ast.Name) for argument in with_result)
+    return is_unchanged and (is_output or _is_own(value.func, ("loss_function",)))
 
 
 def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
@@ -231,6 +250,7 @@ def _statements(module: nn.Module) -> list[ast.stmt]:
 
 @cache  # a model has many layers of few classes
 def _statements_of(forward: Callable[..., Any]) -> list[ast.stmt]:
+    """Return all statements of a forward, nested ones too; empty if its source cannot be read."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         (tree,) = ast.parse(source).body
@@ -244,15 +264,14 @@ def _values(statement: ast.stmt) -> list[ast.expr]:
     if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
         return statement.value.elts
     targets = _targets(statement)
-    if isinstance(statement, ast.AugAssign) and isinstance(
-        statement.target, ast.Name
-    ):  # also reads its target
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        # It reads its target, too: x += y is x + y.
         return [ast.BinOp(ast.Name(statement.target.id, ast.Load()), statement.op, statement.value)]
     if any(isinstance(target, (ast.Subscript, ast.Attribute)) for target in targets):
+        # A part of the target's object changes, so the rest of it counts as read.
         return [ast.Tuple([*targets, *filter(None, [getattr(statement, "value", None)])], ast.Load())]
-    return [
-        each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr) and each not in targets
-    ]
+    expressions = [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.expr)]
+    return [expression for expression in expressions if expression not in targets]
 
 
 def _targets(statement: ast.stmt) -> list[ast.expr]:

@@ -116,6 +116,7 @@ class _GatheredLinear(Function):
         layer: ShardedLinear,
         later: LaterProduct | None,
     ) -> Tensor:
+        """Multiply with the gathered weight, which is released afterwards."""
         # Save the shard, so that autograd detects writes to it before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, shard)
         ctx.shape, ctx.layer, ctx.later = x.shape, layer, later
@@ -129,6 +130,7 @@ class _GatheredLinear(Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """Gather the weight again for the input's gradient, while the weight's gradient is averaged into the shard."""
         x, _ = ctx.saved_tensors
         layer: ShardedLinear = ctx.layer
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -278,14 +280,15 @@ class WeightPool:
 
         Called in each forward, before the layer's own graph node is made; prepares the slot of the next layer.
         """
-        made, self._later = self._later, ()
+        prepared, self._later = self._later, ()
         following = self._order.after(_use(layer, for_backward=False))
         if self._overlap and following is not None and torch.is_grad_enabled() and not _in_backward():
             weight = following.layer.weight
             if weight.requires_grad and weight.is_leaf:
                 _, (later,) = beside((), (), [weight])
                 self._later = following.layer, _state(weight), later
-        return made[2] if made[:2] == (layer, _state(layer.weight)) else None
+        is_for_layer = prepared[:2] == (layer, _state(layer.weight))
+        return prepared[2] if is_for_layer else None
 
     def _begin(self, layer: ShardedLinear) -> _Gathered:
         shard = layer.weight.detach()

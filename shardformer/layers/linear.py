@@ -52,8 +52,9 @@ class ProductLayer(ParallelModule):
         return {name: each for name, each in vars(self).items() if name not in ("later", "kept")}
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        given = {} if torch.compiler.is_compiling() else vars(self)
-        later, kept = given.pop("later", None), given.pop("kept", None)
+        """Multiply with the weight, with what the region's `enter` left for this call."""
+        attributes = {} if torch.compiler.is_compiling() else vars(self)
+        later, kept = attributes.pop("later", None), attributes.pop("kept", None)
         if kept is not None and not kept[1].is_of(x):
             kept = None
         is_transposed = self.output_dim == 1
@@ -84,7 +85,10 @@ def enter(
     if sequence is not None:
         crossings[0] = sequence.crossing(xs[0])
     if torch.compiler.is_compiling():  # the compiler orders products and sums itself
-        return [paired(x, each.forward, partial(_back, each)) for x, each in zip(xs, crossings, strict=True)]
+        return [
+            paired(x, crossing.forward, partial(_back, crossing))
+            for x, crossing in zip(xs, crossings, strict=True)
+        ]
     trained: list[ProductLayer] = []
     weights: list[Tensor] = []
     # Without a gradient of an input there is nothing to wait for.
@@ -284,11 +288,12 @@ class Linear1D_Row(_SplitLinear):
         return out_BSO if self.bias is None else out_BSO + self.bias
 
     def _summed_product(self, x_BSI: Tensor) -> Tensor:
+        """Return the product summed over the ranks, or this rank's slice of it along the sequence."""
         sequence = self.sequence
         if sequence is None:
             return reduce_from(self._product(x_BSI, None), self.group)
-        is_own = self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type)
-        if sequence.overlap and is_own and not torch.compiler.is_compiling():
+        is_plain = self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type)
+        if sequence.overlap and is_plain and not torch.compiler.is_compiling():
             is_transposed, store = self.output_dim == 1, self.weight_gradients
             return row_product(x_BSI, self.weight, sequence, is_transposed=is_transposed, store=store)
         return leave(self._product(x_BSI, None), sequence)

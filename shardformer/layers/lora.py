@@ -84,6 +84,7 @@ class LoraSplit:
 
 
 def _require_plain(module: Any) -> None:
+    """Raise ValueError for a LoRA layer of another formula, or one that is merged."""
     if module.lora_variant:
         kinds = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
         raise ValueError(
@@ -97,6 +98,7 @@ def _require_plain(module: Any) -> None:
 def _split_outputs(
     module: Any, base: Linear1D_Col, group: dist.ProcessGroup, split_random: SplitRandom | None
 ) -> None:
+    """Shard B of every adapter as the base layer's outputs; A stays replicated, with gradients to be summed."""
     shard = _shard(base.weight)
     kwargs: dict[str, Any] = {
         **_sizes(shard),
@@ -116,6 +118,7 @@ def _split_outputs(
 
 
 def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> None:
+    """Shard A of every adapter as the base layer's inputs; B stays replicated."""
     sizes = _sizes(_shard(base.weight))
     for name, native in list(module.lora_A.items()):
         module.lora_A[name] = Linear1D_Row(native, group, sequence=base.sequence, **sizes)

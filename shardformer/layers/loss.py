@@ -29,20 +29,21 @@ class _VocabParallelCrossEntropy(Function):
     def forward(
         ctx: Any, logits_NP: Tensor, labels_N: Tensor, entries: VocabRange, group: dist.ProcessGroup
     ) -> Tensor:
+        """Return the loss of every token, and save the probabilities; two all-reduces of numbers per token."""
         scores_NP = logits_NP.to(torch.float32, copy=True)
         scores_NP[:, entries.valid :] = -torch.inf
         maximum_N = scores_NP.amax(-1)
         dist.all_reduce(maximum_N, dist.ReduceOp.MAX, group=group)
         scores_NP -= maximum_N.unsqueeze(-1)
 
-        here_N = (labels_N >= entries.first) & (labels_N < entries.first + entries.valid)
-        index_N = (labels_N - entries.first).masked_fill(~here_N, 0)
-        label_score_N = scores_NP.gather(-1, index_N.unsqueeze(-1)).squeeze(-1).masked_fill(~here_N, 0.0)
+        is_local_N = (labels_N >= entries.first) & (labels_N < entries.first + entries.valid)
+        index_N = (labels_N - entries.first).masked_fill(~is_local_N, 0)
+        label_score_N = scores_NP.gather(-1, index_N.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local_N, 0.0)
         exponentials_NP = scores_NP.exp_()
         sums_2N = all_reduce(torch.stack([exponentials_NP.sum(-1), label_score_N]), group)
 
         exponentials_NP /= sums_2N[0].unsqueeze(-1)
-        ctx.save_for_backward(exponentials_NP, index_N, here_N)
+        ctx.save_for_backward(exponentials_NP, index_N, is_local_N)
         ctx.dtype = logits_NP.dtype
         return sums_2N[0].log() - sums_2N[1]
 
@@ -187,6 +188,7 @@ def _vocab_parallel_sum(
     ignore_index: int,
     head: VocabParallelLMHead1D,
 ) -> Tensor:
+    """Return the loss sum of a batch from sharded logits; a `LossSum`."""
     return vocab_parallel_cross_entropy(
         logits.flatten(0, -2),
         shift_labels.flatten(),
@@ -220,8 +222,10 @@ def route_causal_loss(
         finish: converts the same to `outputs.logits`.
         is_sharded: returns True if a call with these arguments keeps its logits sharded.
     """
-    whole: Any = model.loss_function
-    model.loss_function = partial(_causal_lm_loss, switch=switch, total=total, whole=whole)  # type: ignore[assignment]
+    original: Any = model.loss_function
+    model.loss_function = partial(  # type: ignore[assignment]
+        _causal_lm_loss, switch=switch, total=total, of_full_logits=original
+    )
     _keep_logits_sharded(model, switch, is_sharded=is_sharded, finish=finish)
 
 
@@ -235,13 +239,17 @@ def _causal_lm_loss(
     *,
     switch: tuple[Any, str],
     total: LossSum,
-    whole: Callable[..., Tensor] = ForCausalLMLoss,
+    of_full_logits: Callable[..., Tensor] = ForCausalLMLoss,
     **kwargs: Any,
 ) -> Tensor:
     """Return transformers' causal language-model loss of the next token: a mean, or a sum over a given count."""
     if getattr(*switch):
-        return whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    shift_labels = (shifted(labels, ignore_index) if shift_labels is None else shift_labels).to(logits.device)
+        return of_full_logits(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+    if shift_labels is None:
+        shift_labels = shifted(labels, ignore_index)
+    shift_labels = shift_labels.to(logits.device)
     loss_sum = total(logits, shift_labels, vocab_size=vocab_size, ignore_index=ignore_index)
     if num_items_in_batch is None:
         return divided(loss_sum, (shift_labels != ignore_index).sum())
@@ -265,6 +273,7 @@ def _keep_logits_sharded(
         setattr(owner, name, not is_sharded(signature.bind_partial(*args, **kwargs).arguments))
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Forward hook: turn the switch back on, and convert the logits if it was off in this call."""
         is_whole = getattr(owner, name)
         setattr(owner, name, True)
         if is_whole or outputs is None:  # None: the forward raised

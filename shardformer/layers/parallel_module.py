@@ -45,6 +45,7 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook: let `change` edit all arguments by name, in the forward's order."""
         inputs = dict(zip(names, args, strict=False)) | kwargs
         if not args or not isinstance(args[0], Tensor):
             inputs = {name: inputs[name] for name in names if name in inputs} | inputs
@@ -117,20 +118,20 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             "additional behaviour would be lost: shard the plain model, or write a policy that supports this "
             "class"
         ]
-    found = []
+    errors = []
     hooks = [hook for name in AROUND_FORWARD for hook in getattr(module, name).values()]
     taken_over = _own_hooks(module) if isinstance(module, nn.Embedding) else []
     if "forward" in vars(module) or len(hooks) > len(taken_over):
-        found.append(
+        errors.append(
             "has hooks or a replaced forward, which would be lost: register them after the model is sharded"
         )
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) not in (Parameter, LazyTensor) or not parameter.is_floating_point():
-            found.append(
+            errors.append(
                 f"has a {name} of {type(parameter).__name__} in {parameter.dtype}, which cannot be sharded: "
                 "quantize or distribute the model after it is sharded, or not at all"
             )
-    return found
+    return errors
 
 
 def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -72,9 +72,9 @@ class FurtherInputs:
         for name, dim in self.by_head.items():
             if not isinstance(x := inputs.get(name), Tensor):
                 continue
-            x = inputs[name] = self._entered(x)
-            if x.ndim == dim + 3 and x.shape[dim] > 1:
-                inputs[name] = own_heads(x, dim, self.num_heads, self.local_heads)
+            inputs[name] = entered = self._entered(x)
+            if entered.ndim == dim + 3 and entered.shape[dim] > 1:
+                inputs[name] = own_heads(entered, dim, self.num_heads, self.local_heads)
 
     def _entered(self, x: Any) -> Any:
         if isinstance(x, tuple):  # cosines and sines
@@ -122,6 +122,7 @@ class Region:
             return enter(xs, process_group, layers, sequence)
 
         def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
+            """Switch to the region's random state, and let the arguments enter, in place of the dict's."""
             first_name = name_of_first_tensor(inputs, besides=second_input)
             if split_random is not None and module.training:
                 split_random.enter(inputs[first_name].device)

@@ -65,14 +65,15 @@ class SequenceOrder:
         missing = self.padded(x.shape[dim]) - x.shape[dim]
         padded = pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing), value=padding) if missing else x
         pieces = padded.chunk(self._num_stretches, dim)
-        return torch.cat([pieces[each] for each in self._local(rank)], dim).contiguous()
+        return torch.cat([pieces[stretch] for stretch in self._local(rank)], dim).contiguous()
 
     def whole(self, parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
         """Return the full sequence from the shards of all ranks in order of rank, without padding."""
         pieces: list[Tensor] = [parts[0]] * self._num_stretches
         for rank, part in enumerate(parts):
-            for each, piece in zip(self._local(rank), part.chunk(len(self._local(rank)), dim), strict=True):
-                pieces[each] = piece
+            stretches = self._local(rank)
+            for stretch, piece in zip(stretches, part.chunk(len(stretches), dim), strict=True):
+                pieces[stretch] = piece
         return torch.cat(pieces, dim).narrow(dim, 0, length)
 
     @property
@@ -162,10 +163,11 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tenso
         return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
 
     def join(gradient: Tensor) -> Tensor:
+        """Return the gradient of the full sequence; with `is_data` only this rank's part of it, beside zeros."""
         if not is_data:
             return axis.gathered(gradient, _DIM, length)
-        nothing = torch.zeros_like(gradient)
-        parts = [gradient if rank == axis.rank else nothing for rank in range(axis.order.size)]
+        zeros = torch.zeros_like(gradient)
+        parts = [gradient if rank == axis.rank else zeros for rank in range(axis.order.size)]
         return axis.order.whole(parts, _DIM, length)
 
     return paired(whole, cut, join)
@@ -182,8 +184,8 @@ def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: b
     """
 
     def cut(gradient: Tensor) -> Tensor:
-        own = axis.own(gradient, _DIM)
-        return of_all_ranks(own, axis) if is_data else own
+        part_gradient = axis.own(gradient, _DIM)
+        return of_all_ranks(part_gradient, axis) if is_data else part_gradient
 
     return paired(part, lambda part: axis.gathered(part, _DIM, length), cut)
 
@@ -195,14 +197,11 @@ def of_all_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
 
 def draws(layer: nn.Module) -> bool:
     """Return True if a layer may draw random numbers in training."""
-    settings: list[Any] = [vars(module) for module in layer.modules()]
-    settings += [vars(own["config"]) for own in settings if hasattr(own.get("config"), "__dict__")]
-    return any(
-        isinstance(value, float) and value > 0
-        for own in settings
-        for name, value in (*own.items(), ("dropout", own.get("p")))
-        if any(part in name for part in _CHANCES)
-    )
+    owners: list[Any] = [vars(module) for module in layer.modules()]
+    owners += [vars(owner["config"]) for owner in owners if hasattr(owner.get("config"), "__dict__")]
+    settings = [setting for owner in owners for setting in (*owner.items(), ("dropout", owner.get("p")))]
+    chances = [value for name, value in settings if any(word in name for word in _CHANCES)]
+    return any(isinstance(chance, float) and chance > 0 for chance in chances)
 
 
 def samplewise(layer: nn.Module) -> list[str]:

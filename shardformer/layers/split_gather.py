@@ -66,9 +66,9 @@ class RegionSequence:
         """
         if part_BsH.ndim == 2:  # the tokens of all samples in one row
             by_sample, length = (-1, self.axis.part_length), self.axis.length
-            whole = self.crossing(part_BsH.unflatten(0, by_sample))
+            of_samples = self.crossing(part_BsH.unflatten(0, by_sample))
             return Crossing(
-                lambda part: whole.forward(part.unflatten(0, by_sample)).flatten(0, 1),
+                lambda part: of_samples.forward(part.unflatten(0, by_sample)).flatten(0, 1),
                 lambda gradient: self.begin_reduce_scatter(gradient.unflatten(0, (-1, length))).finished_by(
                     _in_one_row
                 ),
@@ -172,6 +172,7 @@ class _RowProduct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_BsO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Compute the input's gradient at this rank's positions while the gradient of the others is gathered."""
         x_BSI, weight = ctx.saved_tensors
         length, shard_length = x_BSI.shape[1], gradient_BsO.shape[1]
         needs_input, needs_weight, *_ = ctx.needs_input_grad

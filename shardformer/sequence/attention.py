@@ -181,15 +181,15 @@ def ring_attention_of(
 
 def models_around(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[PreTrainedModel]:
     """Return the innermost models around the wanted modules, one per config, because the config names the attention."""
-    found: dict[int, PreTrainedModel] = {}
+    by_config: dict[int, PreTrainedModel] = {}
     inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
     while inside:
         module, part = inside.pop()
         part = module if isinstance(module, PreTrainedModel) else part
         if part is not None and is_wanted(module):
-            found.setdefault(id(part.config), part)
+            by_config.setdefault(id(part.config), part)
         inside.extend((child, part) for child in module.children())
-    return list(found.values())
+    return list(by_config.values())
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -215,12 +215,10 @@ def _register() -> None:
         register_attention(_sequence_attention_name(RING, kernel), ring, blocks)
 
 
-def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
-    unknown = sorted(
-        name
-        for name, value in given.items()
-        if name not in KNOWN[mode] and value is not None and value is not False
-    )
+def _check_known(module: nn.Module, arguments: dict[str, Any], mode: str) -> None:
+    """Raise ValueError for arguments of an attention that a mode does not support, and that are set."""
+    used = [name for name, value in arguments.items() if value is not None and value is not False]
+    unknown = sorted(set(used) - set(KNOWN[mode]))
     if unknown:
         raise ValueError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which "
@@ -272,14 +270,15 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]
 
 
 def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
+    """Return the function by which a module computes attention with a kernel."""
+    function: Callable[..., tuple[Tensor, Any]] | None
     if name == EAGER:
-        found = _first(module, EAGER_FUNCTION)
+        function = _first(module, EAGER_FUNCTION)
     else:
         functions = _first(module, ATTENTION_TABLE)  # a model's file may define its own
-        found = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
-    if found is None:
+        function = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
+    if function is None:
         raise AssertionError(f"{type(module).__module__} has no attention by {name!r}")
-    function: Callable[..., tuple[Tensor, Any]] = found
     return function
 
 
@@ -312,6 +311,7 @@ def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.M
 
 
 def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
+    """Yield the reasons why a model, or a model in it, cannot compute attention on sequence shards."""
     name, config = type(part).__name__, part.config
     kernel = attention_name(config)
     if kernel not in KERNELS:
@@ -325,11 +325,12 @@ def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
+    """Yield the reasons why a layer cannot compute on a sequence shard in a mode."""
     kind = type(layer).__name__
-    attentions = [each for each in layer.modules() if _is_attention(each)]
-    inside = {id(each) for attention in attentions for each in attention.modules()}
-    mixers = [each for each in layer.modules() if _is_mixer(each, inside)]
-    for name in dict.fromkeys(type(each).__name__ for each in mixers):
+    attentions = [module for module in layer.modules() if _is_attention(module)]
+    inside = {id(module) for attention in attentions for module in attention.modules()}
+    mixers = [module for module in layer.modules() if _is_mixer(module, inside)]
+    for name in dict.fromkeys(type(mixer).__name__ for mixer in mixers):
         yield f"{kind} mixes positions by {name}, which would see only those of one rank"
     if not attentions and not mixers:
         yield f"{kind} computes no attention through transformers' AttentionInterface"
@@ -353,7 +354,7 @@ def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
 def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
     """Yield errors of arguments that the module passes to attention and that would be ignored there."""
     name, code = type(attention).__name__, _code(type(attention))
-    given = {argument for call in CALLS_ATTENTION.findall(code) for argument in _ARGUMENT.findall(call)}
+    passed = {argument for call in CALLS_ATTENTION.findall(code) for argument in _ARGUMENT.findall(call)}
     known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
     if getattr(attention, "sinks", None) is None:
         known |= {"s_aux"}  # None without sinks
@@ -365,7 +366,7 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
         )
     if _READS_MASK.search(code):
         yield f"{name} uses the mask in its own code, but the mask is for the full sequence"
-    if unknown := sorted(given - known):
+    if unknown := sorted(passed - known):
         yield f"{name} passes {', '.join(unknown)} to its attention, which {mode!r} does not support"
 
 

@@ -61,16 +61,17 @@ class PartTensor(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, *, length: int, make_whole: Callable[[], Tensor]) -> "PartTensor":
+        """Make a tensor of the full sequence's shape that has only a part; `make_whole` computes it if it is read."""
         shape = (*part.shape[:DIM], length, part.shape[-1])
-        made: PartTensor = torch.Tensor._make_wrapper_subclass(
+        part_tensor: PartTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
-        made._part, made._make_whole, made._whole = part, make_whole, None
-        made._has_graph = torch.is_grad_enabled()
+        part_tensor._part, part_tensor._make_whole, part_tensor._whole = part, make_whole, None
+        part_tensor._has_graph = torch.is_grad_enabled()
         if part.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse_gradient)
-        return made
+                part_tensor.register_hook(_refuse_gradient)
+        return part_tensor
 
     @property
     def part(self) -> Tensor | None:
@@ -167,14 +168,15 @@ class PartsAlone:
         return sharded
 
     def _stand_in(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Forward hook: replace the outputs by PartTensors, which compute the full outputs if they are read."""
         if self._given is None:
             return output
-        (given_args, given_kwargs, length), self._given = self._given, None
+        (full_args, full_kwargs, length), self._given = self._given, None
 
         @cache
         def make_all() -> list[Any]:
             self._is_whole = True
-            return tree_flatten(module(*given_args, **given_kwargs))[0]
+            return tree_flatten(module(*full_args, **full_kwargs))[0]
 
         def stand_in(place: int, part: Tensor) -> PartTensor:
             if part.shape[DIM] * self._axis.order.size != self._axis.order.padded(length):
@@ -186,7 +188,7 @@ class PartsAlone:
             )
 
         leaves, form = tree_flatten(output)
-        return tree_unflatten([stand_in(*each) for each in enumerate(leaves)], form)
+        return tree_unflatten([stand_in(place, part) for place, part in enumerate(leaves)], form)
 
     def _own(self, whole: Tensor) -> Tensor:
         """Return this rank's shard, padded as by `shard_sequence`."""
@@ -230,6 +232,7 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def _is_by_position(value: Any) -> bool:
+    """Return True for integers of shape (B, S), such as token ids."""
     return (
         isinstance(value, Tensor)
         and value.ndim == 2

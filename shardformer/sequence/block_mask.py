@@ -133,7 +133,7 @@ class BlockMask(Mask):
         """
         function, length = self._function, self.lengths[1]
         is_query, is_key_BK = queries < length, (keys < length).expand(self._batch_size, -1)
-        queries, keys = (each.clamp(max=length - 1) for each in (queries, keys))
+        queries, keys = queries.clamp(max=length - 1), keys.clamp(max=length - 1)
         if self._padding_BS is not None:
             is_key_BK = is_key_BK & self._padding_BS[:, keys]
 
@@ -158,17 +158,18 @@ class BlockMask(Mask):
         return torch.stack([seen.any(), seen.all(), triangle.all()])
 
     def _find_blind(self, rows: Iterable[range]) -> None:
-        blind = {each: self._blind(each) for each in rows if self.levels and each not in self._levelled}
+        """Determine the queries that see no key in rows of blocks; one host read for all."""
+        blind = {row: self._blind(row) for row in rows if self.levels and row not in self._levelled}
         if blind:
-            found = torch.stack([each.any() for each in blind.values()]).tolist()
-            self._levelled |= {
-                each: blind[each] if is_some else None for each, is_some in zip(blind, found, strict=True)
-            }
+            has_blind = torch.stack([is_blind.any() for is_blind in blind.values()]).tolist()
+            for row, has_any in zip(blind, has_blind, strict=True):
+                self._levelled[row] = blind[row] if has_any else None
 
     def _tensor(self, queries: range, keys: range) -> Tensor:
+        """Return the mask of a block, (B, 1, Q, K): True where a query sees a key."""
         numbers = [
-            torch.arange(each.start, each.stop, device=self._device)
-            for each in (range(self._batch_size), range(1), queries, keys)
+            torch.arange(indices.start, indices.stop, device=self._device)
+            for indices in (range(self._batch_size), range(1), queries, keys)
         ]
         function = _mapped(self._function) if self._takes_numbers else _broadcast(self._function)
         seen = function(*numbers)
@@ -286,6 +287,7 @@ def block_mask(
 
 
 def _causal(queries: range, keys: range) -> BlockKind:
+    """Return the kind of a block of the causal mask."""
     if keys.start >= queries.stop:
         return BlockKind.NOTHING
     if keys.stop - 1 <= queries.start:
@@ -317,7 +319,9 @@ def _broadcast(function: MaskFunction) -> MaskFunction:
 def _mapped(function: MaskFunction) -> MaskFunction:
     """Return a function of 1-d index tensors, from a mask function of single positions."""
     for dim in (3, 2, 1, 0):
-        function = torch.vmap(function, in_dims=tuple(0 if each == dim else None for each in range(4)))
+        in_dims: list[int | None] = [None] * 4
+        in_dims[dim] = 0
+        function = torch.vmap(function, in_dims=tuple(in_dims))
 
     def mapped(*numbers: Tensor) -> Tensor:
         with TransformGetItemToIndex():  # vmap alone cannot index a tensor by a mapped position
@@ -327,25 +331,26 @@ def _mapped(function: MaskFunction) -> MaskFunction:
 
 
 def _given_errors(mask: Tensor, length: int) -> list[str]:
-    found = []
+    """List the errors of a mask tensor for a sequence of this length; empty if it is valid."""
+    errors = []
     if mask.ndim != 4 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
-        found.append(
+        errors.append(
             f"an attention mask of shape {tuple(mask.shape)} for a sequence of {length}: give one of (batch, "
             f"{length}), False at padding, or of (batch, 1, {length}, {length})"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        found.append(
+        errors.append(
             f"an attention mask of {mask.dtype} with {mask.ndim} dimensions: give booleans, True where a key is seen, "
             "or floating-point numbers that are added to the scores"
         )
     elif mask.is_floating_point() and not bool((mask.amax(-1) > _HIDING).all()):
-        found.append(
+        errors.append(
             f"the additive attention mask hides all keys in some rows, down to {mask.amin():.4g}: give a "
             f"mask of (batch, {length}), 0 at padding, or let each query see a key"
         )
     if mask.requires_grad:
-        found.append(
+        errors.append(
             "the attention mask requires gradients, which ring attention does not compute: use "
             "sequence_parallelism_mode='all_to_all'"
         )
-    return found
+    return errors

@@ -25,7 +25,7 @@ from ...cluster.transformers_api import (
     checkpoint_function,
     set_checkpoint_function,
 )
-from ...pipeline.plan import Stack, StagePlan, collecting, settings_of
+from ...pipeline.plan import Stack, StagePlan, refused_settings, settings_of
 from ...pipeline.stage import (
     argument,
     cache_of,
@@ -76,7 +76,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     if split.settings.is_on_sequence_axis:
         _average_entering_gradients(outer, running, split.group)
         _shard_attention(model, split)
-    refuse = partial(_refuse_collecting, names=collecting(model))
+    refuse = partial(_refuse_collecting, names=refused_settings(model))
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     model.register_forward_pre_hook(lambda module, args: remember_lengths(layers))
 
@@ -125,41 +125,41 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
         f"the layers of {kind} run several times each": plan.applied,
         f"{kind} reads the outputs of all layers, which would be sharded": plan.collects(model),
     }
-    found = [
+    errors = [
         f"{option}: {reason}: leave enable_sequence_parallelism out"
         for reason, holds in reasons.items()
         if holds
     ]
-    found += [
+    errors += [
         f"{option}: {name}=True in {source} collects the outputs of layers, which would be sharded: set it "
         "to False, or leave enable_sequence_parallelism out"
         for source, settings in settings_of(model).items()
-        for name in collecting(model)
+        for name in refused_settings(model)
         if settings.get(name)
     ]
     mode, size = split.settings.mode, split.group.size()
-    if found or mode not in SEQUENCE_MODES:
-        return found
+    if errors or mode not in SEQUENCE_MODES:
+        return errors
     layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
     local = [layer for layer in layers if not isinstance(layer, StandIn)]
-    found = sequence_attention_errors(model, mode, local) if local else []
+    errors = sequence_attention_errors(model, mode, local) if local else []
     heads = -(-getattr(getattr(model, "config", None), "num_attention_heads", 0) // split.tp_size)
     if mode == ALL_TO_ALL and 1 <= heads < size:
-        found.append(
+        errors.append(
             f"sp_size={size} is more than the {heads} attention heads of a rank, over which all_to_all "
             f"shards: use sp_size={heads} or less, a smaller tp_size, or "
             "sequence_parallelism_mode='ring_attn'"
         )
-    return [f"{option}: {error}" for error in dict.fromkeys(found)]
+    return [f"{option}: {error}" for error in dict.fromkeys(errors)]
 
 
 def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
     """Return the module at the first layer's path for each of this rank's stages: the layer or its stand-in."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for stage in local_stages(model).values():
         with stage.seated():
-            found.append(model.get_submodule(stack.paths[0]))
-    return list(dict.fromkeys(found))
+            modules.append(model.get_submodule(stack.paths[0]))
+    return list(dict.fromkeys(modules))
 
 
 def _around(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
@@ -180,9 +180,9 @@ def _track_running(modules: Sequence[nn.Module]) -> list[nn.Module]:
         if running and running[-1] is module:  # not if another hook has raised before
             running.pop()
 
-    for each in modules:
-        each.register_forward_pre_hook(lambda module, args: running.append(module))
-        each.register_forward_hook(leave, always_call=True)
+    for module in modules:
+        module.register_forward_pre_hook(lambda module, args: running.append(module))
+        module.register_forward_hook(leave, always_call=True)
     return running
 
 
@@ -208,8 +208,8 @@ def _average_entering_gradients(
         changed: tuple[tuple, dict[str, Any]] = tree_map_only(Tensor, entering, (args, kwargs))
         return changed
 
-    for each in modules:
-        each.register_forward_pre_hook(enter, with_kwargs=True)
+    for module in modules:
+        module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _refuse_outside(layer: nn.Module, args: Any, *, running: Sequence[nn.Module]) -> None:
@@ -251,9 +251,12 @@ def _is_causal(layer: nn.Module) -> bool:
 def _refuse_collecting(
     model: Any, args: Sequence[Any], kwargs: dict[str, Any], *, names: Sequence[str]
 ) -> None:
+    """Forward pre-hook: raise ValueError if the call, or else the config, asks for outputs of layers."""
     for name in names:
         asked = kwargs.get(name)
-        if getattr(getattr(model, "config", None), name, False) if asked is None else asked:
+        if asked is None:
+            asked = getattr(getattr(model, "config", None), name, False)
+        if asked:
             raise ValueError(
                 f"{name}=True in this call returns the outputs of layers, which sequence parallelism shards "
                 "over the ranks: leave it out"
@@ -280,7 +283,9 @@ class Boundary:
         """Shard sequences before the first layer; before its stand-in on a later stage, only set the length."""
 
         def begin(module: nn.Module, inputs: dict[str, Any]) -> None:
-            hidden = inputs[name := name_of_first_tensor(inputs)]
+            """Note the length of the sequence, and give the first layer, if it is local, this rank's shard."""
+            name = name_of_first_tensor(inputs)
+            hidden = inputs[name]
             if hidden.ndim != _DIM + 2:
                 raise ValueError(
                     f"a {type(module).__name__} received hidden states of shape {tuple(hidden.shape)}, but "
@@ -326,6 +331,7 @@ class Boundary:
             PartRandom.from_native_module(layer, self.axis.group)
 
     def _own(self, layer: nn.Module, name: str, value: Any) -> Any:
+        """Return this rank's shard of an argument of a layer; an argument without positions is unchanged."""
         if name in LAYER_POSITIONS:
             return tree_map_only(Tensor, lambda x: self._part(x, LAYER_POSITIONS[name]), value)
         if name not in _WHOLE and isinstance(value, Tensor) and self.axis.length in value.shape:

@@ -75,10 +75,10 @@ class SequenceParallelism:
         switches = {"enable_sequence_overlap": self.overlaps, "enable_sequence_regather": self.regathers}
         inner = self.inner_ring_size
         if self.mode is None:
-            given = {"sp_size": sp_size if sp_size != 1 else None, **switches, "inner_ring_size": inner}
+            options = {"sp_size": sp_size if sp_size != 1 else None, **switches, "inner_ring_size": inner}
             return [
                 f"{name}={value!r} {_TURNED_OFF}"
-                for name, value in given.items()
+                for name, value in options.items()
                 if value not in (None, False)
             ]
         option = _option(self.mode)
@@ -154,8 +154,8 @@ def double_ring(mesh: ParallelMesh, inner_ring_size: int | None) -> Rings | None
     assert inner_ring_size is not None
     if size % inner_ring_size:
         raise AssertionError(f"inner_ring_size={inner_ring_size} does not divide {size} ranks")
-    neighbours = [range(each, each + inner_ring_size) for each in range(0, size, inner_ring_size)]
+    neighbours = [range(first, first + inner_ring_size) for first in range(0, size, inner_ring_size)]
     inner = mesh.subgroup("sp", neighbours)
-    outer = mesh.subgroup("sp", [range(each, size, inner_ring_size) for each in range(inner_ring_size)])
+    outer = mesh.subgroup("sp", [range(first, size, inner_ring_size) for first in range(inner_ring_size)])
     assert inner is not None and outer is not None
     return outer, inner

@@ -44,12 +44,9 @@ def flex_mask(mask: BlockMask, queries: Tensor, keys: Tensor) -> FlexMask:
     placed = mask.placed(queries, keys)
     rows = max(1, _ENTRIES // (_BLOCK * len(keys))) * _BLOCK
     all_keys = torch.arange(len(keys), device=keys.device)
+    all_queries = torch.arange(len(queries), device=queries.device)
     counts = torch.cat(
-        [
-            _count_blocks(mask.placed_seen(placed, each, all_keys))
-            for each in torch.arange(len(queries), device=queries.device).split(rows)
-        ],
-        -2,
+        [_count_blocks(mask.placed_seen(placed, chunk, all_keys)) for chunk in all_queries.split(rows)], -2
     )
     is_full = counts == _BLOCK**2
     return FlexMask.from_kv_blocks(
@@ -63,10 +60,9 @@ def flex_mask(mask: BlockMask, queries: Tensor, keys: Tensor) -> FlexMask:
 
 def _count_blocks(seen: Tensor) -> Tensor:
     """Count the visible keys of each block: (B, 1, Q / 128, K / 128) of (B, 1, Q, K)."""
-    missing = (each for size in reversed(seen.shape[-2:]) for each in (0, -size % _BLOCK))
-    blocks = (
-        torch.nn.functional.pad(seen, tuple(missing)).unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))
-    )
+    num_queries, num_keys = seen.shape[-2:]
+    padded = torch.nn.functional.pad(seen, (0, -num_keys % _BLOCK, 0, -num_queries % _BLOCK))
+    blocks = padded.unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))
     return blocks.sum((-3, -1), dtype=torch.int32)
 
 
@@ -81,7 +77,7 @@ def look(
 ) -> tuple[Tensor, Tensor]:
     """Attend to these keys only; return outputs and lse: 0 and minus infinity for queries that see no key."""
     kind = _codes(mask.mask_mod), q.dtype, softcap, torch.is_grad_enabled()
-    found, more = _compiled(kind)(
+    out, auxiliary = _compiled(kind)(
         q,
         k_BMKD,
         v_BMKD,
@@ -91,7 +87,7 @@ def look(
         enable_gqa=q.shape[1] != k_BMKD.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    return found, more.lse
+    return out, auxiliary.lse
 
 
 def look_back(
@@ -112,23 +108,22 @@ def look_back(
         out, lse: outputs and lse over all keys; the lse is plus infinity for queries that see none.
     """
     with torch.enable_grad():
-        q, k_BMKD, v_BMKD = inputs = [each.detach().requires_grad_() for each in (q, k_BMKD, v_BMKD)]
+        q, k_BMKD, v_BMKD = inputs = [x.detach().requires_grad_() for x in (q, k_BMKD, v_BMKD)]
         partial_out, partial_lse = look(q, k_BMKD, v_BMKD, mask, **settings)
     weight = (partial_lse.detach() - lse).exp().unsqueeze(-1)
-    of_out = weight * gradient
-    of_lse = (of_out * (partial_out.detach() - out)).sum(-1)
-    return torch.autograd.grad(
-        (partial_out, partial_lse), inputs, (of_out.to(partial_out.dtype), of_lse.to(partial_lse.dtype))
-    )
+    out_gradient = weight * gradient
+    lse_gradient = (out_gradient * (partial_out.detach() - out)).sum(-1)
+    gradients = out_gradient.to(partial_out.dtype), lse_gradient.to(partial_lse.dtype)
+    return torch.autograd.grad((partial_out, partial_lse), inputs, gradients)
 
 
-def _codes(found: Any) -> tuple[Any, ...]:
+def _codes(value: Any) -> tuple[Any, ...]:
     """Return the code objects of a function and of functions in its closure, which torch.compile traces together."""
-    if isinstance(found, (tuple, list)):
-        return tuple(map(_codes, found))
-    if not isinstance(found, FunctionType):
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_codes, value))
+    if not isinstance(value, FunctionType):
         return ()
-    return (found.__code__, *(_codes(cell.cell_contents) for cell in found.__closure__ or ()))
+    return (value.__code__, *(_codes(cell.cell_contents) for cell in value.__closure__ or ()))
 
 
 @cache

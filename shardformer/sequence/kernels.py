@@ -52,7 +52,8 @@ def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor,
         return flex.look(q, k_BMKD, v_BMKD, view.seen, scale=view.scale, softcap=view.softcap)
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
-    out, lse = (_flash if is_fused(q, v, view) else _plain)(q, k, v, view)
+    attend = _flash if is_fused(q, v, view) else _plain
+    out, lse = attend(q, k, v, view)
     if isinstance(view.seen, Tensor):  # fused kernels return an lse of 0 for queries that see no key
         lse = lse.masked_fill((view.seen == -torch.inf).all(-1), -torch.inf)
     return out, lse
@@ -127,6 +128,7 @@ def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
 
 
 def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
+    """Return scores with minus infinity, or the mask's addends, where a query does not see a key."""
     if view.is_level:
         least = torch.finfo(dtype).min
         # Not simply zero: in fp16 a score above 16 survives the rounding.
@@ -157,10 +159,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]
 def _plain_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
+    """Return the gradients of q, k and v for these keys, in the format of the scores."""
     scores = _plain_scores(q, k, view)
     probabilities = (_masked(scores, view, q.dtype) - lse.unsqueeze(-1)).exp_()
     dtype = probabilities.dtype
-    gradient, q, k, v, out = (each.to(dtype) for each in (gradient, q, k, v, out))
+    gradient, q, k, v, out = (x.to(dtype) for x in (gradient, q, k, v, out))
     dv = _kept(probabilities, view).mT @ gradient
     weighted = _kept(gradient @ v.mT, view) - (gradient * out).sum(-1, keepdim=True)
     dscores = weighted * probabilities * view.scale
@@ -170,6 +173,7 @@ def _plain_backward(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    """Return outputs and lse for these keys by torch's flash kernel."""
     is_causal, bias = _as_arguments(view)
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -183,19 +187,20 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]
 def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
+    """Return the gradients of q, k and v for these keys by torch's flash kernel."""
     is_causal, bias = _as_arguments(view)
-    found: Gradients
+    gradients: Gradients
     if q.device.type == "cpu":
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=view.scale
         )
-        return found
+        return gradients
     lengths = None, None, q.shape[2], k.shape[2]  # None: all rows of the batch have the same length
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # with offset: used only for dropout
-    found = _aten._scaled_dot_product_flash_attention_backward(
+    gradients = _aten._scaled_dot_product_flash_attention_backward(
         gradient, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, seed, seed[0], scale=view.scale
     )
-    return found
+    return gradients
 
 
 def _as_arguments(view: View) -> tuple[bool, Tensor | None]:

@@ -65,10 +65,10 @@ def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
     """
     inner: Any = model.loss_function
 
-    def is_sharded(given: Mapping[str, Any]) -> bool:
-        kept = given.get("logits_to_keep")  # 0 is all positions in transformers; a tensor lists positions
+    def is_sharded(arguments: Mapping[str, Any]) -> bool:
+        kept = arguments.get("logits_to_keep")  # 0 is all positions in transformers; a tensor lists positions
         keeps_all = kept is None or (isinstance(kept, int) and kept == 0)
-        return model.training and has_labels(given) and keeps_all
+        return model.training and has_labels(arguments) and keeps_all
 
     route_causal_loss(
         model,
@@ -88,10 +88,11 @@ def _sum_of_parts(
     axis: SequenceAxis,
     inner: Callable[..., Tensor],
 ) -> Tensor:
-    own = axis.own(shift_labels, 1, padding=ignore_index)
+    """Return the loss sum over all sequence shards, from this rank's logits; a `LossSum`. One all-reduce."""
+    labels = axis.own(shift_labels, 1, padding=ignore_index)
     with unobserved():  # no term of the loss, which is the sum over all shards
         share = inner(
-            logits, own, vocab_size, num_items_in_batch=1, ignore_index=ignore_index, shift_labels=own
+            logits, labels, vocab_size, num_items_in_batch=1, ignore_index=ignore_index, shift_labels=labels
         )
     return paired(
         share, lambda share: all_reduce(share, axis.group), lambda gradient: of_all_ranks(gradient, axis)

@@ -166,17 +166,23 @@ class _Call(NamedTuple):
 
     def classify_blocks(self, q: Tensor, v: Tensor) -> None:
         """Determine the kinds of all blocks of this rank's queries at once: at most one host read."""
-        if not self._is_flex(q, v):
-            order, size = self.axis.order, self._size(q, v)
-            queries = [each for each, _ in _ranges(order, self.length, self.axis.rank, size)]
-            keys = [each for rank in range(order.size) for each, _ in _ranges(order, self.length, rank, size)]
-            self.mask.classify(product(queries, keys))
+        if self._is_flex(q, v):
+            return  # its kernel evaluates the mask
+        order, size = self.axis.order, self._size(q, v)
+        queries = [positions for positions, _ in _ranges(order, self.length, self.axis.rank, size)]
+        keys = [
+            positions
+            for rank in range(order.size)
+            for positions, _ in _ranges(order, self.length, rank, size)
+        ]
+        self.mask.classify(product(queries, keys))
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
         """Return the pieces of this rank's queries and another rank's keys."""
         if self._is_flex(q, v):
-            own = slice(None)
-            return iter([Piece(own, own, range(0), range(0), self._flex_mask(source, q.device))])
+            everything = slice(None)
+            mask = self._flex_mask(source, q.device)
+            return iter([Piece(everything, everything, range(0), range(0), mask)])
         order, rank, size = self.axis.order, self.axis.rank, self._size(q, v)
         return pieces(self.mask, order, self.length, rank=rank, source=source, size=size)
 
@@ -193,15 +199,18 @@ class _Call(NamedTuple):
     def _flex_mask(self, source: int, device: torch.device) -> flex.FlexMask:
         """Return the cached FlexAttention mask of this rank's queries and another rank's keys."""
         assert isinstance(self.mask, BlockMask)
-        made = self.mask.flex_masks
-        if source not in made:
-            stretches = (self.axis.order.stretches(rank, self.length) for rank in (self.axis.rank, source))
-            queries, keys = (
-                torch.cat([torch.arange(each.start, each.stop, device=device) for each in ranges])
-                for ranges in stretches
+
+        def positions_of(rank: int) -> Tensor:
+            stretches = self.axis.order.stretches(rank, self.length)
+            return torch.cat(
+                [torch.arange(stretch.start, stretch.stop, device=device) for stretch in stretches]
             )
-            made[source] = flex.flex_mask(self.mask, queries, keys)
-        return made[source]
+
+        known = self.mask.flex_masks
+        if source not in known:
+            queries, keys = positions_of(self.axis.rank), positions_of(source)
+            known[source] = flex.flex_mask(self.mask, queries, keys)
+        return known[source]
 
     def view(self, piece: Piece) -> View:
         """Return the arguments of the kernel for a piece."""
@@ -213,15 +222,18 @@ class _Call(NamedTuple):
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        """Attend to the keys of every rank while they circulate, and combine the results; q, k, v are (B, N, S, D)."""
         softmax = OnlineSoftmax(q, v.shape[-1])
         call.classify_blocks(q, v)
         with torch.autocast(q.device.type, enabled=False):
-            for source, both in circulate(torch.cat([k, v], -1), call.axis.rings):
-                keys, values = both.split([k.shape[-1], v.shape[-1]], -1)
+            for source, keys_and_values in circulate(torch.cat([k, v], -1), call.axis.rings):
+                keys, values = keys_and_values.split([k.shape[-1], v.shape[-1]], -1)
                 for piece in call.pieces(q, v, source):
-                    at = piece.columns
-                    found = look(q[:, :, piece.rows], keys[:, :, at], values[:, :, at], call.view(piece))
-                    softmax.add(piece.rows, *found)
+                    rows, columns = piece.rows, piece.columns
+                    out, lse = look(
+                        q[:, :, rows], keys[:, :, columns], values[:, :, columns], call.view(piece)
+                    )
+                    softmax.add(rows, out, lse)
         out_BSND = softmax.out_BNQD.transpose(1, 2).to(q.dtype).contiguous()
         ctx.save_for_backward(q, k, v, out_BSND, softmax.lse_BNQ)
         ctx.call = call
@@ -230,6 +242,7 @@ class _RingAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_BSND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Visit the keys of every rank again; the gradients of keys and values travel with them to their rank."""
         q, k, v, out_BSND, lse = ctx.saved_tensors
         call: _Call = ctx.call
         gradient, out = gradient_BSND.contiguous().transpose(1, 2), out_BSND.transpose(1, 2)
@@ -238,19 +251,26 @@ class _RingAttention(Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)
         widths = [k.shape[-1], v.shape[-1]]
 
-        def visit(source: int, both: Tensor) -> Tensor:
-            keys, values = both.split(widths, -1)
-            dboth = torch.zeros_like(both, dtype=lse.dtype)
-            dkeys, dvalues = dboth.split(widths, -1)
+        def visit(source: int, keys_and_values: Tensor) -> Tensor:
+            """Add to this rank's dq; return its addends to the gradients of another rank's keys and values."""
+            keys, values = keys_and_values.split(widths, -1)
+            dkeys_and_values = torch.zeros_like(keys_and_values, dtype=lse.dtype)
+            dkeys, dvalues = dkeys_and_values.split(widths, -1)
             for piece in call.pieces(q, v, source):
-                rows, at = piece.rows, piece.columns
-                parts = q[:, :, rows], keys[:, :, at], values[:, :, at], out[:, :, rows], lse[:, :, rows]
-                found = look_back(gradient[:, :, rows], *parts, call.view(piece))
-                for total, each in zip(
-                    (dq[:, :, rows], dkeys[:, :, at], dvalues[:, :, at]), found, strict=True
-                ):
-                    total.add_(each)
-            return dboth
+                rows, columns = piece.rows, piece.columns
+                piece_dq, piece_dkeys, piece_dvalues = look_back(
+                    gradient[:, :, rows],
+                    q[:, :, rows],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    call.view(piece),
+                )
+                dq[:, :, rows].add_(piece_dq)
+                dkeys[:, :, columns].add_(piece_dkeys)
+                dvalues[:, :, columns].add_(piece_dvalues)
+            return dkeys_and_values
 
         with torch.autocast(q.device.type, enabled=False):
             dk, dv = round_trip(torch.cat([k, v], -1), call.axis.rings, visit).split(widths, -1)
@@ -258,6 +278,7 @@ class _RingAttention(Function):
 
 
 def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
+    """Return the mask of a call; raise ValueError if it is for another length."""
     if isinstance(mask, Tensor):
         return GivenMask(mask, length)
     if mask is None:
@@ -272,11 +293,12 @@ def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> None:
-    own = axis.part_length
-    if not q.shape[2] == k.shape[2] == v.shape[2] == own:
+    """Raise AssertionError for shapes that are not of shards of the axis' sequence."""
+    part_length = axis.part_length
+    if not q.shape[2] == k.shape[2] == v.shape[2] == part_length:
         raise AssertionError(
             f"got {q.shape[2]} queries, {k.shape[2]} keys and {v.shape[2]} values: of a sequence of "
-            f"{axis.length} on {axis.order.size} ranks each rank has {own}"
+            f"{axis.length} on {axis.order.size} ranks each rank has {part_length}"
         )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise AssertionError(f"{k.shape[1]} heads of keys, {v.shape[1]} of values, {q.shape[1]} of queries")

@@ -80,8 +80,8 @@ class HeadShare:
                 "many entries, or 1"
             )
         begin = min(rank * self.queries, self.num_queries)
-        found = x.narrow(dim, begin, min(self.queries, self.num_queries - begin))
-        return _filled(found, dim, self.queries)
+        of_rank = x.narrow(dim, begin, min(self.queries, self.num_queries - begin))
+        return _filled(of_rank, dim, self.queries)
 
 
 def attend_by_heads(
@@ -122,27 +122,30 @@ def attend_by_heads(
     """
     _check(module, query, key, axis)
     share = HeadShare.least(query.shape[1], key.shape[1], axis.group.size())
-    whole = _whole_sequences((query, key, value), share, axis)
+    full_sequences = _whole_sequences((query, key, value), share, axis)
     if position_bias is not None:
         kwargs["position_bias"] = _own_mask(position_bias, share, axis)
     if s_aux is not None:
         kwargs["s_aux"] = share.own(s_aux, 0, axis.rank)
-    own_mask = _own_mask(mask, share, axis) if isinstance(mask, Tensor) else mask
+    if isinstance(mask, Tensor):
+        mask = _own_mask(mask, share, axis)
+    view = _own_view(module, share, axis)
     with _own_random(axis, query.device, dropout):
-        out_BLnD, _ = attend(_own_view(module, share, axis), *whole, own_mask, dropout=dropout, **kwargs)
+        out_BLnD, _ = attend(view, *full_sequences, mask, dropout=dropout, **kwargs)
     padded = _filled(out_BLnD, 1, axis.order.padded(axis.length))
     out = all_to_all(padded, axis.group, split_dim=1, gather_dim=2)
     return out if out.shape[2] == share.num_queries else out[:, :, : share.num_queries]
 
 
 def _check(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) -> None:
+    """Raise for shapes that are not of contiguous shards of the axis' sequence."""
     if axis.order.is_zigzag:
         raise AssertionError("all-to-all concatenates shards: each must be contiguous in the sequence")
-    own = axis.part_length
-    if query.shape[2] != own or key.shape[2] != own:
+    part_length = axis.part_length
+    if query.shape[2] != part_length or key.shape[2] != part_length:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, but this "
-            f"rank has {own} of a sequence of {axis.length}: for cross-attention or a key-value cache use a "
+            f"rank has {part_length} of a sequence of {axis.length}: for cross-attention or a key-value cache use a "
             "sequence_parallelism_mode of the tensor axis, 'split_gather' or 'ring'"
         )
 
@@ -151,20 +154,21 @@ def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: Sequence
     """Return queries, keys and values of this rank's heads for the full sequence, (B, n or m, L, D). One all-to-all."""
     query, key, value = parts
     if share.repeats > 1:
-        key, value = (each.repeat_interleave(share.repeats, 1) for each in (key, value))
+        key, value = key.repeat_interleave(share.repeats, 1), value.repeat_interleave(share.repeats, 1)
     counts = share.queries, share.keys, share.keys
     padded = [
-        _filled(each, 1, share.size * count) for each, count in zip((query, key, value), counts, strict=True)
+        _filled(heads, 1, share.size * count)
+        for heads, count in zip((query, key, value), counts, strict=True)
     ]
-    # (P, S/P, B, X): one copy, sent from its buffer; the result (S, B, X) is used in place.
-    sent = [each.unflatten(1, (share.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for each in padded]
+    # (P, S/P, B, X), one slice for each rank: one copy, sent from its buffer; the result (S, B, X) is used in place.
+    sent = [heads.unflatten(1, (share.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for heads in padded]
     arrived_SBX = all_to_all(torch.cat(sent, -1), axis.group, split_dim=0, gather_dim=1).squeeze(0)
     if len(arrived_SBX) != axis.length:
         arrived_SBX = arrived_SBX[: axis.length]
-    by_tensor = arrived_SBX.split([each.shape[-1] for each in sent], -1)
+    received = arrived_SBX.split([heads.shape[-1] for heads in sent], -1)
     return (
-        each.unflatten(-1, (count, -1)).permute(1, 2, 0, 3)
-        for each, count in zip(by_tensor, counts, strict=True)
+        heads.unflatten(-1, (count, -1)).permute(1, 2, 0, 3)
+        for heads, count in zip(received, counts, strict=True)
     )
 
 
@@ -191,12 +195,12 @@ def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
 
 def _own_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> AttributeView:
     """Return a view of the module with the numbers of heads and the sinks of this rank."""
-    own: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if hasattr(module, "num_key_value_groups"):
-        own["num_key_value_groups"] = share.groups
+        changed["num_key_value_groups"] = share.groups
     if isinstance(sinks := getattr(module, "sinks", None), Tensor):
-        own["sinks"] = share.own(sinks, 0, axis.rank)
-    return AttributeView(module, **own)
+        changed["sinks"] = share.own(sinks, 0, axis.rank)
+    return AttributeView(module, **changed)
 
 
 @contextmanager
@@ -205,9 +209,9 @@ def _own_random(axis: SequenceAxis, device: torch.device, dropout: float) -> Ite
     if not dropout:
         yield
         return
-    own = SplitRandom(axis.rank)
-    own.enter(device)
+    random_of_rank = SplitRandom(axis.rank)
+    random_of_rank.enter(device)
     try:
         yield
     finally:
-        own.leave()
+        random_of_rank.leave()

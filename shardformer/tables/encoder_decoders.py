@@ -43,6 +43,7 @@ WHISPER = Table(
 
 # BART and its family (mBART, Pegasus, Marian): Whisper's layers with token embeddings.
 def _bart_stage(*entry: str) -> StagePlan:
+    """Return the plan of encoder and decoder with these modules before the layers of both."""
     return StagePlan(
         module="decoder",
         layers="decoder.layers",

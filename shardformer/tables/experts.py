@@ -26,8 +26,9 @@ def _equal_sections(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor,
     hidden_RH, expert_R, length = call.hidden_NH, call.index_NK[:, 0], max(rows.most, 1)
     counts_E = rows.counts_PE.sum(0)
     order = torch.argsort(expert_R, stable=True)
-    nth = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    in_output = expert_R * length + nth - (counts_E.cumsum(0) - counts_E)[expert_R]
+    sorted_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    first_place_E = counts_E.cumsum(0) - counts_E
+    in_output = expert_R * length + sorted_place - first_place_E[expert_R]
     sections = hidden_RH.new_zeros(len(counts_E) * length, hidden_RH.shape[1])
     return (sections.index_copy(0, in_output, hidden_RH),), in_output
 

@@ -108,8 +108,8 @@ _OLDER_SIGLIP = replace(
 )
 
 
-def _gemma3_table(vision: str, table: Table) -> Table:
-    """Return the table for a vision model at this path, which has this table."""
+def _gemma3_table(vision: str, vision_table: Table) -> Table:
+    """Return the table of a model whose vision model is at the path `vision` and has the table `vision_table`."""
     head = f"{vision}.head"  # not used by the language model
     stages = PartStages(
         part="language_model",
@@ -117,7 +117,8 @@ def _gemma3_table(vision: str, table: Table) -> Table:
         leading=(f"{vision}.encoder.layers", f"{vision}.post_layernorm", head, "multi_modal_projector"),
         optional=(head,),
     )
-    return Table(stage=(stages,), parts={vision: table, "language_model": None}, heads=("lm_head",))
+    parts = {vision: vision_table, "language_model": None}  # None: the table of its own model type
+    return Table(stage=(stages,), parts=parts, heads=("lm_head",))
 
 
 _OLDER_TOWER = "vision_tower.vision_model"

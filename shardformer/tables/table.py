@@ -173,16 +173,15 @@ class Table:
 
     def _errors(self) -> list[str]:
         """List errors of names in the wrong field, without their counterpart, or without effect."""
-        columns, subsets = (
-            (*self.column, *self.split),
-            dict[str, tuple[Iterable[str], str, Collection[str]]](),
-        )
+        columns = (*self.column, *self.split)
+        # By field: its names, and the field (or fields) that must contain them.
+        subsets: dict[str, tuple[Iterable[str], str, Collection[str]]] = {}
         subsets["fused"] = (self.fused, "column and split", columns)
         subsets["key_value"] = (self.key_value, "column, split and norms", (*columns, *self.norms))
         for kind in ("attention", "joined", "second_input", "by_head", "dropout"):
             subsets[kind] = (getattr(self, kind), "regions", self.regions)
         subsets["row of attention"] = (self.attention.values(), "row", self.row)
-        subsets["row of dropout"] = ([each.row for each in self.dropout.values()], "row", self.row)
+        subsets["row of dropout"] = ([dropout.row for dropout in self.dropout.values()], "row", self.row)
         subsets["layer of joined"] = (sum(self.joined.values(), ()), "column", self.column)
         subsets["divisors"] = (self.divisors, "divide", self.divide)
         return [
@@ -231,17 +230,17 @@ class Table:
         """List errors of a table of parts."""
         if isinstance(self.stage, StagePlan):
             return []
-        found = [
+        errors = [
             f"stage names the part {stages.part!r}, but the parts are {list(self.parts)}"
             for stages in self.stage
             if stages.part not in self.parts
         ]
-        found += [
+        errors += [
             f"{kind} names modules of layers, but this table has only parts: name them in a part's table"
             for kind in ("regions", "column", "row")
             if getattr(self, kind)
         ]
-        return found
+        return errors
 
 
 _TABLES: dict[str, Table] = {}
@@ -279,8 +278,8 @@ def model_types() -> list[str]:
 def has_submodule(model: nn.Module, name: str) -> bool:
     """Return True if a module has a sub-module with this path."""
     module: object = model
-    for each in filter(None, name.split(".")):
-        module = getattr(module, each, None)
+    for child in filter(None, name.split(".")):
+        module = getattr(module, child, None)
         if not isinstance(module, nn.Module):
             return False
     return True
@@ -301,20 +300,20 @@ def active_regions(layer: nn.Module, table: Table) -> list[str]:
     """Return the regions that are used in a layer: a sharded module or parameter has it as its innermost region."""
     parts = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
     named = (name for name in (*table.column, *table.row, *table.split) if name in parts)
-    found = {table.region_of(name) for name in named}
-    return [region for region in table.regions if region in found]
+    used = {table.region_of(name) for name in named}
+    return [region for region in table.regions if region in used]
 
 
 def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
     """Return all layers of these lists of layers, by path; a module that is not a list is one layer."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for stack in stacks:
         module = model.get_submodule(stack)
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            found |= {f"{stack}.{name}": layer for name, layer in module.named_children()}
+            layers |= {f"{stack}.{name}": layer for name, layer in module.named_children()}
         else:
-            found[stack] = module
-    return found
+            layers[stack] = module
+    return layers
 
 
 def whole_paths(table: Table, layer: nn.Module) -> list[str]:
@@ -335,14 +334,14 @@ def is_any_within(path: str, prefixes: Iterable[str]) -> bool:
 
 def attribute(layer: Any, path: str) -> Any:
     """Return an attribute of a layer that a table names; raise ValueError if it is missing."""
-    found = layer
+    value = layer
     for name in path.split("."):
-        if not hasattr(found, name):
+        if not hasattr(value, name):
             raise ValueError(
                 f"the table names {path!r} in a layer, which has no attribute of this name: correct it"
             )
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def has_attribute(layer: nn.Module, path: str) -> bool:

@@ -105,7 +105,7 @@ def check_memory() -> list[str]:
             with pytest.raises(RuntimeError, match=r"parameter\.grad cannot be read"):
                 parameter.grad.norm()  # type: ignore[union-attr]
         if number < 2:  # the last bucket is in flight, until a backward or the reduction needs it
-            optimizer.reducer._finish(0)
+            optimizer.reducer._wait_for_averages()
     optimizer.reduce_gradients()
     longest = max(bucket.parameters.numel() for bucket in optimizer.buckets)
     assert optimizer.held_bytes()["buffers"] == 2 * 4 * longest
