@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from ..cluster.forward_random import generators_put_back
 from ..pipeline.plan import StagePlan
-from .build import small_copy
+from .build import Copy, small_copy
 from .stages import derived_plan
 from .tasks import task_of
 
@@ -28,17 +28,26 @@ def stage_plan_of(model: nn.Module) -> StagePlan:
     Raises:
         ValueError: it has no config, no small copy trains, or the stages depart from the whole copy.
     """
+    with apart():
+        return derived_plan(copy_of(model), model)
+
+
+def copy_of(model: nn.Module) -> Copy:
+    """Return a small copy of a user's model.
+
+    Raises:
+        ValueError: it has no config, or no small copy trains.
+    """
     kind, config = type(model), getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(
             f"a {kind.__name__} has no config of transformers, from which a small copy could be built"
         )
-    with _apart():
-        return derived_plan(small_copy(kind, config, task_of(kind)), model)
+    return small_copy(kind, config, task_of(kind))
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Compute on the CPU in float32 with gradients, and leave nothing behind: no random number, no warning."""
     cpu, dtype, verbosity = (
         torch.device("cpu"),

@@ -3,11 +3,15 @@
 from functools import cached_property
 from typing import Any
 
-from ..derive.plans import stage_plan_of
+from ..derive.double import DoubleCopy
+from ..derive.plans import apart, copy_of, stage_plan_of
 from ..pipeline.plan import StagePlan
 from .derived import derived_table
+from .split_trial import split_departure
 from .table_policy import TablePolicy
 from .tables.table import Table
+
+_TRIED = 2  # ranks of the trial of a split
 
 
 class DerivedPolicy(TablePolicy):
@@ -44,6 +48,27 @@ class DerivedPolicy(TablePolicy):
                 "enable_sequence_parallelism and sp_size out, or register a Table of its layers (docs/policies.md)"
             )
         return errors
+
+    def _tensor_errors(self) -> list[str]:
+        """List errors, with the departure of a split that was tried."""
+        return super()._tensor_errors() or self._departures
+
+    @cached_property
+    def _departures(self) -> list[str]:
+        """The error of the split, tried on two ranks with a small copy; empty if its numbers are right."""
+        try:
+            with apart():
+                copy = DoubleCopy(copy=copy_of(self._full_model))
+                error = split_departure(copy, lambda model: TablePolicy(derived_table(model)), _TRIED)
+        except ValueError as refused:
+            error = f"it cannot be tried: {refused}"
+        if error is None:
+            return []
+        kind = type(self._full_model).__name__
+        return [
+            f"transformers' plan of a {kind} does not give the numbers of one process: {error}. Leave tp_size at 1, or "
+            "write a table (docs/policies.md)"
+        ]
 
     @property
     def _has_stages(self) -> bool:

@@ -1,0 +1,144 @@
+"""Ranks that are threads of one process: the group of an axis exchanges tensors in memory, without torch.distributed.
+
+A trial thus executes the layers that boost makes, with their collectives, in forward and backward, before any process
+group is used. torch's collectives call methods of the group that they are given, so a `ThreadGroup` stands in for one.
+"""
+
+from collections.abc import Callable, Sequence
+from threading import Barrier, BrokenBarrierError, Thread
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+_TIMEOUT = 60.0  # seconds: small tensors arrive at once, unless ranks call different collectives
+
+
+class _Meeting:
+    """The exchange of the threads of a group."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, Barrier(size, timeout=_TIMEOUT)
+        self._given: list[Any] = [None] * size
+
+    def exchange(self, rank: int, given: Any) -> list[Any]:
+        """Return what all ranks gave, by rank."""
+        self._given[rank] = given
+        self.barrier.wait()
+        received = [*self._given]
+        self.barrier.wait()
+        return received
+
+
+class ThreadGroup:
+    """The group of one thread, with the methods of a process group that the layers call. Made by `thread_groups`."""
+
+    group_name = "threads"
+
+    def __init__(self, own_rank: int, meeting: _Meeting) -> None:
+        self._rank, self.meeting = own_rank, meeting
+
+    def rank(self) -> int:
+        """This thread's place in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of threads."""
+        return self.meeting.size
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> "_Done":
+        """Reduce a tensor in place, in the order of ranks."""
+        (tensor,) = tensors
+        rows = torch.stack(self._received(tensor))
+        tensor.copy_(rows.amax(0) if options.reduceOp.op.name == "MAX" else rows.sum(0))
+        return _DONE
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], _: Any) -> "_Done":
+        """Gather a tensor of every rank."""
+        for output, received in zip(outputs[0], self._received(inputs[0]), strict=True):
+            output.copy_(received)
+        return _DONE
+
+    def all_gather_single(self, output: Tensor, own: Tensor, _: Any) -> "_Done":
+        """Gather the ranks' slices into one tensor."""
+        output.copy_(torch.cat(self._received(own)).view_as(output))
+        return _DONE
+
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, _: Any) -> "_Done":
+        """Sum the ranks' tensors, and keep this rank's slice."""
+        rows = [each.chunk(self.size())[self._rank] for each in self._received(own)]
+        output.copy_(torch.stack(rows).sum(0).view_as(output))
+        return _DONE
+
+    def all_to_all_single(
+        self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], _: Any
+    ) -> "_Done":
+        """Exchange rows; without numbers of them, slices of equal length."""
+        pieces = own.detach().clone().split([*sent] or len(own) // self.size())
+        output.copy_(torch.cat([each[self._rank] for each in self.meeting.exchange(self._rank, pieces)]))
+        return _DONE
+
+    # Their names before torch 2.13
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    def _received(self, own: Tensor) -> list[Tensor]:
+        return self.meeting.exchange(self._rank, own.detach().clone())
+
+    def _get_backend(self, device: torch.device) -> "ThreadGroup":
+        return self
+
+    def name(self) -> str:
+        """The name of the backend."""
+        return self.group_name
+
+
+class _Done:
+    """Communication that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+def thread_groups(size: int) -> list[ThreadGroup]:
+    """Return the group of every rank, for `run_threads`."""
+    meeting = _Meeting(size)
+    return [ThreadGroup(rank, meeting) for rank in range(size)]
+
+
+def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Result]) -> list[Result]:
+    """Run `work` in a thread for every rank of a group; return the results by rank.
+
+    Raises:
+        Exception: the first that a rank raised; the others stop at their next collective.
+        RuntimeError: the ranks called different collectives.
+    """
+    results: dict[int, Result] = {}
+    errors: list[Exception] = []
+
+    def run(group: ThreadGroup) -> None:
+        try:
+            results[group.rank()] = work(group)
+        except BrokenBarrierError:  # another rank raised
+            pass
+        except Exception as error:
+            errors.append(error)
+            group.meeting.barrier.abort()
+
+    threads = [Thread(target=run, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    if len(results) < len(groups):
+        raise RuntimeError(
+            f"rank(s) {sorted(results)} of {len(groups)} made fewer collective calls than the others"
+        )
+    return [results[rank] for rank in range(len(groups))]

@@ -1,0 +1,91 @@
+"""Trial of tensor parallelism: a small copy, sharded over the threads of one process, beside the whole copy.
+
+[Note: tried splits] A plan says how weights are sharded, and nothing in it says that the forward between them allows
+it. So the layers that boost would make are executed: every rank is a thread with its shards of the small copy, and
+collectives exchange tensors in memory (cluster/threads.py). In float64, loss and gradients equal those of the whole
+copy but for rounding; a plan with which they depart is refused, with the departure.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..cluster.placement import PartialGrad, Shard, placement_on
+from ..cluster.threads import run_threads, thread_groups
+from ..derive.build import described
+from ..derive.double import DoubleCopy
+from .policy import Policy
+from .refusals import mark_all_parallelized
+from .shard_config import ShardConfig
+from .sharder import ModelSharder
+
+# Of the loss, and of the largest gradient of a parameter: float64 with sums in another order.
+TOLERANCE = 1e-9
+
+
+def split_departure(copy: DoubleCopy, policy: Callable[[nn.Module], Policy], size: int) -> str | None:
+    """Return how a small copy on `size` ranks departs from the whole copy, in words; None if it does not.
+
+    Args:
+        copy: the small copy.
+        policy: returns the policy of a model of it.
+        size: number of ranks.
+
+    Raises:
+        ValueError: the policy refuses the model, or its sizes.
+    """
+    groups = thread_groups(size)
+    shards = [_sharded(copy.make(), policy, group) for group in groups]
+    whole = copy.make()
+    try:
+        loss = copy.run(whole)
+        losses = run_threads(groups, lambda group: copy.run(shards[group.rank()]))
+    except Exception as error:  # of any model class, in code that reads the width of a shard
+        return described(error)
+    for split in losses:
+        if not abs(split - loss) <= TOLERANCE * max(float(loss.abs()), 1.0):
+            return (
+                f"the loss on {size} ranks is {float(split):.6g}, that of the whole model {float(loss):.6g}"
+            )
+    local = [dict(model.named_parameters()) for model in shards]
+    for name, parameter in whole.named_parameters():
+        if departure := _gradient_departure(name, parameter, [each[name] for each in local]):
+            return departure
+    return None
+
+
+def _sharded(model: nn.Module, policy: Callable[[nn.Module], Policy], group: Any) -> nn.Module:
+    sharder = ModelSharder(model, policy(model), ShardConfig(tensor_parallel_process_group=group))
+    mark_all_parallelized(model)
+    sharder.shard()
+    return sharder.model
+
+
+def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter]) -> str | None:
+    """Return how the gradients of all ranks' shards of a parameter depart from that of the whole one."""
+    placement = placement_on(local[0], "tp")
+    found = [_gradient(each) for each in local]
+    if isinstance(placement, Shard):
+        width = placement.replicas
+        found = [
+            sum(found[rank - rank % width :][:width], start=torch.zeros(())) for rank in range(len(found))
+        ]
+        totals = [placement.whole(found)]
+    else:
+        totals = [sum(found, start=torch.zeros(()))] if isinstance(placement, PartialGrad) else found
+    expected = _gradient(whole)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    distance = max(float((each - expected).abs().max()) if expected.numel() else 0.0 for each in totals)
+    if distance <= TOLERANCE * largest + 1e-12:
+        return None
+    return (
+        f"the gradient of {name} on {len(local)} ranks departs by {distance:.2g} from that of the whole model, whose "
+        f"largest value is {largest:.2g}"
+    )
+
+
+def _gradient(parameter: Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,98 @@
+"""Splits that are tried on threads: right ones agree with the whole copy, wrong ones depart or are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from echelon.cluster.collectives import all_gather, all_reduce, exchange_rows, exchange_slices, sum_slice
+from echelon.cluster.placement import Replicated
+from echelon.cluster.threads import ThreadGroup, run_threads, thread_groups
+from echelon.derive.build import small_copy
+from echelon.derive.double import DoubleCopy
+from echelon.derive.tasks import tasks_of
+from echelon.shardformer import layer_split
+from echelon.shardformer.derived_policy import DerivedPolicy
+from echelon.shardformer.layers import linear
+from echelon.shardformer.shard_former import policy_for
+from echelon.shardformer.sharder import split_errors
+from echelon.shardformer.split_trial import split_departure
+
+
+def copy_of(model_type: str) -> DoubleCopy:
+    task, name = next(iter(tasks_of(model_type).items()))
+    config = transformers.CONFIG_MAPPING[model_type]()
+    return DoubleCopy(copy=small_copy(getattr(transformers, name), config, task))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3"])
+def test_tables_and_plans_give_the_numbers_of_the_whole(model_type: str, size: int) -> None:
+    assert split_departure(copy_of(model_type), policy_for, size) is None
+
+
+def test_a_layer_that_does_not_sum_departs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "reduce_from", lambda x, group: x)
+    error = split_departure(copy_of("llama"), policy_for, 2)
+    assert error is not None and error.startswith("the loss on 2 ranks is ")
+
+
+def test_boost_refuses_a_plan_with_the_departure(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy_of("qwen3_5_text").make()
+    assert split_errors(model, DerivedPolicy(model), tp_size=2) == []
+    monkeypatch.setattr(layer_split, "PartialGrad", Replicated)
+    (error,) = split_errors(model, DerivedPolicy(model), tp_size=2)
+    assert "does not give the numbers of one process: the gradient of model.layers" in error
+    assert "Leave tp_size at 1" in error
+
+
+def collectives(group: Any) -> list[torch.Tensor]:
+    """Call every kind of collective, with values that depend on the rank."""
+    own = torch.arange(4.0) + 10 * group.rank()
+    return [
+        all_reduce(own, group),
+        all_gather(own, group, 0),
+        sum_slice(own, group, 0),
+        exchange_slices(own, group, 0, 0),
+        exchange_rows(
+            own, [1, 3] if group.rank() == 0 else [2, 2], [1, 2] if group.rank() == 0 else [3, 2], group
+        ),
+    ]
+
+
+def test_collectives_of_threads_are_those_of_a_group() -> None:
+    first, second = run_threads(thread_groups(2), collectives)
+    assert [each.tolist() for each in first] == [
+        [10.0, 12.0, 14.0, 16.0],
+        [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0],
+        [10.0, 12.0],
+        [0.0, 1.0, 10.0, 11.0],
+        [0.0, 10.0, 11.0],
+    ]
+    assert [each.tolist() for each in second[2:]] == [
+        [14.0, 16.0],
+        [2.0, 3.0, 12.0, 13.0],
+        [1.0, 2.0, 3.0, 12.0, 13.0],
+    ]
+
+
+def test_threads_that_call_different_collectives_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.cluster.threads._TIMEOUT", 0.2)
+
+    def uneven(group: ThreadGroup) -> None:
+        if group.rank() == 0:
+            torch.distributed.all_reduce(torch.ones(1), group=group)  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] of 2 made fewer collective calls"):
+        run_threads(thread_groups(2), uneven)
+
+
+def test_the_first_error_of_a_thread_is_raised() -> None:
+    def fail(group: ThreadGroup) -> None:
+        if group.rank() == 1:
+            raise KeyError("on rank 1")
+        torch.distributed.all_reduce(torch.ones(1), group=group)  # type: ignore[arg-type]
+
+    with pytest.raises(KeyError, match="on rank 1"):
+        run_threads(thread_groups(2), fail)
