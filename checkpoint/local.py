@@ -143,7 +143,7 @@ class TensorNames(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module) -> "TensorNames":
-        """Return the names of a full model, before it is cut into stages; with the original names of what peft wrapped."""
+        """Return the names of a full model, before it is cut into stages; also those from before peft wrapped it."""
         name_of: dict[int, str] = {}  # by id of the tensor: the first of its names
         first = {name: name_of.setdefault(id(tensor), name) for name, tensor in local_tensors(model).items()}
         unwrapped = {_unwrapped(name): first_name for name, first_name in first.items()}
