@@ -1,7 +1,7 @@
 """Small copies that compute in float64, also where their code converts to float32."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .build import Copy
-from .inputs import loss_of
 
 
 class StaysDouble(TorchFunctionMode):
@@ -30,30 +29,22 @@ class StaysDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoubleCopy:
-    """A small model in float64, with its batch.
+def in_double(copy: Copy) -> Copy:
+    """Return the copy in float64, if it computes in it within `StaysDouble`; otherwise the copy itself."""
 
-    Args:
-        copy: the small copy in its format.
-    """
-
-    copy: Copy
-
-    def make(self) -> nn.Module:
-        """Return the model, with the same weights each time."""
-        model: Any = self.copy.make(0).double()
+    def make(seed: int) -> nn.Module:
+        model: Any = copy.make(seed).double()
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # grouped products have no kernel for float64
         return model
 
-    def run(self, model: nn.Module) -> Tensor:
-        """Compute loss and gradients of a model that `make` returned; return the loss."""
-        batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, self.copy.batch)
+    try:
+        batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, copy.batch)
+        double = replace(copy, make=make, model=make(0), batch=batch)
         with StaysDouble():
-            loss = loss_of(model(**batch))
-            loss.backward()
-        return loss.detach()
+            return double if double.loss().dtype is torch.float64 else copy
+    except Exception:  # of any model class
+        return copy
 
 
 def _double(given: Any) -> Any:

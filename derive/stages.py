@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ..pipeline.plan import Outlined, StagePlan, is_within
 from ..pipeline.stage import Stage, cut_stages
 from .build import Copy, described
+from .double import StaysDouble, in_double
 from .inputs import loss_of, tensors_in
 
 # Of the largest gradient of a parameter; stages compute the same products in the same order as the whole model.
@@ -50,7 +51,11 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     Raises:
         ValueError: no plan was found, or none that gives the numbers of the whole model; with the departure.
     """
-    copy = in_double(copy)
+    with StaysDouble():
+        return _proven_plan(in_double(copy), model)
+
+
+def _proven_plan(copy: Copy, model: nn.Module) -> StagePlan:
     calls = calls_of(copy)
     plan = traced_plan(copy.model, calls, sizes_of(model))
     error = departure(copy, plan)
@@ -228,6 +233,11 @@ def departure(copy: Copy, plan: StagePlan) -> str | None:
         copy: the model and its batch; `in_double` gives exact comparisons.
         plan: the plan, with a stage for each layer.
     """
+    with StaysDouble():
+        return _departure(copy, plan)
+
+
+def _departure(copy: Copy, plan: StagePlan) -> str | None:
     try:
         whole = copy.make(0)
         loss = _loss(whole, copy.batch)
@@ -352,25 +362,3 @@ def _kept(model: nn.Module, plan: StagePlan, outputs: Mapping[str, Any], *, with
         everywhere=(*plan.everywhere, *(name for name in names if name not in sent)),
         sent=sent,
     )
-
-
-def in_double(copy: Copy) -> Copy:
-    """Return the copy in 64 bits, if it computes in them; otherwise the copy itself."""
-
-    def make(seed: int) -> nn.Module:
-        return copy.make(seed).double()
-
-    batch = {name: _double(value) for name, value in copy.batch.items()}
-    try:
-        double = replace(copy, make=make, model=make(0), batch=batch)
-        return double if double.loss().dtype is torch.float64 else copy
-    except Exception:  # of any model class, whose code may convert to 32 bits
-        return copy
-
-
-def _double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _double(each) for key, each in value.items()}
-    return type(value)(_double(each) for each in value) if isinstance(value, (list, tuple)) else value

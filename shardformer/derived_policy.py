@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Any
 
-from ..derive.double import DoubleCopy
+from ..derive.double import in_double
 from ..derive.plans import apart, copy_of, stage_plan_of
 from ..pipeline.plan import StagePlan
 from .derived import derived_table
@@ -58,7 +58,7 @@ class DerivedPolicy(TablePolicy):
         """The error of the split, tried on two ranks with a small copy; empty if its numbers are right."""
         try:
             with apart():
-                copy = DoubleCopy(copy=copy_of(self._full_model))
+                copy = in_double(copy_of(self._full_model))
                 error = split_departure(copy, lambda model: TablePolicy(derived_table(model)), _TRIED)
         except ValueError as refused:
             error = f"it cannot be tried: {refused}"

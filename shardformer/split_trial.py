@@ -15,22 +15,23 @@ from torch.nn import Parameter
 
 from ..cluster.placement import PartialGrad, Shard, placement_on
 from ..cluster.threads import run_threads, thread_groups
-from ..derive.build import described
-from ..derive.double import DoubleCopy
+from ..derive.build import Copy, described
+from ..derive.double import StaysDouble
+from ..derive.inputs import loss_of
 from .policy import Policy
 from .refusals import mark_all_parallelized
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 
-# Of the loss, and of the largest gradient of a parameter: float64 with sums in another order.
-TOLERANCE = 1e-9
+# Of the loss, and of the largest gradient of a parameter: sums in another order.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
-def split_departure(copy: DoubleCopy, policy: Callable[[nn.Module], Policy], size: int) -> str | None:
+def split_departure(copy: Copy, policy: Callable[[nn.Module], Policy], size: int) -> str | None:
     """Return how a small copy on `size` ranks departs from the whole copy, in words; None if it does not.
 
     Args:
-        copy: the small copy.
+        copy: the small copy; `in_double` gives exact comparisons.
         policy: returns the policy of a model of it.
         size: number of ranks.
 
@@ -38,15 +39,15 @@ def split_departure(copy: DoubleCopy, policy: Callable[[nn.Module], Policy], siz
         ValueError: the policy refuses the model, or its sizes.
     """
     groups = thread_groups(size)
-    shards = [_sharded(copy.make(), policy, group) for group in groups]
-    whole = copy.make()
+    shards = [_sharded(copy.make(0), policy, group) for group in groups]
+    whole = copy.make(0)
     try:
-        loss = copy.run(whole)
-        losses = run_threads(groups, lambda group: copy.run(shards[group.rank()]))
+        loss = _loss(copy, whole)
+        losses = run_threads(groups, lambda group: _loss(copy, shards[group.rank()]))
     except Exception as error:  # of any model class, in code that reads the width of a shard
         return described(error)
     for split in losses:
-        if not abs(split - loss) <= TOLERANCE * max(float(loss.abs()), 1.0):
+        if not abs(split - loss) <= TOLERANCES[loss.dtype] * max(float(loss.abs()), 1.0):
             return (
                 f"the loss on {size} ranks is {float(split):.6g}, that of the whole model {float(loss):.6g}"
             )
@@ -55,6 +56,14 @@ def split_departure(copy: DoubleCopy, policy: Callable[[nn.Module], Policy], siz
         if departure := _gradient_departure(name, parameter, [each[name] for each in local]):
             return departure
     return None
+
+
+def _loss(copy: Copy, model: nn.Module) -> Tensor:
+    """Compute loss and gradients of a model; return the loss."""
+    with StaysDouble():
+        loss = loss_of(model(**copy.batch))
+        loss.backward()
+    return loss.detach()
 
 
 def _sharded(model: nn.Module, policy: Callable[[nn.Module], Policy], group: Any) -> nn.Module:
@@ -79,7 +88,7 @@ def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter])
     expected = _gradient(whole)
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     distance = max(float((each - expected).abs().max()) if expected.numel() else 0.0 for each in totals)
-    if distance <= TOLERANCE * largest + 1e-12:
+    if distance <= TOLERANCES[expected.dtype] * largest + 1e-12:
         return None
     return (
         f"the gradient of {name} on {len(local)} ranks departs by {distance:.2g} from that of the whole model, whose "

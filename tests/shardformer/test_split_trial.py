@@ -9,8 +9,8 @@ import transformers
 from echelon.cluster.collectives import all_gather, all_reduce, exchange_rows, exchange_slices, sum_slice
 from echelon.cluster.placement import Replicated
 from echelon.cluster.threads import ThreadGroup, run_threads, thread_groups
-from echelon.derive.build import small_copy
-from echelon.derive.double import DoubleCopy
+from echelon.derive.build import Copy, small_copy
+from echelon.derive.double import in_double
 from echelon.derive.tasks import tasks_of
 from echelon.shardformer import layer_split
 from echelon.shardformer.derived_policy import DerivedPolicy
@@ -20,10 +20,10 @@ from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 
 
-def copy_of(model_type: str) -> DoubleCopy:
+def copy_of(model_type: str) -> Copy:
     task, name = next(iter(tasks_of(model_type).items()))
     config = transformers.CONFIG_MAPPING[model_type]()
-    return DoubleCopy(copy=small_copy(getattr(transformers, name), config, task))
+    return in_double(small_copy(getattr(transformers, name), config, task))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -39,7 +39,7 @@ def test_a_layer_that_does_not_sum_departs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_boost_refuses_a_plan_with_the_departure(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy_of("qwen3_5_text").make()
+    model = copy_of("qwen3_5_text").make(0)
     assert split_errors(model, DerivedPolicy(model), tp_size=2) == []
     monkeypatch.setattr(layer_split, "PartialGrad", Replicated)
     (error,) = split_errors(model, DerivedPolicy(model), tp_size=2)
