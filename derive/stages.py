@@ -123,7 +123,7 @@ def traced_plan(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int
     Raises:
         ValueError: no list of layers was called in order.
     """
-    stack, layers = _layers(model, calls, sizes)
+    stack, layers = layers_of_stack(model, calls, sizes)
     first = layers[0]
     around = [call.path for call in calls if call.start < first.start and call.stop > layers[-1].stop]
     outer = [call for call in _outermost(model, calls, around) if not is_within(call.path, stack)]
@@ -144,7 +144,9 @@ def traced_plan(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int
     )
 
 
-def _layers(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> tuple[str, list[Call]]:
+def layers_of_stack(
+    model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]
+) -> tuple[str, list[Call]]:
     """Return the path of the list of layers with the most parameters, and the calls of its members."""
     by_path: dict[str, list[Call]] = {}
     for call in calls:

@@ -62,27 +62,39 @@ def derived_table(model: nn.Module) -> Table:
         )
     (stack,) = stacks
     layers = list(base.get_submodule(stack).children())
+    plain = plain_table(model, stack, tuple(order))
+    try:
+        return _with_layers(plain, splits, layers, config)
+    except ValueError as error:
+        return replace(plain, tensor_errors=errors_of(error))
+
+
+def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
+    """Return the table of a model's embedding and head, without its layers.
+
+    Args:
+        model: the full model; may be on the meta device.
+        stack: path of the list of layers from the base model.
+        order: the modules of the base model in the order in which they run, if it is known.
+    """
+    base: Any = getattr(model, "base_model", model)
     vocabulary, output = (_called(model, f"get_{side}_embeddings") for side in ("input", "output"))
     embedding = _path_of(base, vocabulary)
-    if embedding is not None and embedding_errors(base.get_submodule(embedding)):
+    if not isinstance(vocabulary, nn.Embedding) or embedding_errors(vocabulary):
         embedding = None
     is_tied = output is not None and getattr(output, "weight", None) is getattr(vocabulary, "weight", None)
     is_split = type(output) is nn.Linear and not (embedding is None and is_tied)
     head = _path_of(model, output) if is_split else None
-    plain = Table(
+    return Table(
         stage=StagePlan(
             layers=stack,
-            entry=tuple(order)[: list(order).index(stack)] if stack in order else (),
+            entry=order[: order.index(stack)] if stack in order else (),
             everywhere=tuple(present(base, (ROTARY,))),
         ),
         divisible=(),
         embedding=embedding,
         heads=() if head is None else (head,),
     )
-    try:
-        return _with_layers(plain, splits, layers, config)
-    except ValueError as error:
-        return replace(plain, tensor_errors=errors_of(error))
 
 
 def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module], config: Any) -> Table:

@@ -1,12 +1,16 @@
-"""The policy of a model type without a table: tensors by transformers' plans, stages by running a small copy."""
+"""The policy of a model type without a table: splits and stages that a small copy was tried with."""
 
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
+from ..derive.build import Copy
 from ..derive.double import in_double
 from ..derive.plans import apart, copy_of, stage_plan_of
 from ..pipeline.plan import StagePlan
 from .derived import derived_table
+from .proposed import proposed_table
+from .shard_config import ShardConfig
 from .split_trial import split_departure
 from .table_policy import TablePolicy
 from .tables.table import Table
@@ -28,7 +32,7 @@ class DerivedPolicy(TablePolicy):
             reason = without_table(error, model.config.model_type, "tp_size at 1")
             table = Table(stage=(), divisible=(), tensor_errors=(reason,))
         super().__init__(table)
-        self._full_model = model
+        self._full_model, self._is_proposed = model, False
 
     def stage_plan(self) -> StagePlan | None:  # type: ignore[override]
         """Return the plan that was derived from a small copy; without a pipeline the list of layers of the table."""
@@ -42,33 +46,42 @@ class DerivedPolicy(TablePolicy):
             errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
             return [*errors, self._derived]
         errors = super().config_errors()
-        if self.shard_config.sequence_split is not None and not isinstance(self.table.stage, StagePlan):
+        has_table = isinstance(self.table.stage, StagePlan) and not self._is_proposed
+        if self.shard_config.sequence_split is not None and not has_table:
             errors.append(
                 f"sequence parallelism needs a table, and a {type(self._full_model).__name__} has none: leave "
                 "enable_sequence_parallelism and sp_size out, or register a Table of its layers (docs/policies.md)"
             )
         return errors
 
-    def _tensor_errors(self) -> list[str]:
-        """List errors, with the departure of a split that was tried."""
-        return super()._tensor_errors() or self._departures
+    def set_shard_config(self, shard_config: ShardConfig) -> None:
+        """Set the requested axes; for a tensor axis take the table that was tried."""
+        if shard_config.tensor_parallel_size > 1:
+            self.table = self._newest = self._tried
+        super().set_shard_config(shard_config)
 
     @cached_property
-    def _departures(self) -> list[str]:
-        """The error of the split, tried on two ranks with a small copy; empty if its numbers are right."""
+    def _tried(self) -> Table:
+        """The table whose numbers on two ranks are right, of a small copy; with errors if there is none."""
+        kind = type(self._full_model).__name__
+        errors = list(self.table.tensor_errors)
         try:
             with apart():
                 copy = in_double(copy_of(self._full_model))
-                error = split_departure(copy, lambda model: TablePolicy(derived_table(model)), _TRIED)
-        except ValueError as refused:
-            error = f"it cannot be tried: {refused}"
-        if error is None:
-            return []
-        kind = type(self._full_model).__name__
-        return [
-            f"transformers' plan of a {kind} does not give the numbers of one process: {error}. Leave tp_size at 1, or "
-            "write a table (docs/policies.md)"
-        ]
+                if not errors:
+                    departure = split_departure(copy, lambda model: TablePolicy(derived_table(model)), _TRIED)
+                    if departure is None:
+                        return self.table
+                    errors.append(f"transformers' plan of a {kind} departs from one process: {departure}")
+                table = proposed_table(copy, self._full_model, partial(_departure, copy))
+                self._is_proposed = True
+                return table
+        except ValueError as error:
+            errors.append(
+                f"no split of a {kind} gives the numbers of one process: {error}: leave tp_size at 1, register a Table "
+                "of its layers (docs/policies.md), or give one as custom_policy"
+            )
+        return replace(self.table, tensor_errors=tuple(errors))
 
     @property
     def _has_stages(self) -> bool:
@@ -85,6 +98,14 @@ class DerivedPolicy(TablePolicy):
                 f"no pipeline stages of a {type(self._full_model).__name__} are known: {error}. Use pp_size=1, or "
                 "write a table with its StagePlan (docs/policies.md)"
             )
+
+
+def _departure(copy: Copy, table: Table) -> str | None:
+    """Return how a proposed table departs, or why it is refused; None if neither."""
+    try:
+        return split_departure(copy, lambda _: TablePolicy(table), _TRIED)
+    except ValueError as error:
+        return str(error)
 
 
 def without_table(error: ValueError, model_type: str | None, options: str) -> str:

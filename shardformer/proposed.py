@@ -1,0 +1,238 @@
+"""A table proposed from a traced forward of a small copy, for types that neither a table nor a plan describes.
+
+[Note: proposed splits] Linear layers that take one input, and a later one that returns to its width, can be column- and
+row-parallel, if what lies between them works on a slice of features, or of heads. The trace does not show whether it
+does, in which order a fused projection has its features, or which attributes count heads. So variants are tried, of all
+pairs of a layer together, then of each pair alone; split_trial.py accepts those whose numbers are right.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..cluster.transformers_api import Conv1D
+from ..derive.build import Copy
+from ..derive.double import StaysDouble
+from ..derive.stages import Call, calls_of, layers_of_stack, sizes_of
+from .derived import plain_table
+from .layer_split import widths
+from .tables.heads import HeadOrder
+from .tables.table import RegionDropout, Table, has_submodule
+
+_GROUPS = "num_key_value_groups"
+_KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+_WIDTHS = (
+    "all_head_size",
+    "embed_dim",
+    "inner_dim",
+    "split_size",
+    "hidden_size",
+    "attn_dim",
+    "d_inner",
+    "dim",
+)
+# Attributes of a region that its code may read as local counts: none, of heads, or also of all heads' features.
+_COUNTS: tuple[tuple[str, ...], ...] = (
+    (),
+    (*_HEADS, *_KEY_VALUE_COUNTS),
+    (*_HEADS, *_KEY_VALUE_COUNTS, *_WIDTHS),
+)
+
+
+class _Linear(NamedTuple):
+    """A call of a linear layer, by its path in the layer of the model."""
+
+    path: str
+    given: Tensor
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Column-parallel layers of one input, the row-parallel layer that follows, and the region around them."""
+
+    region: str
+    columns: tuple[_Linear, ...]
+    row: _Linear
+
+    @property
+    def num_fused(self) -> int:
+        """The number of projections in the only column-parallel layer."""
+        return self.columns[0].outputs // self.row.inputs if len(self.columns) == 1 else 1
+
+
+class _Variant(NamedTuple):
+    """A pair with the order of its fused features, and the attributes that are divided by the number of ranks."""
+
+    pair: _Pair
+    order: int | HeadOrder
+    counts: tuple[str, ...]
+
+
+def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], str | None]) -> Table:
+    """Return a table for the largest list of layers of a model, with every pair of layers that can be split.
+
+    Args:
+        copy: a small copy of the model.
+        model: the full model; may be on the meta device.
+        departure: tries a table with the copy; returns None if its numbers are right.
+
+    Raises:
+        ValueError: no list of layers runs in order, or no split of them gives right numbers, with the departure.
+    """
+    with StaysDouble():
+        calls = calls_of(copy)
+    stack, _ = layers_of_stack(copy.model, calls, sizes_of(model))
+    pairs: dict[str, _Pair] = {}
+    for name, layer in copy.model.get_submodule(stack).named_children():
+        for pair in _pairs(layer, _calls_within(calls, f"{stack}.{name}.")):
+            pairs.setdefault(pair.row.path, pair)
+    plain, layers = _plain(model, stack), list(model.get_submodule(stack).children())
+
+    def right(candidates: Iterable[Sequence[_Variant]]) -> tuple[Sequence[_Variant], str | None]:
+        error: str | None = "no linear layers widen and return to their width"
+        for variants in candidates:
+            error = departure(_table(plain, variants, layers))
+            if error is None:
+                return variants, None
+        return (), error
+
+    variants, error = right(_variants([*pairs.values()]))
+    if error is not None and len(pairs) > 1:
+        alone = [variant for pair in pairs.values() for variant in right(_variants([pair]))[0]]
+        variants, error = right([alone] if alone else [])
+    if error is not None:
+        raise ValueError(f"the layers {stack}: {error}")
+    return _table(plain, variants, layers)
+
+
+def _plain(model: Any, stack: str) -> Table:
+    """Return the table without its layers; all ranks have equally many heads."""
+    counts = ("num_attention_heads", "num_key_value_heads")
+    divisible = tuple(name for name in counts if isinstance(getattr(model.config, name, None), int))
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return replace(plain_table(model, stack.removeprefix(prefix)), divisible=divisible)
+
+
+def _calls_within(calls: Sequence[Call], prefix: str) -> list[Call]:
+    """Return the calls of a layer's modules, with paths from the layer."""
+    return [
+        call._replace(path=call.path.removeprefix(prefix)) for call in calls if call.path.startswith(prefix)
+    ]
+
+
+def _pairs(layer: nn.Module, calls: Sequence[Call]) -> Iterator[_Pair]:
+    columns: list[_Linear] = []
+    for call in calls:
+        module: Any = layer.get_submodule(call.path)
+        if type(module) not in (nn.Linear, Conv1D) or not call.inputs:
+            continue
+        linear = _Linear(call.path, call.inputs[0], *widths(module))
+        if columns and _is_same(linear.given, columns[0].given):
+            columns.append(linear)
+        elif columns and linear.outputs == columns[0].inputs and columns[0].outputs % linear.inputs == 0:
+            yield _Pair(_region(calls, columns), tuple(columns), linear)
+            columns = []
+        else:
+            columns = [linear]
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Return True for one tensor, or views of it."""
+    return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
+
+
+def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> str:
+    """Return the innermost module around linear layers that takes their input; a linear layer may be its own."""
+    paths = [linear.path for linear in columns]
+    parents = {*accumulate(paths[0].split(".")[:-1], lambda path, name: f"{path}.{name}")}
+    around = [
+        call.path
+        for call in calls
+        if call.path in parents
+        and all(path.startswith(f"{call.path}.") for path in paths)
+        and any(_is_same(given, columns[0].given) for given in call.inputs)
+    ]
+    return max(around, key=len, default=paths[0])
+
+
+def _variants(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
+    is_fused = any(pair.num_fused > 1 for pair in pairs)
+    orders: tuple[int | HeadOrder, ...] = (0, 1, HeadOrder.BY_KIND) if is_fused else (0,)
+    for order, counts in product(orders, _COUNTS):
+        yield [_Variant(pair, order or pair.num_fused, counts) for pair in pairs]
+
+
+def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Module]) -> Table:
+    pairs = [variant.pair for variant in variants]
+    columns = [linear.path for pair in pairs for linear in pair.columns]
+    rows = [pair.row.path for pair in pairs]
+    regions = {pair.region: _first(layers, pair.region) for pair in pairs}
+    key_value = [name for pair in pairs for name in _narrower(pair, layers)]
+    groups = [f"{region}.{_GROUPS}" for region, module in regions.items() if hasattr(module, _GROUPS)]
+    counted = [
+        (variant.pair.region, name)
+        for variant in variants
+        for name in variant.counts
+        if _is_count(regions[variant.pair.region], name)
+    ]
+    partial, split = list[str](), dict[str, int]()
+    for region, module in regions.items():
+        for name, _ in module.named_parameters():
+            owner, _, _ = (path := f"{region}.{name}").rpartition(".")
+            if owner == region != columns[0] and region not in columns:
+                split[path] = 0  # a value for each head
+            elif owner not in (*columns, *rows):
+                partial.append(owner)  # works on heads of this rank alone
+    return replace(
+        plain,
+        regions=tuple(regions),
+        column=tuple(columns),
+        row=tuple(rows),
+        key_value=tuple(key_value),
+        groups=groups[0] if groups and key_value else None,
+        fused={each.pair.columns[0].path: each.order for each in variants if each.pair.num_fused > 1},
+        divide=tuple(f"{region}.{name}" for region, name in counted if name not in _KEY_VALUE_COUNTS),
+        divide_key_value=tuple(f"{region}.{name}" for region, name in counted if name in _KEY_VALUE_COUNTS),
+        partial=tuple(dict.fromkeys(partial)),
+        split=split,
+        optional=tuple(dict.fromkeys((*regions, *columns, *rows, *partial, *split))),
+        dropout={
+            pair.region: RegionDropout(probability=f"{pair.region}.{probability}", row=pair.row.path)
+            for pair in pairs
+            if (probability := _dropout(regions[pair.region]))
+        },
+    )
+
+
+def _first(layers: Sequence[nn.Module], path: str) -> nn.Module:
+    return next(layer for layer in layers if has_submodule(layer, path)).get_submodule(path)
+
+
+def _narrower(pair: _Pair, layers: Sequence[nn.Module]) -> list[str]:
+    """Return the projections of three that are narrower than the first: keys and values of fewer heads."""
+    if len(pair.columns) != 3:
+        return []
+    query, *others = (widths(_first(layers, linear.path))[1] for linear in pair.columns)
+    return [linear.path for linear, width in zip(pair.columns[1:], others, strict=True) if width < query]
+
+
+def _is_count(module: nn.Module, name: str) -> bool:
+    value = vars(module).get(name)
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def _dropout(module: nn.Module) -> str | None:
+    """Return the path of a probability of dropout in a region."""
+    numbers = [
+        name for name, value in vars(module).items() if "drop" in name and isinstance(value, (int, float))
+    ]
+    modules = [
+        f"{name}.p" for name, child in module.named_modules() if name and isinstance(child, nn.Dropout)
+    ]
+    return next(iter([*numbers, *modules]), None)
