@@ -235,6 +235,10 @@ def routers_of(model: nn.Module) -> dict[nn.Module, int]:
     return index_of
 
 
+# The setting of a config by which some routers (Switch, NLLB-MoE) cast their own weights, in place, in each forward.
+ROUTER_FORMAT = "router_dtype"
+
+
 # The plans of a config, for the names of its base model's modules: how each is sharded, and in which order they run.
 TP_PLAN, PP_PLAN = "base_model_tp_plan", "base_model_pp_plan"
 # The module that computes rotary embeddings for all layers; plans do not name it.

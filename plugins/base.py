@@ -31,6 +31,8 @@ from ..cluster.releases import log_newer_releases
 from ..data.loader import ShardedLoader, sharded_loader
 from ..data.user_loader import shard_user_loaders
 from ..pipeline.stage import with_known_cache_name
+from ..shardformer.tables.experts import interface_of
+from ..zero.kinds import UpdateKind, update_kinds
 from ..zero.optimizer import ShardedOptimizer
 from .colossalai import Unavailable, unavailable_errors
 from .scaled_optimizer import ScaledOptimizer
@@ -371,7 +373,7 @@ class BoostedModule(nn.Module, ABC):
         )
 
 
-def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+def optimizer_errors(model: nn.Module, optimizer: Optimizer | None, ep_size: int = 1) -> list[str]:
     """List reasons why this optimizer cannot train this model."""
     if optimizer is None:
         return []
@@ -385,7 +387,20 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]
             f"{foreign} of the optimizer's {len(optimized)} parameters are not in the model: build it on "
             "model.parameters() of the model given to booster.boost, after any change of its modules"
         ]
-    return []
+    return [] if ep_size == 1 else _owner_errors(model, optimizer)
+
+
+def _owner_errors(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """List the error of an optimizer of full parameters that steps experts which are modules on one rank each."""
+    kinds = zip(optimizer.param_groups, update_kinds(optimizer), strict=True)
+    full = {each for group, kind in kinds if kind is UpdateKind.PARAMETER for each in group["params"]}
+    experts = [each for each in model.modules() if (found := interface_of(each)) and found.is_apart]
+    if not any(parameter in full for each in experts for parameter in each.parameters()):
+        return []
+    return [
+        f"ep_size above 1 leaves each expert of a {type(model).__name__} to one rank, where an optimizer of full "
+        "parameters (Muon, Adafactor) cannot step it: use ep_size=1, or AdamW for the experts"
+    ]
 
 
 class PipelineLoss(Tensor):

@@ -1,7 +1,7 @@
 """The model parallelized by HybridParallelPlugin, and `boost`, which makes it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ from ..shardformer.weight_sharding import apply_weight_sharding, plan_weight_sha
 from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
-from ..zero.precision import PrecisionConfig, format_errors
+from ..zero.precision import PrecisionConfig, format_errors, router_formats
 from .base import BoostedModule, optimizer_errors
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
@@ -175,7 +175,7 @@ def plan_boost(
     """
     raise_errors(given_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
-    errors = optimizer_errors(model, optimizer) + format_errors(model)
+    errors = optimizer_errors(model, optimizer, config.ep_size) + format_errors(model, config.dtype)
     errors += config.fused.model_errors(model, mesh.device)
     if optimizer is not None:
         errors += trained_errors(model)
@@ -285,16 +285,13 @@ def wrap_optimizer(
         statistics: running statistics of batch norms, averaged after each step.
     """
     config, mesh, wrapped = boosted.config, boosted.mesh, None
+    formats = router_formats(boosted.module, config.dtype)
     if optimizer is not None:
+        local, stages = boosted.local_parameters, boosted.engine.parameters
+        managed = managed_parameters(local, ties, mesh=mesh, stage_manager=stage_manager, stages=stages)
         wrapped = ShardedOptimizer(
             optimizer,
-            managed_parameters(
-                boosted.local_parameters,
-                ties,
-                mesh=mesh,
-                stage_manager=stage_manager,
-                stages=boosted.engine.parameters,
-            ),
+            [replace(each, dtype=formats.get(each.parameter)) for each in managed],
             mesh=mesh,
             stage=config.zero_stage,
             overlap_communication=config.overlap_communication,
@@ -308,8 +305,9 @@ def wrap_optimizer(
             after_step=statistics.average if statistics.names else None,
         )
     for parameter in boosted.module.parameters():  # parameters that no optimizer manages
-        if parameter.is_floating_point() and parameter.dtype != config.dtype:
-            parameter.data = parameter.data.to(config.dtype)
+        dtype = formats.get(parameter, config.dtype)
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
     return wrapped
 
 

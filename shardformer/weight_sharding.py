@@ -3,7 +3,7 @@
 [Note: replicated layers] Only the weights of plain linear layers inside the model's layers are sharded. Heads,
 embeddings, biases and norms stay replicated. A subclass of nn.Linear stays replicated, because it may compute something
 else, unless a table lists it as `native`. A weight that is also used elsewhere stays replicated too, for example one
-that is tied to an embedding.
+that is tied to an embedding. So do experts that are modules (Switch, NLLB-MoE), which compute only if they get a token.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from .policy import Policy
 from .recompute import recomputable_layers
 from .shard_former import policy_for
 from .table_policy import TablePolicy
+from .tables.experts import interface_of
 from .tables.table import Table, table_for
 
 
@@ -135,6 +136,9 @@ def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, n
         for module in layer.modules()
         if type(module) in KINDS or (isinstance(module, nn.Linear) and type(module).__name__ in native)
     }
+    for experts in model.modules():
+        if (interface := interface_of(experts)) is not None and interface.is_apart:
+            inside.difference_update(experts.modules())
     users: dict[Parameter | None, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

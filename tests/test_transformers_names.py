@@ -17,7 +17,7 @@ NAMES = frozenset(
         *(*api.CACHE_NAMES, "past_key_value", "cache_position"),
         *(api.ATTENTION, api.EAGER_FUNCTION, api.ATTENTION_TABLE, "_can_set_attn_implementation"),
         *(api.SUPPORTS_SDPA, api.SUPPORTS_FLASH, api.SUPPORTS_FLEX, "_experts_implementation"),
-        api.ROUTER_LOSS,
+        *(api.ROUTER_LOSS, api.ROUTER_FORMAT),
         *("gradient_checkpointing", "_gradient_checkpointing_func", api.TP_PLAN, api.PP_PLAN),
     )
 )

@@ -369,13 +369,14 @@ def make_buckets(
 ) -> list[Bucket]:
     """Make buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
-    The parameters of a bucket have one parameter group, device, stage, partition and tuple of `sum_groups`.
+    The parameters of a bucket have one parameter group, device, format, stage, partition and tuple of `sum_groups`.
 
     Args:
         groups: the parameters of each parameter group.
         partitions: by `ManagedParameter.sharded_over`.
         bucket_size: in elements.
-        dtype, pool, communication_dtype, is_offloaded: see `Bucket`.
+        dtype: the format of parameters without one of their own.
+        pool, communication_dtype, is_offloaded: see `Bucket`.
         full: indices of the groups whose parameters are stepped in full.
         is_owned: True if owners step them; see `Bucket`.
     """
@@ -386,14 +387,14 @@ def make_buckets(
             # Sums over groups wait for the end of all backwards, and may join ranks of different stages.
             stage = None if managed.needs_sum else managed.stage
             sums = managed.sum_groups if managed.needs_sum else ()
-            key = (managed.parameter.device, stage, sums, managed.sharded_over)
+            key = (managed.parameter.device, stage, sums, managed.sharded_over, managed.dtype)
             alike.setdefault(key, []).append(managed)
         for members in alike.values():
             for portion in packed(members, bucket_size, lambda managed: managed.parameter.numel()):
                 bucket = Bucket(
                     portion,
                     group_index=index,
-                    dtype=dtype,
+                    dtype=portion[0].dtype or dtype,
                     partition=partitions[portion[0].sharded_over],
                     pool=pool,
                     communication_dtype=communication_dtype,

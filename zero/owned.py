@@ -14,7 +14,7 @@ nothing is sent. A piece that several ranks of a team have is sent by one of the
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -106,7 +106,8 @@ class OwnedParameters:
             return
         assert team is not None
         self._team, self._device, self._step_device = team, mesh.device, device
-        self._dtype = self.buckets[0].parameters.dtype
+        # One exchange has one format: the widest of the parameters.
+        self._dtype = reduce(torch.promote_types, (bucket.parameters.dtype for bucket in self.buckets))
         places = [mesh.layout.at(rank) for rank in get_process_group_ranks(team)]
         self._plan(places)
         for slot, values in self._collected(_unrounded).items():
@@ -193,10 +194,10 @@ class OwnedParameters:
         """
         if not self.buckets:
             return
-        for slot, present in self._collected(lambda bucket: bucket.masters).items():
+        for slot, present in self._collected(lambda bucket: bucket.masters.to(self._dtype)).items():
             assert slot.piece is not None
             present = present.to(slot.piece.device)
-            stays = slot.piece.to(present.dtype) == present
+            stays = slot.piece.to(slot.weight.dtype) == present
             slot.piece.copy_(torch.where(stays, slot.piece, present.float()))
 
     def _collected(self, slice_of: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:

@@ -48,6 +48,7 @@ class ManagedParameter:
             counts the gradient in the norm, and may save the shard. Replicas along the data axis are not considered.
         stage: the only pipeline stage that uses it, None for several. A backward that computes gradients of some
             parameters of a stage computes all gradients of the stage. Buckets do not span stages.
+        dtype: the format that it computes in; None is that of the run's precision.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ManagedParameter:
     sum_groups: tuple[ProcessGroup, ...] = ()
     is_primary: bool = True
     stage: int | None = None
+    dtype: torch.dtype | None = None
 
     @staticmethod
     def of(

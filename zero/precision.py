@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 
 from ..cluster.device import computes_in_bf16, default_device
 from ..cluster.errors import first_of, raise_errors
 from ..cluster.options import AT_LEAST_ONE, Check, one_of, option, option_errors, type_errors
+from ..cluster.transformers_api import ROUTER_FORMAT
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,14 +74,38 @@ class PrecisionConfig(ScaleOptions):
         return DTYPES[self.precision]
 
 
-def format_errors(model: nn.Module) -> list[str]:
-    """List the error of parameters in float64, which float32 buckets would round; empty if there are none."""
-    names = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float64]
-    if not names:
-        return []
+def router_formats(model: nn.Module, dtype: torch.dtype) -> dict[Parameter, torch.dtype]:
+    """Return the parameters that routers cast to a format other than `dtype`, with this format."""
+    routers: list[Any] = []
+    if hasattr(getattr(model, "config", None), ROUTER_FORMAT):
+        routers = [each for each in model.modules() if vars(each).get("dtype", dtype) is not dtype]
+    return {parameter: each.dtype for each in routers for parameter in each.parameters()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def format_errors(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """List the errors of parameters in float64 and of routers in other formats, which would round master weights.
+
+    Args:
+        model: the full model.
+        dtype: the format of the run.
+    """
+    errors = [
+        f"{ROUTER_FORMAT}={_name(each)!r} of the model's config rounds routers' weights, which train in float32: "
+        f"set it to 'float32' or {_name(dtype)!r} before the model is built"
+        for each in dict.fromkeys(router_formats(model, dtype).values())
+        if each is not torch.float32
+    ]
+    wide = [name for name, each in model.named_parameters() if each.dtype is torch.float64]
+    if not wide:
+        return errors
     return [
-        f"{first_of(names)} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
-        "call model.float(), or use TorchDDPPlugin or TorchFSDPPlugin, which compute in float64"
+        *errors,
+        f"{first_of(wide)} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
+        "call model.float(), or use TorchDDPPlugin or TorchFSDPPlugin, which compute in float64",
     ]
 
 

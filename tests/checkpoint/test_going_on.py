@@ -143,6 +143,7 @@ EXPERTS = [
     ("longcat_flash", Layout(dp=4, ep=2, zero=1), Layout(dp=2)),
     ("switch_transformers", Layout(dp=2, ep=2), Layout(dp=4, ep=4, zero=1)),
     ("switch_transformers", Layout(dp=4, ep=2, zero=1), Layout()),
+    ("switch_transformers", Layout(dp=2, ep=2, precision="bf16"), Layout(dp=2, zero=2, precision="bf16")),
 ]
 
 

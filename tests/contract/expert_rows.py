@@ -95,7 +95,23 @@ APART = tuple(
     ModelChoice(model_type=each, settings=(("num_experts", 16),))
     for each in ("nllb-moe", "switch_transformers")
 )
+# In 16 bits their routers compute in float32, with float32 weights (`config.router_dtype`).
+HALF_LAYOUTS = (
+    Layout(dp=2, ep=2, zero=2, precision="bf16"),
+    Layout(dp=4, ep=2, zero=1, precision="fp16", recompute=1.0),
+)
 APART_LAYOUTS = (Layout(dp=2, ep=2, zero=2), Layout(dp=4, ep=2, zero=2, recompute=1.0))
+
+
+class Rounded(ModelChoice):
+    """A model with buffers of bf16, as `from_pretrained(dtype=torch.bfloat16)` makes them: NLLB-MoE's positions."""
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """Build the model; see `ModelChoice.build`."""
+        model = super().build(seed)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(torch.bfloat16)
+        return model
 
 
 # Edge cases of routing.
@@ -194,6 +210,7 @@ def expert_rows() -> Iterator[ParityRow]:
     yield from sgd_rows()
     yield from other_rows()
     yield from apart_rows()
+    yield from half_rows()
     yield from edge_rows()
     yield from drawn_rows(SEED)
 
@@ -215,6 +232,8 @@ def other_rows() -> Iterator[ParityRow]:
     for model_type in OTHERS:
         for layout in OTHERS_LAYOUTS:
             yield ParityRow(choice=ModelChoice(model_type=model_type), layout=layout, missing=MISSING)
+    switch = ModelChoice(model_type="switch_transformers")
+    yield ParityRow(choice=switch, layout=Layout(dp=2, wp=2), missing=MISSING)
 
 
 def apart_rows() -> Iterator[ParityRow]:
@@ -232,6 +251,20 @@ def apart_rows() -> Iterator[ParityRow]:
             )
             name = f"sgd {choice.model_type}"
             yield ParityRow(choice=choice, layout=layout, within=by_sgd, name=name, missing=MISSING)
+
+
+def half_rows() -> Iterator[ParityRow]:
+    """Yield routers in float32 in runs of 16 bits: trained, frozen, and by an optimizer of full matrices."""
+    switch, rounded = ModelChoice(model_type="switch_transformers"), Rounded(model_type="nllb-moe")
+    for layout in HALF_LAYOUTS:
+        yield ParityRow(choice=switch, layout=layout, missing=MISSING)
+    yield ParityRow(choice=rounded, layout=HALF_LAYOUTS[0], missing=MISSING)
+    for layout, training in (
+        (HALF_LAYOUTS[0], Training(frozen="every second")),
+        (Layout(dp=2, zero=1, precision="bf16"), Training(optimizer="adafactor")),
+    ):
+        name = f"{training.optimizer} {training.frozen} {switch.model_type}"
+        yield ParityRow(choice=switch, layout=layout, training=training, name=name, missing=MISSING)
 
 
 def with_router_losses(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:

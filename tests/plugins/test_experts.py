@@ -92,6 +92,16 @@ def test_what_cannot_be_distributed_is_refused(pool: Pool, choice: ModelChoice, 
         assert message in error
 
 
+def refused_optimizer() -> str:
+    booster, model = hybrid(ep_size=2), ModelChoice(model_type="switch_transformers").build()
+    return refused(lambda: booster.boost(model, torch.optim.Adafactor(model.parameters())))
+
+
+def test_optimizers_of_full_parameters_do_not_step_experts_of_one_rank(pool: Pool) -> None:
+    for error in pool.run(2, refused_optimizer):
+        assert "where an optimizer of full parameters (Muon, Adafactor) cannot step it" in error
+
+
 def refused_size() -> str:
     return refused(lambda: hybrid(ep_size=3))
 

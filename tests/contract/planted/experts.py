@@ -17,7 +17,7 @@ from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
 from ...shardformer.test_expert_parallel import HIDDEN, block, compared, output_of, sharded
-from ..mutations import around, fault
+from ..mutations import around, fault, returning
 
 EP2 = Layout(dp=2, ep=2)
 
@@ -154,6 +154,13 @@ FAULTS = {
         num_ranks=1,
         notice="expert_1",
         quick=True,
+    ),
+    "routers' weights are in the precision of the run": fault(
+        "plugins.hybrid_model:router_formats",
+        returning({}),
+        "switch_transformers",
+        Layout(dp=2, precision="bf16"),
+        notice="is no longer in the memory that boost gave it",
     ),
     "numbers of rows are replayed without the choices": fault(
         "shardformer.layers.expert_parallel:_CHOOSING", {}, check=departs_where_routers_flip, num_ranks=2

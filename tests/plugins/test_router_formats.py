@@ -1,0 +1,56 @@
+"""Routers that compute in a format of their own (`config.router_dtype`); parity rows are in tests/contract."""
+
+import pytest
+import torch
+
+from echelon.verify.batch import loss_of
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .training import hybrid, refused, sgd, share
+
+SWITCH = ModelChoice(model_type="switch_transformers")
+ROUNDED, OTHER = (
+    ModelChoice(model_type="switch_transformers", settings=(("router_dtype", name),))
+    for name in ("bfloat16", "float16")
+)
+ROUTER = "router.classifier"
+
+
+def formats(choice: ModelChoice, is_frozen: bool) -> set[tuple[bool, torch.dtype]]:
+    """Train one step in bf16; return the formats of parameters, and if they are a router's."""
+    booster, plain = hybrid(precision="bf16", ep_size=2), choice.build()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not (is_frozen and ROUTER in name))
+    before = {name: each.detach().clone() for name, each in plain.named_parameters() if ROUTER in name}
+    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+    booster.execute_pipeline(share(booster, choice, 0), model, loss_of, optimizer)
+    optimizer.step()
+    for name, weight in before.items():
+        after = plain.get_parameter(name)
+        assert torch.equal(after, weight.to(after.dtype)) == is_frozen
+    return {(ROUTER in name, each.dtype) for name, each in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(("choice", "dtype"), [(SWITCH, torch.float32), (ROUNDED, torch.bfloat16)])
+def test_weights_of_routers_have_the_format_of_the_config(
+    pool: Pool, choice: ModelChoice, dtype: torch.dtype, is_frozen: bool
+) -> None:
+    for found in pool.run(2, formats, choice, is_frozen):
+        assert found == {(True, dtype), (False, torch.bfloat16)}
+
+
+def refusal(choice: ModelChoice, precision: str) -> str:
+    booster, model = hybrid(precision=precision), choice.build()
+    return refused(lambda: booster.boost(model, sgd(model)))
+
+
+@pytest.mark.parametrize(
+    ("choice", "precision", "format_"), [(ROUNDED, "fp32", "bfloat16"), (OTHER, "bf16", "float16")]
+)
+def test_formats_that_round_the_weights_of_routers_are_refused(
+    pool: Pool, choice: ModelChoice, precision: str, format_: str
+) -> None:
+    for message in pool.run(2, refusal, choice, precision):
+        assert f"router_dtype='{format_}' of the model's config rounds routers' weights" in message
