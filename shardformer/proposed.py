@@ -112,7 +112,7 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
 
 
 def _plain(model: Any, stack: str) -> Table:
-    """Return the table without its layers; all ranks have equally many heads."""
+    """Return the table without its layers, with the config's numbers of heads."""
     counts = ("num_attention_heads", "num_key_value_heads")
     divisible = tuple(name for name in counts if isinstance(getattr(model.config, name, None), int))
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -195,6 +195,7 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
         column=tuple(columns),
         row=tuple(rows),
         key_value=tuple(key_value),
+        divisible=plain.divisible[: _num_head_counts(pairs, key_value)],
         groups=groups[0] if groups and key_value else None,
         fused={each.pair.columns[0].path: each.order for each in variants if each.pair.num_fused > 1},
         divide=tuple(f"{region}.{name}" for region, name in counted if name not in _KEY_VALUE_COUNTS),
@@ -208,6 +209,12 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
             if (probability := _dropout(regions[pair.region]))
         },
     )
+
+
+def _num_head_counts(pairs: Sequence[_Pair], key_value: Sequence[str]) -> int:
+    """Return how many of the config's numbers of heads the ranks must divide: of queries, and of keys."""
+    has_heads = any(pair.num_fused > 1 or len(pair.columns) == 3 for pair in pairs)
+    return (1 if key_value else 2) if has_heads else 0
 
 
 def _first(layers: Sequence[nn.Module], path: str) -> nn.Module:

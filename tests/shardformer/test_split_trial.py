@@ -38,13 +38,22 @@ def test_a_layer_that_does_not_sum_departs(monkeypatch: pytest.MonkeyPatch) -> N
     assert error is not None and error.startswith("the loss on 2 ranks is ")
 
 
-def test_boost_refuses_a_plan_with_the_departure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy_of("qwen3_5_text").make(0)
     assert split_errors(model, DerivedPolicy(model), tp_size=2) == []
     monkeypatch.setattr(layer_split, "PartialGrad", Replicated)
-    (error,) = split_errors(model, DerivedPolicy(model), tp_size=2)
-    assert "does not give the numbers of one process: the gradient of model.layers" in error
-    assert "Leave tp_size at 1" in error
+    policy = DerivedPolicy(model)
+    assert split_errors(model, policy, tp_size=2) == []
+    assert policy.table.row == ("mlp.down_proj",)  # of what is proposed instead, attention departs
+    monkeypatch.setattr(linear, "reduce_from", lambda x, group: x)
+    plan, none = split_errors(model, DerivedPolicy(model), tp_size=2)
+    assert (
+        "transformers' plan of a Qwen3_5ForCausalLM departs from one process: the loss on 2 ranks is " in plan
+    )
+    assert (
+        "no split of a Qwen3_5ForCausalLM gives the numbers of one process: " in none
+        and "tp_size at 1" in none
+    )
 
 
 def collectives(group: Any) -> list[torch.Tensor]:
