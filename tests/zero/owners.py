@@ -31,11 +31,8 @@ SHAPES = {
 }
 
 
-class Lamb(Optimizer):
-    """LAMB (arXiv:1904.00962) with bias correction: the trust ratio is that of a full parameter."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-6, "weight_decay": 0.01})
+class ByParameter(Optimizer):
+    """An optimizer whose update of a parameter is a method."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -43,6 +40,16 @@ class Lamb(Optimizer):
             for each in group["params"]:
                 if each.grad is not None:
                     self._update(each, each.grad, group)
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lamb(ByParameter):
+    """LAMB (arXiv:1904.00962) with bias correction: the trust ratio is that of a full parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-6, "weight_decay": 0.01})
 
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, (first, second) = self.state[weight], group["betas"]
@@ -58,18 +65,11 @@ class Lamb(Optimizer):
         weight.sub_(update * ratio * group["lr"])
 
 
-class Soap(Optimizer):
+class Soap(ByParameter):
     """SOAP (arXiv:2409.11321, algorithm 3): Adam in the eigenbasis of Shampoo, whose states are of other shapes."""
 
     def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-8})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    self._update(each, each.grad, group)
 
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Update a matrix, or a stack of them as one; a vector has no eigenbasis."""
