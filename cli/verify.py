@@ -254,6 +254,8 @@ def show(report: "ResumeReport", *, title: str) -> None:
     show_table(title, (*headings, "worst gradient off by", "worst weight off by"), rows, sections=sections)
     for handover in report.handovers:
         typer.echo(str(handover))
+    if report.routing is not None:
+        typer.echo(str(report.routing))
     typer.echo("all agree" if report.agrees else f"departs: {report.departure}")
 
 

@@ -1,7 +1,7 @@
 """Comparison of a layout's steps with the reference: tolerances, and the first quantity outside of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot, inf, isfinite
 from typing import Literal, NamedTuple
 
@@ -184,8 +184,12 @@ def compare_16_bit(
     compared = []
     gradient_floor, weight_floor = 0.0, 2 * learning_rate
     for index, (own, reference) in enumerate(zip(found, expected, strict=True)):
-        other, exact = reference
-        same = [reference, *(run[index] for run in nearby if run[index].rounded.skipped == other.skipped)]
+        same = [
+            reference,
+            *(run[index] for run in nearby if run[index].rounded.skipped == reference.rounded.skipped),
+        ]
+        own, same = _with_idle_experts(own, same)
+        other, exact = same[0]
         before = same if index else same[:1]
         loss = _near("loss", own, before, rounding * abs(exact.loss))
         if not isfinite(exact.norm):
@@ -199,6 +203,24 @@ def compare_16_bit(
         measures = (loss, gradient, norm, weight)
         compared.append(_comparison(measures, own, other, index))
     return compared
+
+
+def _with_idle_experts(
+    own: StepRecord, references: Sequence[Reference]
+) -> tuple[StepRecord, list[Reference]]:
+    """Add gradients of zeros where some references lack one: of an expert whose only token is near a tie."""
+    records = [record for each in references for record in each]
+    every = {name: gradient for record in records for name, gradient in record.gradients.items()}
+    idle = {
+        name: torch.zeros_like(gradient)
+        for name, gradient in every.items()
+        if any(name not in record.gradients for record in records)
+    }
+
+    def added(record: StepRecord) -> StepRecord:
+        return replace(record, gradients={**idle, **record.gradients}) if idle else record
+
+    return added(own), [Reference(*map(added, each)) for each in references]
 
 
 def first_departure(comparisons: Sequence[StepComparison]) -> str | None:

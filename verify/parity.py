@@ -37,6 +37,7 @@ from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
 from .optimizers import combined, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
+from .routing import Routing, RoutingCheck
 
 LOSS_SCALE = 2.0**8  # the initial scale of fp16 runs: large enough that a missing division is found
 ROUNDINGS = (1, 2, 3)  # seeds of references with moved weights, which measure how much rounding is amplified
@@ -59,10 +60,12 @@ class Report:
     Args:
         steps: by step, the comparison of each quantity with its reference.
         departure: a description of the first quantity that departs; None if all agree.
+        routing: tokens that were routed to other experts; None in float32, and for models without experts.
     """
 
     steps: tuple[StepComparison, ...]
     departure: str | None
+    routing: Routing | None = None
 
     @property
     def agrees(self) -> bool:
@@ -96,14 +99,18 @@ def parity(
     training.freeze(model)
     batches = [drawn_batches(choice, layout, training, step, seed) for step in range(num_steps)]
     untouched = materialize(copy.deepcopy(model)) if dist.get_rank() == 0 else None
-    found = take_steps(boosted_under(layout, model, training), training, batches)
+    check = RoutingCheck(model, layout)
+    run = boosted_under(layout, model, training)
+    check.watch(run.model)
+    found = take_steps(run, training, batches)
+    routing = check.result(run.model, batches[0])
     compared: list[StepComparison] = []
     if untouched is not None:
         compared = compare_with_one_process(
             untouched, [(layout, batches)], training, found, weighed_by=choice.weighed_by
         )
     steps = tuple(broadcast_object(compared, 0, None))
-    return Report(steps=steps, departure=first_departure(steps))
+    return Report(steps=steps, departure=first_departure(steps), routing=routing)
 
 
 def drawn_batches(choice: ModelChoice, layout: Layout, training: Training, step: int, seed: int) -> Batches:

@@ -84,7 +84,7 @@ def train(
     skipped = 0
     for index, (replicas, dtype) in enumerate(zip(steps, dtypes, strict=True)):
         if index == 0 or dtype is not dtypes[index - 1]:
-            worker = _worker(masters, dtype)
+            worker = computing_copy(masters, dtype)
             scale = loss_scale if dtype is torch.float16 else 1.0
             scale = float32_scale if dtype is torch.float32 else scale
         loss, gradients = _gradients(
@@ -160,7 +160,7 @@ def _loss_and_weight(
         criterion, weigh: see `train`.
     """
     like = next(worker.parameters())
-    batch = _converted(batch, like)
+    batch = converted(batch, like)
     with numbers_counted() as numbers:
         outputs = worker(**batch)
         returned = criterion(outputs, batch)
@@ -170,7 +170,7 @@ def _loss_and_weight(
         weight = float(1.0 if weigh is None else weigh(batch, numbers))
         loss_sum = returned.float() * weight
     if weigh is None and getattr(outputs, "aux_loss", None) is not None:
-        apart = [worker(**_converted(each, like)).aux_loss for each in microbatches]
+        apart = [worker(**converted(each, like)).aux_loss for each in microbatches]
         config: Any = worker.config
         change = torch.stack(apart).mean() - outputs.aux_loss
         loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
@@ -189,7 +189,7 @@ def _move_gradients(worker: nn.Module, sums: dict[str, Tensor]) -> None:
 def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Criterion) -> bool:
     """Return True if the loss of a microbatch is one mean, or a sum of means over equally many labels."""
     worker = copy.deepcopy(model)
-    microbatch = _converted(microbatch, next(worker.parameters()))
+    microbatch = converted(microbatch, next(worker.parameters()))
     with torch.no_grad(), numbers_counted() as numbers:
         outputs = worker(**microbatch)
         criterion(outputs, microbatch)
@@ -234,7 +234,7 @@ _COUNTS = {
 }
 
 
-def _converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
+def converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
     """Return a batch on the device of a parameter, and floating-point tensors in its format."""
     return {
         name: value.to(own if value.is_floating_point() else own.device)
@@ -288,7 +288,7 @@ def _copy_weights(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def _worker(masters: nn.Module, dtype: torch.dtype) -> nn.Module:
+def computing_copy(masters: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return the computing model: the masters themselves, or a copy of another dtype with unchanged buffers."""
     if dtype is torch.float32:
         return masters

@@ -33,6 +33,7 @@ from .parity import (
     take_steps,
 )
 from .reference import StepRecord
+from .routing import Routing, RoutingCheck
 
 PARAMETER, MASTER = "parameter/", "master/"
 
@@ -113,11 +114,13 @@ class Outcome:
         records: its steps.
         loaded: its contents at the start; None for the first part.
         saved: its contents at the end; None for the last.
+        routing: of its first step, see `Report`.
     """
 
     records: list[StepRecord]
     loaded: Contents | None
     saved: Contents | None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +164,7 @@ def run_part(relay: Relay, number: int, folder: Path) -> None:
     # Other weights than the run's, so that a failure to load them is found.
     model = relay.choice.build(relay.seed + number)
     relay.training.freeze(model)
+    check = RoutingCheck(model, relay.parts[number].layout)
     run = boosted_under(relay.parts[number].layout, model, relay.training)
     first, batches = relay.first_step(number), relay.batches(number)
     loaded = saved = None
@@ -169,13 +173,16 @@ def run_part(relay: Relay, number: int, folder: Path) -> None:
         if resumed is None or resumed.step != first:
             raise AssertionError(f"part {number} should resume from step {first}, but found {resumed}")
         loaded = contents_of(run.model, run.optimizer)
+    check.watch(run.model)
     records = take_steps(run, relay.training, batches, first_step=first)
+    routing = check.result(run.model, batches[0]) if not number else None  # later parts have trained weights
     if number + 1 < len(relay.parts):
         saved = contents_of(run.model, run.optimizer)
         step = first + len(batches)
         run.booster.save_checkpoint(folder, step, model=run.model, optimizer=run.optimizer).wait()
     if dist.get_rank() == 0:
-        write_outcome(Outcome(records=records, loaded=loaded, saved=saved), number, folder)
+        outcome = Outcome(records=records, loaded=loaded, saved=saved, routing=routing)
+        write_outcome(outcome, number, folder)
 
 
 def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
@@ -198,7 +205,10 @@ def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
     found = [record for outcome in outcomes for record in outcome.records]
     steps = compare_with_one_process(model, parts, relay.training, found, weighed_by=relay.choice.weighed_by)
     return ResumeReport(
-        steps=tuple(steps), departure=_first_departure(steps, handovers), handovers=tuple(handovers)
+        steps=tuple(steps),
+        departure=_first_departure(steps, handovers),
+        handovers=tuple(handovers),
+        routing=outcomes[0].routing,
     )
 
 

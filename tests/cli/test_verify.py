@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from echelon.verify.compare import Measure, StepComparison
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.resume import Handover, Part, Relay, ResumeReport
+from echelon.verify.routing import Routing
 
 
 def call(*arguments: str) -> tuple[int, str]:
@@ -43,6 +45,13 @@ def test_a_departure_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> 
     status, output = call("--tp", "2")
     assert status == 1
     assert "departs: step 1: gradient of a.weight is off by 3, allowed 1" in output
+
+
+def test_flips_of_routers_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    flipped = replace(report(3.0), routing=Routing(num_tokens=720, num_flipped=10))
+    monkeypatch.setattr(command, "run_relay", lambda *_, **__: flipped)
+    _, output = call("--tp", "2")
+    assert "10 of 720 tokens, over all mixture layers, have other experts than in one process" in output
 
 
 @pytest.mark.slow

@@ -71,13 +71,15 @@ def test_loss_gradient_and_norm_may_be_off_by_the_effect_of_rounding_on_each() -
         assert judge(record()) is not None
 
 
-def in_16_bits(*found: StepRecord, usual: StepRecord, nearby: StepRecord | None) -> str | None:
+def in_16_bits(
+    *found: StepRecord, usual: StepRecord, nearby: StepRecord | None, exact: StepRecord | None = None
+) -> str | None:
     """Return the departure, if one process is as far from float32 as `usual`, and one nearby as far as `nearby`."""
     near = [] if nearby is None else [[Reference(nearby, record()) for _ in found]]
     return first_departure(
         compare_16_bit(
             found,
-            [Reference(usual, record()) for _ in found],
+            [Reference(usual, exact or record()) for _ in found],
             dtype=torch.bfloat16,
             learning_rate=1e-3,
             nearby=near,
@@ -117,3 +119,15 @@ def test_in_16_bits_references_nearby_excuse_only_the_weights_of_the_first_step(
 def test_a_reference_nearby_with_another_number_of_skipped_steps_does_not_count() -> None:
     near = replace(moved(weight=0.1), skipped=1)
     assert in_16_bits(record(), moved(weight=0.14), usual=record(), nearby=near) is not None
+
+
+def test_an_expert_that_one_format_gives_no_token_may_have_no_gradient() -> None:
+    def having(expert: float) -> StepRecord:
+        return replace(record(), gradients={**record().gradients, "expert": torch.tensor([expert])})
+
+    for found in (record(), having(0.1)):
+        assert in_16_bits(found, usual=record(), nearby=None, exact=having(0.1)) is None
+    departed = in_16_bits(having(0.1), usual=record(), nearby=None)
+    assert departed is not None and "gradient of expert is off by inf" in departed
+    departed = in_16_bits(having(2.0), usual=record(), nearby=None, exact=having(0.1))
+    assert departed is not None and "gradient of expert" in departed
