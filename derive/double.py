@@ -1,7 +1,8 @@
-"""Small copies that compute in float64, also where their code converts to float32."""
+"""Small copies that compute in float64, also where their code converts to float32, and their comparison."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .build import Copy
+
+# Of the loss, and of the largest gradient of a parameter; products are equal, sums may have another order.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class StaysDouble(TorchFunctionMode):
@@ -45,6 +49,40 @@ def in_double(copy: Copy) -> Copy:
             return double if double.loss().dtype is torch.float64 else copy
     except Exception:  # of any model class
         return copy
+
+
+def loss_departure(whole: Tensor, other: Tensor, where: str) -> str | None:
+    """Return how a loss departs from that of the whole copy, in words; None if it does not."""
+    expected, computed = float(whole.detach()), float(other.detach())
+    if not isfinite(expected):
+        return f"the loss of the whole small copy is {expected}, with which nothing can be compared"
+    if abs(expected - computed) <= _tolerance(whole) * max(abs(expected), 1.0):
+        return None
+    return f"the loss {where} is {computed:.6g}, that of the whole model {expected:.6g}"
+
+
+def gradient_departure(name: str, whole: Tensor, others: Sequence[Tensor]) -> str | None:
+    """Return the largest departure of a parameter's gradients from that of the whole copy, in words; or None.
+
+    Args:
+        name: of the parameter; perhaps with where it was computed.
+        whole: the gradient of the whole copy.
+        others: all of them must equal it.
+    """
+    largest, *distances = (
+        float(each.abs().max()) if each.numel() else 0.0
+        for each in (whole, *(other - whole for other in others))
+    )
+    if all(distance <= _tolerance(whole) * largest + 1e-12 for distance in distances):
+        return None
+    return (
+        f"the gradient of {name} departs by {max(distances):.2g} from that of the whole model, whose largest value is "
+        f"{largest:.2g}"
+    )
+
+
+def _tolerance(tensor: Tensor) -> float:
+    return TOLERANCES.get(tensor.dtype, TOLERANCES[torch.float32])
 
 
 def _double(given: Any) -> Any:

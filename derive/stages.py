@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ..pipeline.plan import Outlined, StagePlan, is_within
 from ..pipeline.stage import Stage, cut_stages
 from .build import Copy, described
-from .double import StaysDouble, in_double
+from .double import StaysDouble, gradient_departure, in_double, loss_departure
 from .inputs import loss_of, tensors_in
-
-# Of the largest gradient of a parameter; stages compute the same products in the same order as the whole model.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class Call(NamedTuple):
@@ -51,11 +47,7 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     Raises:
         ValueError: no plan was found, or none that gives the numbers of the whole model; with the departure.
     """
-    with StaysDouble():
-        return _proven_plan(in_double(copy), model)
-
-
-def _proven_plan(copy: Copy, model: nn.Module) -> StagePlan:
+    copy = in_double(copy)
     calls = calls_of(copy)
     plan = traced_plan(copy.model, calls, sizes_of(model))
     error = departure(copy, plan)
@@ -96,7 +88,8 @@ def calls_of(copy: Copy) -> list[Call]:
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         copy.model.zero_grad()
-        copy.loss().backward()
+        with StaysDouble():
+            copy.loss().backward()
     finally:
         for handle in handles:
             handle.remove()
@@ -261,7 +254,7 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
     staged = loss_of(output)
     try:
         return (
-            _loss_departure(loss, staged)
+            loss_departure(loss, staged, "in stages")
             or _backward(sent, received, staged)
             or (_gradient_departure(whole, plan, stages))
         )
@@ -300,19 +293,6 @@ def _backward(
     return None
 
 
-def _loss_departure(whole: Tensor, staged: Tensor) -> str | None:
-    expected, found = float(whole.detach()), float(staged.detach())
-    if not isfinite(expected):
-        return f"the loss of the whole small copy is {expected}, with which nothing can be compared"
-    if abs(expected - found) <= _tolerance(whole) * max(abs(expected), 1.0):
-        return None
-    return f"the loss in stages is {found:.6g}, that of the whole model {expected:.6g}"
-
-
-def _tolerance(tensor: Tensor) -> float:
-    return TOLERANCES.get(tensor.dtype, TOLERANCES[torch.float32])
-
-
 def _gradient_departure(whole: nn.Module, plan: StagePlan, stages: Sequence[Stage]) -> str | None:
     """Return the largest departure of a gradient, summed over the stages that have the parameter."""
     names: dict[nn.Parameter, list[str]] = {}
@@ -331,14 +311,8 @@ def _gradient_departure(whole: nn.Module, plan: StagePlan, stages: Sequence[Stag
                 return f"{aliases[0]} gets a gradient on the stage of layer {place}, which does not own it"
             total += own.grad
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        largest, distance = (
-            float(each.abs().max()) if each.numel() else 0.0 for each in (expected, total - expected)
-        )
-        if not distance <= _tolerance(total) * largest + 1e-12:
-            return (
-                f"the gradient of {aliases[0]} departs by {distance:.2g} from that of the whole model, whose largest "
-                f"value is {largest:.2g}"
-            )
+        if error := gradient_departure(aliases[0], expected, [total]):
+            return error
     return None
 
 

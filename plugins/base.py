@@ -392,9 +392,11 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None, ep_size: int
 
 def _owner_errors(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """List the error of an optimizer of full parameters that steps experts which are modules on one rank each."""
+    experts = [each for each in model.modules() if (found := interface_of(each)) and found.is_apart]
+    if not experts:  # a trial of the optimizer would be for nothing
+        return []
     kinds = zip(optimizer.param_groups, update_kinds(optimizer), strict=True)
     full = {each for group, kind in kinds if kind is UpdateKind.PARAMETER for each in group["params"]}
-    experts = [each for each in model.modules() if (found := interface_of(each)) and found.is_apart]
     if not any(parameter in full for each in experts for parameter in each.parameters()):
         return []
     return [

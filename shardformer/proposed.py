@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..cluster.transformers_api import Conv1D
 from ..derive.build import Copy
-from ..derive.double import StaysDouble
 from ..derive.stages import Call, calls_of, layers_of_stack, sizes_of
 from .derived import plain_table
 from .layer_split import widths
@@ -85,8 +84,7 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
     Raises:
         ValueError: no list of layers runs in order, or no split of them gives right numbers, with the departure.
     """
-    with StaysDouble():
-        calls = calls_of(copy)
+    calls = calls_of(copy)
     stack, _ = layers_of_stack(copy.model, calls, sizes_of(model))
     pairs: dict[str, _Pair] = {}
     for name, layer in copy.model.get_submodule(stack).named_children():
@@ -185,7 +183,7 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
     for region, module in regions.items():
         for name, _ in module.named_parameters():
             owner, _, _ = (path := f"{region}.{name}").rpartition(".")
-            if owner == region != columns[0] and region not in columns:
+            if owner == region and region not in columns:
                 split[path] = 0  # a value for each head
             elif owner not in (*columns, *rows):
                 partial.append(owner)  # works on heads of this rank alone

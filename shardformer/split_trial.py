@@ -3,7 +3,7 @@
 [Note: tried splits] A plan says how weights are sharded, and nothing in it says that the forward between them allows
 it. So the layers that boost would make are executed: every rank is a thread with its shards of the small copy, and
 collectives exchange tensors in memory (cluster/threads.py). In float64, loss and gradients equal those of the whole
-copy but for rounding; a plan with which they depart is refused, with the departure.
+copy but for rounding; a plan with which they depart is not used.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,12 @@ from torch.nn import Parameter
 from ..cluster.placement import PartialGrad, Shard, placement_on
 from ..cluster.threads import run_threads, thread_groups
 from ..derive.build import Copy, described
-from ..derive.double import StaysDouble
+from ..derive.double import StaysDouble, gradient_departure, loss_departure
 from ..derive.inputs import loss_of
 from .policy import Policy
 from .refusals import mark_all_parallelized
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
-
-# Of the loss, and of the largest gradient of a parameter: sums in another order.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def split_departure(copy: Copy, policy: Callable[[nn.Module], Policy], size: int) -> str | None:
@@ -47,10 +44,8 @@ def split_departure(copy: Copy, policy: Callable[[nn.Module], Policy], size: int
     except Exception as error:  # of any model class, in code that reads the width of a shard
         return described(error)
     for split in losses:
-        if not abs(split - loss) <= TOLERANCES[loss.dtype] * max(float(loss.abs()), 1.0):
-            return (
-                f"the loss on {size} ranks is {float(split):.6g}, that of the whole model {float(loss):.6g}"
-            )
+        if departure := loss_departure(loss, split, f"on {size} ranks"):
+            return departure
     local = [dict(model.named_parameters()) for model in shards]
     for name, parameter in whole.named_parameters():
         if departure := _gradient_departure(name, parameter, [each[name] for each in local]):
@@ -85,15 +80,7 @@ def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter])
         totals = [placement.whole(found)]
     else:
         totals = [sum(found, start=torch.zeros(()))] if isinstance(placement, PartialGrad) else found
-    expected = _gradient(whole)
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    distance = max(float((each - expected).abs().max()) if expected.numel() else 0.0 for each in totals)
-    if distance <= TOLERANCES[expected.dtype] * largest + 1e-12:
-        return None
-    return (
-        f"the gradient of {name} on {len(local)} ranks departs by {distance:.2g} from that of the whole model, whose "
-        f"largest value is {largest:.2g}"
-    )
+    return gradient_departure(f"{name} on {len(local)} ranks", _gradient(whole), totals)
 
 
 def _gradient(parameter: Parameter) -> Tensor:

@@ -8,18 +8,14 @@ import pytest
 import torch
 import transformers
 
-from echelon.derive.build import Copy, small_copy
+from echelon.derive.build import small_copy
 from echelon.derive.inputs import Inputs
 from echelon.derive.small import LAYERS, small_configs
-from echelon.derive.tasks import task_of, tasks_of
+from echelon.derive.tasks import task_of
+
+from .copies import copy_of
 
 ROOT = Path(__file__).parents[2]
-
-
-def copy_of(model_type: str, **settings: Any) -> Copy:
-    task, name = next(iter(tasks_of(model_type).items()))
-    config = transformers.CONFIG_MAPPING[model_type](**settings)
-    return small_copy(getattr(transformers, name), config, task)
 
 
 @pytest.mark.parametrize("name", ["small", "inputs", "build", "tasks"])

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echelon.derive.build import small_copy
 from echelon.derive.plans import stage_plan_of
 from echelon.derive.stages import departure, derived_plan
-from echelon.derive.tasks import tasks_of
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import Table
 from echelon.shardformer.tables.table import table_for
+
+from .copies import copy_of
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -28,9 +28,7 @@ SMALL: dict[str, Any] = {
 
 
 def small_model(model_type: str) -> nn.Module:
-    task, name = next(iter(tasks_of(model_type).items()))
-    kind = getattr(transformers, name)
-    return small_copy(kind, transformers.CONFIG_MAPPING[model_type](), task).model
+    return copy_of(model_type).model
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,6 @@ from torch import nn
 
 from echelon.derive.build import Copy, small_copy
 from echelon.derive.double import in_double
-from echelon.derive.tasks import tasks_of
 from echelon.shardformer.derived_policy import DerivedPolicy
 from echelon.shardformer.proposed import proposed_table
 from echelon.shardformer.sharder import split_errors
@@ -16,13 +15,13 @@ from echelon.shardformer.split_trial import split_departure
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.table import Table, table_for
 
+from ..derive.copies import copy_of
+
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def copy_of(model_type: str, **settings: Any) -> Copy:
-    task, name = next(iter(tasks_of(model_type).items()))
-    config = transformers.CONFIG_MAPPING[model_type](**settings)
-    return in_double(small_copy(getattr(transformers, name), config, task))
+def double_copy_of(model_type: str, **settings: Any) -> Copy:
+    return in_double(copy_of(model_type, **settings))
 
 
 def proposed(copy: Copy) -> Table:
@@ -33,7 +32,7 @@ def proposed(copy: Copy) -> Table:
 
 @pytest.mark.parametrize("model_type", ["llama", "bert", "gpt2", "opt"])
 def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
-    written, table = table_for(model_type), proposed(copy_of(model_type))
+    written, table = table_for(model_type), proposed(double_copy_of(model_type))
     assert isinstance(written, Table)
     assert {*table.column} == {*written.column} and {*table.row} == {*written.row}
     assert {*table.divide} >= {*written.divide}
@@ -55,7 +54,7 @@ def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
 def test_types_without_a_table_are_split(
     model_type: str, column: tuple[str, ...], row: tuple[str, ...]
 ) -> None:
-    copy = copy_of(model_type)
+    copy = double_copy_of(model_type)
     policy = DerivedPolicy(copy.model)
     assert split_errors(copy.model, policy, tp_size=2) == []
     assert (policy.table.column, policy.table.row) == (column, row)
@@ -67,7 +66,7 @@ def test_keys_of_fewer_heads_are_those_of_the_full_model() -> None:
         transformers.LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2,
                                  intermediate_size=96, vocab_size=99)
     )  # fmt: skip
-    copy = copy_of("llama", num_attention_heads=8, num_key_value_heads=8)
+    copy = double_copy_of("llama", num_attention_heads=8, num_key_value_heads=8)
     table = proposed_table(copy, full, lambda _: None)
     assert table.key_value == ("self_attn.k_proj", "self_attn.v_proj")
 
@@ -79,7 +78,6 @@ class Mixing(transformers.LlamaForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.mlp.act_fn = nn.Softmax(-1)
-            layer.self_attn.q_norm = None
 
 
 def test_what_mixes_features_stays_replicated() -> None:
@@ -90,7 +88,7 @@ def test_what_mixes_features_stays_replicated() -> None:
 
 
 def test_a_type_without_such_layers_is_refused_with_the_reason() -> None:
-    copy = copy_of("mamba")
+    copy = double_copy_of("mamba")
     (error,) = [
         each for each in split_errors(copy.model, DerivedPolicy(copy.model), tp_size=2) if "no split" in each
     ]

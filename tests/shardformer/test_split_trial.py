@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from echelon.cluster.collectives import all_gather, all_reduce, exchange_rows, exchange_slices, sum_slice
 from echelon.cluster.placement import Replicated
 from echelon.cluster.threads import ThreadGroup, run_threads, thread_groups
-from echelon.derive.build import Copy, small_copy
+from echelon.derive.build import Copy
 from echelon.derive.double import in_double
-from echelon.derive.tasks import tasks_of
 from echelon.shardformer import layer_split
 from echelon.shardformer.derived_policy import DerivedPolicy
 from echelon.shardformer.layers import linear
@@ -19,27 +17,27 @@ from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 
+from ..derive.copies import copy_of
 
-def copy_of(model_type: str) -> Copy:
-    task, name = next(iter(tasks_of(model_type).items()))
-    config = transformers.CONFIG_MAPPING[model_type]()
-    return in_double(small_copy(getattr(transformers, name), config, task))
+
+def double_copy_of(model_type: str) -> Copy:
+    return in_double(copy_of(model_type))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3"])
 def test_tables_and_plans_give_the_numbers_of_the_whole(model_type: str, size: int) -> None:
-    assert split_departure(copy_of(model_type), policy_for, size) is None
+    assert split_departure(double_copy_of(model_type), policy_for, size) is None
 
 
 def test_a_layer_that_does_not_sum_departs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "reduce_from", lambda x, group: x)
-    error = split_departure(copy_of("llama"), policy_for, 2)
+    error = split_departure(double_copy_of("llama"), policy_for, 2)
     assert error is not None and error.startswith("the loss on 2 ranks is ")
 
 
 def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy_of("qwen3_5_text").make(0)
+    model = double_copy_of("qwen3_5_text").make(0)
     assert split_errors(model, DerivedPolicy(model), tp_size=2) == []
     monkeypatch.setattr(layer_split, "PartialGrad", Replicated)
     policy = DerivedPolicy(model)
