@@ -192,10 +192,9 @@ _ROUTER_LOSS_INPUTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 def router_loss_file(model: Any) -> dict[str, Any] | None:
     """Return the names of the file whose auxiliary loss a model's forward calls; None for other models and losses.
 
-    All files with these four inputs have the same function, but for encoder-decoders.
+    All files with these four inputs compute the same function of all their tokens.
     """
-    names = _router_loss_names(model.__class__)
-    return None if names is None or model.config.is_encoder_decoder else names
+    return _router_loss_names(model.__class__)
 
 
 @cache  # every batch of a pipeline asks

@@ -328,7 +328,7 @@ class WeighedCriterion:
         """Weigh every term of a loss by its share of the labels in the global batch."""
         assert self._observed is not None
         replicas, equal_share = self._reducer.mesh.size("dp"), 1 / len(self.microbatches)
-        has_auxiliary = _field(outputs, "aux_loss") is not None
+        has_auxiliary = _has_auxiliary(outputs)
         total, fraction = counts.weighed(
             loss,
             terms_of(loss, self._observed.losses),
@@ -405,7 +405,7 @@ class WeighedCriterion:
         if (
             structure is None
             and self.trains
-            and _field(outputs, "aux_loss") is None
+            and not _has_auxiliary(outputs)
             and has_rest(loss, observed.losses)
         ):
             note(
@@ -418,7 +418,7 @@ class WeighedCriterion:
         """Return True for a loss of sums over a divisor that the batch has."""
         assert self._observed is not None
         has_sums = any(observed_loss.number is None for observed_loss in self._observed.losses)
-        return has_sums and _has_num_items(inputs) and _field(outputs, "aux_loss") is None
+        return has_sums and _has_num_items(inputs) and not _has_auxiliary(outputs)
 
     def _index_of(self, inputs: Any) -> int:
         return next(index for index, microbatch in enumerate(self.microbatches) if microbatch is inputs)
@@ -438,6 +438,13 @@ class WeighedCriterion:
                     "the criterion returns a mean, weighed by samples, but the microbatches have different numbers of "
                     "labels: return (loss_sum, weight) for the mean over all labels"
                 )
+
+
+def _has_auxiliary(outputs: Any) -> bool:
+    """Return True for an auxiliary loss over all tokens; Switch's, beside a z-loss, is a mean over samples."""
+    if _field(outputs, "encoder_z_loss") is not None:
+        return False
+    return any(_field(outputs, name) is not None for name in ("aux_loss", "encoder_aux_loss"))
 
 
 def _has_num_items(inputs: Any) -> bool:

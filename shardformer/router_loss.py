@@ -39,6 +39,9 @@ class RouterLoss:
     While the model runs, it has the place of the function in the model's file. It communicates in forwards with
     gradients and in those of a `Stage`, which all ranks run; other calls compute the loss of their tokens.
 
+    An encoder-decoder (NLLB-MoE) has one loss of each part, with routers, mask and tokens of its own: on one stage and
+    unsharded sequences only.
+
     Under a pipeline the statistics of earlier stages arrive with the activations, and those of this stage are added and
     sent on. Autograd returns their gradient in the same way. The last stage alone communicates over the data axis.
 
@@ -52,7 +55,8 @@ class RouterLoss:
         self._model, self._file_globals, self._native = model, file_globals, file_globals[ROUTER_LOSS]
         self._device = mesh.device
         self._group = mesh.group("data") if mesh.size("data") > 1 else None
-        self._sizes = routing_sizes(model) if mesh.size("pp") > 1 else None
+        self._is_refused = getattr(model.config, "is_encoder_decoder", False) and mesh.size("pp", "sp") > 1
+        self._sizes = routing_sizes(model) if mesh.size("pp") > 1 and not self._is_refused else None
         axes = filter(None, map(axis_of, model.modules()))
         self._axis: SequenceAxis | None = next(axes, None) if mesh.size("sp") > 1 else None
         # In a stage's forward, which all ranks run: the statistics of the stages before, and logits of a stage before
@@ -61,7 +65,8 @@ class RouterLoss:
         self._received_3E: Tensor | None = None
         self._logits: list[Tensor] | None = None
         self._mask: Tensor | None = None
-        self._add_hooks(mesh)
+        if not self._is_refused:
+            self._add_hooks(mesh)
 
     def _add_hooks(self, mesh: ParallelMesh) -> None:
         """Replace the loss function of the model's file during its forwards; under a pipeline record router logits."""
@@ -89,8 +94,13 @@ class RouterLoss:
         return adds_router_loss(self._model)
 
     def batch_error(self, batch: Mapping[str, Any]) -> str | None:
-        """Return the error of a batch that differs from the config, by which all ranks run alike."""
+        """Return the error of a batch that differs from the config, by which all ranks run alike, or of a layout."""
         asked = batch.get(ROUTER_LOGITS)
+        if self._is_refused and (asked or self.is_added):
+            return (
+                f"{ROUTER_LOGITS}=True of an encoder-decoder needs all layers and positions on each rank: set it to "
+                "False, or use pp_size=1 and sp_size=1"
+            )
         if asked is None or bool(asked) == self.is_added:
             return None
         return (

@@ -169,12 +169,23 @@ def _loss_and_weight(
     else:
         weight = float(1.0 if weigh is None else weigh(batch, numbers))
         loss_sum = returned.float() * weight
-    if weigh is None and getattr(outputs, "aux_loss", None) is not None:
-        apart = [worker(**converted(each, like)).aux_loss for each in microbatches]
+    if weigh is None and (auxiliary := _auxiliary(outputs)) is not None:
+        apart = [_auxiliary(worker(**converted(each, like))) for each in microbatches]
         config: Any = worker.config
-        change = torch.stack(apart).mean() - outputs.aux_loss
+        change = torch.stack(apart).mean() - auxiliary  # type: ignore[arg-type]
         loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
     return loss_sum, weight
+
+
+def _auxiliary(outputs: Any) -> Tensor | None:
+    """Return the auxiliary loss of experts, of encoder and decoder together; None for Switch's, means over samples."""
+    of_encoder = getattr(outputs, "encoder_aux_loss", None)
+    if of_encoder is None:
+        return getattr(outputs, "aux_loss", None)
+    if outputs.encoder_z_loss is not None:
+        return None
+    total: Tensor = of_encoder + outputs.decoder_aux_loss
+    return total
 
 
 def _move_gradients(worker: nn.Module, sums: dict[str, Tensor]) -> None:
@@ -193,7 +204,7 @@ def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Crit
     with torch.no_grad(), numbers_counted() as numbers:
         outputs = worker(**microbatch)
         criterion(outputs, microbatch)
-    return len(set(numbers)) < 2 and 0 not in numbers and getattr(outputs, "aux_loss", None) is None
+    return len(set(numbers)) < 2 and 0 not in numbers and _auxiliary(outputs) is None
 
 
 @contextmanager

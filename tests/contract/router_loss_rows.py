@@ -1,10 +1,13 @@
 """Parity rows of mixtures with their auxiliary loss, which one process computes over all tokens of a microbatch."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
 
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
+from .expert_rows import MISSING, by_sgd
 from .row import ParityRow
 
 # A coefficient by which the auxiliary loss decides the routers' gradients.
@@ -31,6 +34,9 @@ FURTHER = (
     Layout(pp=2, sp=2, sequence="ring_attn", schedule="zbv"),
     Layout(tp=2, pp=2, precision="fp16"),
 )
+# A loss of the encoder and one of the decoder; experts of rank 1 get no tokens.
+NLLB = ModelChoice(model_type="nllb-moe", settings=SETTINGS)
+NLLB_LAYOUTS = (Layout(dp=2), Layout(dp=2, ep=2, zero=2), Layout(dp=4, ep=2, zero=1, recompute=1.0))
 QUICK = (
     (MIXTRAL, Layout(dp=2, zero=2)),
     (QWEN, Layout(pp=2, dp=2, ep=2, schedule="zbv")),
@@ -45,6 +51,10 @@ def router_loss_rows() -> Iterator[ParityRow]:
     for choice in (MIXTRAL, QWEN, GPT_OSS):
         for layout in (*LAYOUTS, *(FURTHER if choice is not GPT_OSS else ())):
             yield _row(choice, layout)
+    for layout, (name, within) in product(NLLB_LAYOUTS, (("", nullcontext), ("sgd ", by_sgd))):
+        yield ParityRow(
+            choice=NLLB, layout=layout, within=within, name=f"{name}nllb-moe-router-loss", missing=MISSING
+        )
 
 
 def _row(choice: ModelChoice, layout: Layout, *, quick: bool = False) -> ParityRow:

@@ -162,6 +162,22 @@ def test_replicas_run_equally_many_microbatches(pool: Pool) -> None:
         assert "output_router_logits=True needs equally many microbatches" in message
 
 
+def refused_encoder_decoder() -> str:
+    """Return the error of NLLB-MoE in stages, whose decoder has a loss of its own."""
+    choice = ModelChoice(model_type="nllb-moe")
+    booster, model = hybrid(pp_size=2), choice.build()
+    boosted, optimizer, *_ = booster.boost(model, sgd(model))
+    batch = {**make_batch(choice, num_samples=4, seed=3), "output_router_logits": True}
+    with pytest.raises(ValueError) as error:
+        booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+    return str(error.value)
+
+
+def test_losses_of_encoder_and_decoder_are_refused_in_stages(pool: Pool) -> None:
+    for message in pool.run(2, refused_encoder_decoder):
+        assert "output_router_logits=True of an encoder-decoder needs all layers" in message
+
+
 def refused_stages() -> str:
     config = ShardConfig(pipeline_stage_manager=PipelineStageManager(ParallelMesh(pp=2)))
     with pytest.raises(ValueError) as error:
