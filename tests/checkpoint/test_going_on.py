@@ -184,16 +184,19 @@ PLUGINS = {
 }
 
 
-@pytest.mark.slow
+PLUGIN_RUNS = [
+    (model, case, precision)
+    for model in ("llama", "gpt2-tied")
+    for case in PLUGINS
+    for precision in ("fp32", "bf16", "fp16")[: 1 + 2 * ("ddp" not in case)]
+]
+QUICK_RUN = ("llama", "fsdp, ddp, fsdp", "fp32")
+
+
 @pytest.mark.parametrize(
-    ("case", "precision"),
-    [
-        (case, precision)
-        for case in PLUGINS
-        for precision in ("fp32", "bf16", "fp16")[: 1 + 2 * ("ddp" not in case)]
-    ],
+    ("model", "case", "precision"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each != QUICK_RUN)) for each in PLUGIN_RUNS],
 )
-@pytest.mark.parametrize("model", ["llama", "gpt2-tied"])
 def test_a_run_resumes_under_another_plugin(
     pool: Pool, tmp_path: Path, model: str, case: str, precision: str
 ) -> None:
