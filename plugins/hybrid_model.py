@@ -18,6 +18,7 @@ from ..cluster.gathering import checked_together, require_equal
 from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
+from ..cluster.transformers_api import cast_tables
 from ..lazy import materialize
 from ..pipeline.known_masks import with_known_masks
 from ..pipeline.stage import (
@@ -308,6 +309,8 @@ def wrap_optimizer(
         dtype = formats.get(parameter, config.dtype)
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+    if config.dtype is not torch.float32:
+        cast_tables(boosted.module, config.dtype)
     return wrapped
 
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 # Of outputs and microbatch: a loss, or (loss_sum, weight).
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -300,10 +301,25 @@ def _copy_weights(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
 
 
 def computing_copy(masters: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the computing model: the masters themselves, or a copy of another dtype with unchanged buffers."""
+    """Return the computing model: the masters themselves, or a copy of another dtype, as boost casts it."""
     if dtype is torch.float32:
         return masters
     worker = copy.deepcopy(masters)
     for parameter in worker.parameters():
         parameter.data = parameter.data.to(dtype)
+    _cast_tables(worker, dtype)
     return worker
+
+
+def _cast_tables(worker: Any, dtype: torch.dtype) -> None:
+    """Cast buffers that no file contains as they are in a model of this dtype: tables, not single numbers."""
+    if not isinstance(worker, PreTrainedModel):
+        return
+    with torch.device("meta"):
+        anew = type(worker)._from_config(copy.deepcopy(worker.config), dtype=dtype)
+    formats = {name: buffer.dtype for name, buffer in anew.named_buffers()}
+    for name in formats.keys() - worker.state_dict().keys():
+        path, _, place = name.rpartition(".")
+        module = worker.get_submodule(path)
+        if module._buffers[place].ndim > 1:
+            module._buffers[place] = module._buffers[place].to(formats[name])

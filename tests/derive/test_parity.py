@@ -24,6 +24,7 @@ def run(choice: ModelChoice, layout: Layout) -> Report:
                 ("blip", Layout(pp=2)),  # states of an encoder travel with the hidden states
                 ("qwen2_vl", Layout(pp=2)),  # features of images do
                 ("olmoe", Layout(pp=2, dp=2, zero=1)),
+                ("m2m_100", Layout(pp=2, precision="bf16")),  # tables of positions
                 ("ctrl", Layout(pp=2)),  # reads the embedding's weight outside of the module
                 ("deberta", Layout(pp=2, schedule="interleaved", chunks=2, microbatches=4)),
             )

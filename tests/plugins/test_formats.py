@@ -1,4 +1,7 @@
-"""Routers that compute in a format of their own (`config.router_dtype`); parity rows are in tests/contract."""
+"""Formats besides the plugin's precision: of routers (`config.router_dtype`), and of tables that no file contains.
+
+Parity rows are in tests/contract and tests/derive.
+"""
 
 import pytest
 import torch
@@ -54,3 +57,24 @@ def test_formats_that_round_the_weights_of_routers_are_refused(
 ) -> None:
     for message in pool.run(2, refusal, choice, precision):
         assert f"router_dtype='{format_}' of the model's config rounds routers' weights" in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "table", "dtype"),
+    [
+        ("m2m_100", "encoder.embed_positions.weights", torch.bfloat16),  # added to hidden states
+        ("gptj", "embed_positions", torch.float32),  # cast where it is used
+        ("llama", "rotary_emb.inv_freq", torch.float32),
+    ],
+)
+def test_tables_have_the_format_that_transformers_builds(
+    pool: Pool, model_type: str, table: str, dtype: torch.dtype
+) -> None:
+    assert pool.run(1, format_of, ModelChoice(model_type=model_type), table) == [dtype]
+
+
+def format_of(choice: ModelChoice, buffer: str) -> torch.dtype:
+    """Return the format of a buffer of a model in float32 that is boosted in bf16."""
+    booster, model = hybrid(precision="bf16"), choice.build()
+    booster.boost(model, sgd(model))
+    return next(each.dtype for name, each in model.named_buffers() if name.endswith(buffer))
