@@ -43,6 +43,7 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
             ("echelon.cluster.failures.start_watch", lambda: None),
             ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
             ("echelon.cluster.gathering.begin_gather_integers", _own_row),
+            ("echelon.cluster.gathering.gather_objects", lambda value: [value] * dist.get_world_size()),
             ("echelon.zero.reduced_gradients.norm_over_all_ranks", _agreed_norm),
             # In this group no transfer ever completes, so sent tensors would be kept.
             ("echelon.pipeline.transport.PendingTransfer.is_over", True),
