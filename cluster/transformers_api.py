@@ -282,8 +282,11 @@ def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
 
     A table is a buffer of several dimensions that no file contains, as of sinusoidal positions. Layers add some to
     hidden states, where float32 would meet weights in 16 bits; others are float32 whatever the weights are. Which ones,
-    a copy of the model on the meta device shows. One that cannot be built from its config alone keeps its tables.
+    a copy of the model on the meta device shows. A model in float32, or one that cannot be built from its config alone,
+    keeps its tables.
     """
+    if dtype is torch.float32:
+        return
     whole: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     tables = [
         (path, module, name)

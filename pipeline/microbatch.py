@@ -9,10 +9,13 @@ and joined along their batch dim, which is dim 0 except for the arguments of `_B
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .image_rows import Rows, counts_samples
 
 # Argument name -> number of dims of the tensor -> its batch dim, where this is not 0.
 _BATCH_DIMS = {"position_ids": {3: 1}}  # (axes, B, S): time, height and width in Qwen2-VL
@@ -23,14 +26,21 @@ def batch_dim(path: str, tensor: Tensor) -> int:
     return _BATCH_DIMS.get(path.rpartition(".")[2], {}).get(tensor.dim(), 0)
 
 
-def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | None) -> list[Any]:
+def split(
+    batch: Any,
+    *,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    rows: Rows = MappingProxyType({}),
+) -> list[Any]:
     """Split a batch along its batch dims into microbatches, which share its memory.
 
     Args:
-        batch: a tree of tensors that are equally long along their batch dims.
+        batch: a tree of tensors that are equally long along their batch dims, but for those of `rows`.
         num_microbatches: number of microbatches; the first ones are one sample longer if it does not divide the batch.
         microbatch_size: samples per microbatch; the last one is shorter if it does not divide the batch. Give one
             of the two, or both if they agree.
+        rows: see `image_rows`. A microbatch without rows of a tensor has None instead.
 
     Returns:
         Trees with the structure of the batch, in the order of its samples.
@@ -41,9 +51,10 @@ def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | No
     total = batch_size(batch)
     if total == 0:
         raise ValueError("the batch is empty: all its tensors have no samples")
+    _require_equal_lengths({**_lengths(batch), **dict.fromkeys(rows, total)})
     lengths = microbatch_lengths(total, num_microbatches, microbatch_size)
     starts = [0, *accumulate(lengths)]
-    return [_slice(batch, start, length) for start, length in zip(starts, lengths, strict=False)]
+    return [_slice(batch, start, length, rows) for start, length in zip(starts, lengths, strict=False)]
 
 
 def batch_size(batch: Any) -> int:
@@ -52,20 +63,29 @@ def batch_size(batch: Any) -> int:
     Raises:
         ValueError: the lengths differ, or no tensor has dimensions.
     """
-    lengths = {
-        path: tensor.shape[batch_dim(path, tensor)] for path, tensor in _named_tensors(batch) if tensor.dim()
-    }
+    lengths = _lengths(batch)
     if not lengths:
         raise ValueError(
             f"a batch of type {type(batch).__name__} has no tensor with a batch dimension: "
             "give a tensor, or a dict, tuple or list of tensors whose dim 0 counts the samples"
         )
+    counting = {path: length for path, length in lengths.items() if counts_samples(batch, path)}
+    _require_equal_lengths(counting)
+    return next(iter(counting.values()))
+
+
+def _lengths(batch: Any) -> dict[str, int]:
+    return {
+        path: tensor.shape[batch_dim(path, tensor)] for path, tensor in _named_tensors(batch) if tensor.dim()
+    }
+
+
+def _require_equal_lengths(lengths: Mapping[str, int]) -> None:
     if len(set(lengths.values())) > 1:
         described = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
         raise ValueError(
             f"the tensors of a batch must be equally long along their batch dims, the samples: {described}"
         )
-    return next(iter(lengths.values()))
 
 
 def paths_with_gradient(batch: Any) -> list[str]:
@@ -132,13 +152,16 @@ def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size
     return [base + (index < extra) for index in range(num_microbatches)]
 
 
-def _slice(batch: Any, start: int, length: int) -> Any:
+def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
     """Return `length` samples of a batch from the sample `start`."""
 
     def cut(entries: list[Any], path: str) -> Any:
         value = entries[0]
         if not isinstance(value, Tensor) or not value.dim():
             return value
+        if path in rows:
+            first, end = rows[path][start], rows[path][start + length]
+            return value[first:end] if first < end else None
         return value.narrow(batch_dim(path, value), start, length)
 
     return _joined([batch], cut)

@@ -19,6 +19,7 @@ from ..cluster.objects import broadcast_object
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.counted_loss import ObservedStage
+from ..pipeline.image_rows import image_rows
 from ..pipeline.known_masks import with_known_masks
 from ..pipeline.microbatch import (
     batch_size,
@@ -132,7 +133,8 @@ class PipelineEngine:
             training_mode=self.module.training,
         )
         batch, moved, call = self._next_batch(data_iter, rank_kind)
-        microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
+        rows = image_rows(batch, getattr(self.module, "config", None))
+        microbatches = split(with_known_masks(moved, batch, self.module), rows=rows, **self._cutting)
         weighed = self._loss_reducer.of_batch(
             model_loss if criterion is None else criterion,
             microbatches,

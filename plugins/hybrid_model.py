@@ -309,8 +309,7 @@ def wrap_optimizer(
         dtype = formats.get(parameter, config.dtype)
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
-    if config.dtype is not torch.float32:
-        cast_tables(boosted.module, config.dtype)
+    cast_tables(boosted.module, config.dtype)
     return wrapped
 
 

@@ -24,6 +24,7 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
 from ..cluster.placement import shards_of
 from ..lazy import materialize
+from ..pipeline.image_rows import image_rows
 from ..pipeline.microbatch import split
 from ..plugins.hybrid_model import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
@@ -142,7 +143,7 @@ def compare_with_one_process(
     normalization makes the outputs depend on the other samples, and for equal bits.
     """
     steps = [
-        [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
+        [_microbatches(batch, layout, model) for batch in replicas]
         for layout, batches in parts
         for replicas in batches
     ]
@@ -191,6 +192,11 @@ def compare_with_one_process(
     if exact < len(steps):
         compared += _compare_16_bit(model, found, dtypes, train, rate)[exact:]
     return compared
+
+
+def _microbatches(batch: dict[str, Any], layout: Layout, model: nn.Module) -> list[Any]:
+    rows = image_rows(batch, getattr(model, "config", None))
+    return split(batch, num_microbatches=layout.microbatches, microbatch_size=None, rows=rows)
 
 
 def _compare_float32(

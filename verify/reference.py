@@ -257,13 +257,12 @@ def converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return one batch of all samples."""
-    return {
-        name: torch.cat([part[name] for part in parts])
-        if isinstance(value, Tensor) and value.dim()
-        else value
-        for name, value in parts[0].items()
-    }
+    """Return one batch of all samples; parts without images have None, or no such tensor."""
+    joined: dict[str, Tensor] = {}
+    for name in dict.fromkeys(chain.from_iterable(parts)):
+        values = [part[name] for part in parts if part.get(name) is not None]
+        joined[name] = torch.cat(values) if isinstance(values[0], Tensor) and values[0].dim() else values[0]
+    return joined
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:

@@ -21,7 +21,7 @@ from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, O
 from .owner_rows import owner_rows
 from .router_loss_rows import router_loss_rows
 from .row import ParityRow
-from .variant_rows import batch_rows, flash_rows, variant_rows
+from .variant_rows import batch_rows, flash_rows, image_rows, variant_rows
 
 OVERFLOW = Training(overflow_step=1)
 EQUAL_BITS, EQUAL_SUMS = 0.0, 1e-6
@@ -375,6 +375,7 @@ def parity_rows() -> Iterator[ParityRow]:
     yield from zero_rows()
     yield from variant_rows()
     yield from batch_rows()
+    yield from image_rows()
     yield from flash_rows()
     yield from expert_rows()
     yield from owner_rows()

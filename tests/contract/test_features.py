@@ -134,6 +134,7 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     ],
     "precision": [test_parity.test_a_model_trains_as_one_process_does],
     "loss": [test_a_script_has_the_losses_of_plain_torch],
+    "images of texts": [test_parity.test_a_model_trains_as_one_process_does],
     "fused kernels": [test_model_features.test_a_model_trains_as_without_the_feature],
     "compiled layers": [test_parity.test_a_model_trains_as_one_process_does],
     "lazy initialization": [test_a_script_has_the_losses_of_plain_torch],

@@ -1,13 +1,16 @@
 """Parity rows of single model types: settings that change their layers, and batches that change their masks."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from echelon.derive.stages import sizes_of
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
@@ -222,6 +225,80 @@ def with_unseen_keys(choice: ModelChoice, **size: Any) -> dict[str, Tensor]:
     mask = batch["attention_mask"].clone()
     mask[-1] = 0
     return batch | {"attention_mask": mask}
+
+
+def with_unequal_images(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:
+    """Make texts with 0, 1 or 2 images of unequal sizes, whose patches lie one after the other."""
+    drawn = torch.Generator().manual_seed(seed)
+    config: Any = choice.copy().model.config
+    token, width = config.image_token_id, make_batch(choice, num_samples=1, seed=0)["pixel_values"].shape[1]
+    input_ids = torch.randint(100, 250, (num_samples, 24), generator=drawn)
+    sides = []
+    for sample in range(num_samples):
+        for image in range((sample + 1) % 3):
+            start, num_tokens = 2 + 7 * image, 4 * (1 + image)  # a token for 2 x 2 patches
+            input_ids[sample, start : start + num_tokens] = token
+            sides.append((1, 4, num_tokens))
+    is_image, grid = input_ids == token, torch.tensor(sides)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "mm_token_type_ids": is_image.int(),
+        "labels": input_ids.masked_fill(is_image, -100),
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), width, generator=drawn),
+        "image_grid_thw": grid,
+    }
+
+
+def with_images_of_one_replica(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:
+    """Make the same batch for even seeds, and texts alone for odd ones."""
+    batch = with_unequal_images(choice, num_samples=num_samples, seed=seed)
+    if seed % 2 == 0:
+        return batch
+    texts = batch["input_ids"].clamp(min=100)
+    return {
+        "input_ids": texts,
+        "attention_mask": batch["attention_mask"],
+        "mm_token_type_ids": torch.zeros_like(batch["mm_token_type_ids"]),
+        "labels": texts,
+    }
+
+
+def cut_in_the_text() -> AbstractContextManager[Any]:
+    """Cut stages in the language model, as with weights of usual sizes; the small copy's vision model is larger."""
+
+    def sizes(model: nn.Module) -> dict[str, int]:
+        return {path: size * ("visual" not in path) for path, size in sizes_of(model).items()}
+
+    return patch("echelon.derive.stages.sizes_of", sizes)
+
+
+def image_rows() -> Iterator[ParityRow]:
+    """Yield images of unequal numbers and sizes; the first row is quick."""
+    for model_type, layout in (
+        ("qwen2_vl", Layout(dp=2, zero=1)),
+        ("qwen2_vl", Layout(pp=2, dp=2)),
+        ("qwen2_5_vl", Layout(dp=2, zero=2)),
+        ("qwen3_vl", Layout(dp=2, zero=2)),
+    ):
+        choice = ModelChoice(model_type=model_type)
+        yield ParityRow(
+            name=f"unequal images {model_type}",
+            choice=choice,
+            layout=layout,
+            batch=with_unequal_images,
+            within=cut_in_the_text,
+            num_steps=2,
+            quick=layout == Layout(dp=2, zero=1),
+        )
+        if layout.dp > 1:
+            yield ParityRow(
+                name=f"images of one replica {model_type}",
+                choice=choice,
+                layout=layout,
+                batch=with_images_of_one_replica,
+                within=cut_in_the_text,
+            )
 
 
 def batch_rows() -> Iterator[ParityRow]:

@@ -1,0 +1,98 @@
+"""Images and videos of a batch of texts, which have no row per sample: microbatches get those of their texts.
+
+Processors of vision-language models put all images of a batch one after the other, as patches (Qwen2-VL: `pixel_values`
+of (patches, values) with `image_grid_thw` of (images, 3)) or tiles (InternVL: (tiles, channels, height, width)). Whose
+they are, the placeholder tokens of the texts say: patches and tiles of a batch have equally many tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+Rows = Mapping[str, Sequence[int]]  # tensor -> where the rows of each sample begin, and the end of the last
+
+# Kind of input -> its tensor of patches or tiles, the grids of its images, and the config's names of its token.
+_KINDS = {
+    "image": (
+        "pixel_values",
+        ("image_grid_thw", "image_grid_hws", "image_grid_hw"),
+        ("image_token_id", "image_token_index"),
+    ),
+    "video": ("pixel_values_videos", ("video_grid_thw",), ("video_token_id", "video_token_index")),
+}
+# What the names of further inputs of a kind begin with, or contain.
+_OF_IMAGES, _OF_VIDEOS = ("pixel_", "image_", "num_local_patches"), ("video", "second_per_grid")
+_TEXTS = "input_ids"
+
+
+def kind_of(name: str) -> str | None:
+    """Return "image" or "video" for a tensor of them in a batch of texts, by its name; None for others."""
+    if any(part in name for part in _OF_VIDEOS):
+        return "video"
+    return "image" if name.startswith(_OF_IMAGES) else None
+
+
+def counts_samples(batch: Any, path: str) -> bool:
+    """Return True if a tensor of a batch has a row per sample whatever the model; those of images beside texts may."""
+    return not (isinstance(batch, Mapping) and _TEXTS in batch and kind_of(path) is not None)
+
+
+def image_rows(batch: Any, config: Any) -> Rows:
+    """Return which rows belong to each sample, for tensors that do not have a row per sample.
+
+    Args:
+        batch: the inputs of a model, on the CPU if no stream should wait.
+        config: the model's config, with the ids of placeholder tokens.
+
+    Raises:
+        ValueError: the placeholder tokens of a sample are no whole number of its images.
+    """
+    rows: dict[str, Sequence[int]] = {}
+    if not isinstance(batch, Mapping) or not isinstance(texts := batch.get(_TEXTS), Tensor):
+        return rows
+    for kind, (pixels, grid_names, token_names) in _KINDS.items():
+        tensors = {
+            name: each
+            for name, each in batch.items()
+            if kind_of(name) == kind and isinstance(each, Tensor) and each.dim()
+        }
+        grid = next((tensors[name] for name in grid_names if name in tensors), None)
+        if grid is None and all(len(each) == len(texts) for each in tensors.values()):
+            continue  # a row per sample
+        ids = (getattr(config, name, None) for name in token_names)
+        token = next((each for each in ids if each is not None), None)
+        tokens = [0] * len(texts) if token is None else (texts == token).sum(1).tolist()
+        sizes = [1] * len(tensors.get(pixels, ())) if grid is None else grid.prod(1).tolist()
+        starts = _starts(tokens, sizes)
+        if any(len(each) not in starts for each in tensors.values()):
+            described = ", ".join(f"{name} has {len(each)}" for name, each in tensors.items())
+            raise ValueError(
+                f"{kind}s cannot be assigned to the {len(texts)} samples of a batch by their rows: {described}; "
+                f"{_TEXTS} has {', '.join(map(str, tokens))} tokens of {token_names[0]}={token}. Give the {kind}s of "
+                "all samples in their order, or one row for each sample"
+            )
+        rows |= {name: starts[len(each)] for name, each in tensors.items()}
+    return rows
+
+
+def _starts(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]:
+    """Return where each sample begins and the last one ends, in patches and in images, by the number of them.
+
+    Args:
+        tokens: placeholder tokens of each sample.
+        sizes: patches of each image.
+
+    Returns:
+        An empty dict if a sample would begin within a patch or an image.
+    """
+    ends = {end: number for number, end in enumerate(accumulate(sizes, initial=0))}
+    num_tokens, num_patches = sum(tokens), sum(sizes)
+    if num_tokens == 0:
+        return {}
+    scaled = [end * num_patches for end in accumulate(tokens, initial=0)]
+    starts = [each // num_tokens for each in scaled]
+    if any(each % num_tokens for each in scaled) or not ends.keys() >= set(starts):
+        return {}
+    return {num_patches: starts, len(sizes): [ends[start] for start in starts]}
