@@ -8,13 +8,11 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel, initialization, modeling_utils
+from transformers import AttentionInterface, DynamicCache, initialization, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -275,40 +273,6 @@ def creation_on_meta() -> AbstractContextManager[Any]:
     make = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
     context: AbstractContextManager[Any] = make()
     return context
-
-
-def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the tables that transformers builds in the format of the weights to `dtype`, in place.
-
-    A table is a buffer of several dimensions that no file contains, as of sinusoidal positions. Layers add some to
-    hidden states, where float32 would meet weights in 16 bits; others are float32 whatever the weights are. Which ones,
-    a copy of the model on the meta device shows. A model in float32, or one that cannot be built from its config alone,
-    keeps its tables.
-    """
-    if dtype is torch.float32:
-        return
-    whole: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    tables = [
-        (path, module, name)
-        for path, module in whole.named_modules()
-        for name in module._non_persistent_buffers_set
-        if (buffer := module._buffers[name]) is not None
-        and buffer.ndim > 1
-        and buffer.is_floating_point()
-        and buffer.dtype != dtype
-    ]
-    if not tables:
-        return
-    try:
-        with torch.device("meta"), creation_on_meta():
-            anew = type(whole)._from_config(deepcopy(whole.config), dtype=dtype)
-    except Exception:  # code of any kind
-        return
-    buffers = dict(anew.named_buffers())
-    for path, module, name in tables:
-        there = buffers.get(f"{path}.{name}".lstrip("."))
-        if there is not None and there.dtype == dtype:
-            module._buffers[name] = module._buffers[name].to(dtype)
 
 
 def converted(converter: Any, target: str, model: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from ..cluster.gathering import checked_together, require_equal
 from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
-from ..cluster.transformers_api import cast_tables
 from ..lazy import materialize
 from ..pipeline.known_masks import with_known_masks
 from ..pipeline.stage import (
@@ -56,7 +55,7 @@ from ..shardformer.weight_sharding import apply_weight_sharding, plan_weight_sha
 from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
-from ..zero.precision import PrecisionConfig, format_errors, router_formats
+from ..zero.precision import PrecisionConfig, cast_tables, format_errors, router_formats
 from .base import BoostedModule, optimizer_errors
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig

@@ -194,9 +194,12 @@ def compare_with_one_process(
     return compared
 
 
-def _microbatches(batch: dict[str, Any], layout: Layout, model: nn.Module) -> list[Any]:
+def _microbatches(batch: dict[str, Tensor], layout: Layout, model: nn.Module) -> list[dict[str, Tensor]]:
     rows = image_rows(batch, getattr(model, "config", None))
-    return split(batch, num_microbatches=layout.microbatches, microbatch_size=None, rows=rows)
+    microbatches: list[dict[str, Tensor]] = split(
+        batch, num_microbatches=layout.microbatches, microbatch_size=None, rows=rows
+    )
+    return microbatches
 
 
 def _compare_float32(

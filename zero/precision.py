@@ -1,5 +1,6 @@
 """The number format of a run, and the dynamic loss scale of fp16."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
@@ -7,11 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from ..cluster.device import computes_in_bf16, default_device
 from ..cluster.errors import first_of, raise_errors
 from ..cluster.options import AT_LEAST_ONE, Check, one_of, option, option_errors, type_errors
-from ..cluster.transformers_api import ROUTER_FORMAT
+from ..cluster.transformers_api import ROUTER_FORMAT, creation_on_meta
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,6 +82,40 @@ def router_formats(model: nn.Module, dtype: torch.dtype) -> dict[Parameter, torc
     if hasattr(getattr(model, "config", None), ROUTER_FORMAT):
         routers = [each for each in model.modules() if vars(each).get("dtype", dtype) is not dtype]
     return {parameter: each.dtype for each in routers for parameter in each.parameters()}
+
+
+def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the tables that transformers builds in the format of the weights to `dtype`, in place.
+
+    A table is a buffer of several dimensions that no file contains, as of sinusoidal positions. Layers add some to
+    hidden states, where float32 would meet weights in 16 bits; others are float32 whatever the weights are. Which ones,
+    a copy of the model on the meta device shows. A model in float32, or one that cannot be built from its config alone,
+    keeps its tables.
+    """
+    if dtype is torch.float32:
+        return
+    whole: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    tables = [
+        (path, module, name)
+        for path, module in whole.named_modules()
+        for name in module._non_persistent_buffers_set
+        if (buffer := module._buffers[name]) is not None
+        and buffer.ndim > 1
+        and buffer.is_floating_point()
+        and buffer.dtype != dtype
+    ]
+    if not tables:
+        return
+    try:
+        with torch.device("meta"), creation_on_meta():
+            anew = type(whole)._from_config(deepcopy(whole.config), dtype=dtype)
+    except Exception:  # code of any kind
+        return
+    buffers = dict(anew.named_buffers())
+    for path, module, name in tables:
+        there = buffers.get(f"{path}.{name}".lstrip("."))
+        if there is not None and there.dtype == dtype:
+            module._buffers[name] = module._buffers[name].to(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
