@@ -111,7 +111,7 @@ def prepare_model(
     def write(folder: Path) -> Records:
         records, failure = _write_files(folder, assemble(parts, plans, group), is_torch=is_torch)
 
-        def end() -> None:
+        def write_index_and_configs() -> None:
             if failure is not None:
                 raise failure
             if group.rank() > 0:
@@ -122,7 +122,7 @@ def prepare_model(
             if describe is not None:
                 records.update(_describe_into(folder, partial(describe, _largest_format(entries))))
 
-        run_or_raise_together(end, group)
+        run_or_raise_together(write_index_and_configs, group)
         return records
 
     return write

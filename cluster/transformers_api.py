@@ -134,12 +134,12 @@ def register_attention(name: str, attend: Callable[..., Any], masks: str | Calla
             release calls: with `q_length`, `q_offset` and `device`.
     """
     AttentionInterface.register(name, attend)
-    make_masks = AttentionMaskInterface()[masks] if isinstance(masks, str) else _by_position(masks)
+    make_masks = AttentionMaskInterface()[masks] if isinstance(masks, str) else _accepting_positions(masks)
     AttentionMaskInterface.register(name, make_masks)
 
 
-def _by_position(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Accept the positions of the queries, as older releases give them, for their length, offset and device."""
+def _accepting_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a mask function for older releases, which give positions of queries, not their length, offset and device."""
 
     def make(*args: Any, cache_position: Tensor | None = None, **kwargs: Any) -> Any:
         if cache_position is not None:

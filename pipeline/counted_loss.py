@@ -56,7 +56,7 @@ def divided(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Ten
     Args:
         total: the sum, 0-d.
         count: of the labels, on all ranks that share the loss.
-        adds_up: the count is the caller's, of more than this microbatch.
+        adds_up: the count is the caller's, of several microbatches, whose losses are added instead of averaged.
     """
     if has_torch_function_unary(total):
         return handle_torch_function(divided, (total,), total, count, adds_up=adds_up)

@@ -15,7 +15,7 @@ from .split_trial import split_departure
 from .table_policy import TablePolicy
 from .tables.table import Table
 
-_TRIED = 2  # ranks of the trial of a split
+_NUM_TRIAL_RANKS = 2
 
 
 class DerivedPolicy(TablePolicy):
@@ -69,7 +69,9 @@ class DerivedPolicy(TablePolicy):
             with apart():
                 copy = in_double(copy_of(self._full_model))
                 if not errors:
-                    departure = split_departure(copy, lambda model: TablePolicy(derived_table(model)), _TRIED)
+                    departure = split_departure(
+                        copy, lambda model: TablePolicy(derived_table(model)), _NUM_TRIAL_RANKS
+                    )
                     if departure is None:
                         return self.table
                     errors.append(f"transformers' plan of a {kind} departs from one process: {departure}")
@@ -103,7 +105,7 @@ class DerivedPolicy(TablePolicy):
 def _departure(copy: Copy, table: Table) -> str | None:
     """Return how a proposed table departs, or why it is refused; None if neither."""
     try:
-        return split_departure(copy, lambda _: TablePolicy(table), _TRIED)
+        return split_departure(copy, lambda _: TablePolicy(table), _NUM_TRIAL_RANKS)
     except ValueError as error:
         return str(error)
 

@@ -125,6 +125,7 @@ def _calls_within(calls: Sequence[Call], prefix: str) -> list[Call]:
 
 
 def _pairs(layer: nn.Module, calls: Sequence[Call]) -> Iterator[_Pair]:
+    """Yield linear layers of one input, with the next one that returns to its width: columns, and their row."""
     columns: list[_Linear] = []
     for call in calls:
         module: Any = layer.get_submodule(call.path)
@@ -167,6 +168,7 @@ def _variants(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
 
 
 def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Module]) -> Table:
+    """Return the plain table with the pairs of these variants split."""
     pairs = [variant.pair for variant in variants]
     columns = [linear.path for pair in pairs for linear in pair.columns]
     rows = [pair.row.path for pair in pairs]
@@ -233,7 +235,7 @@ def _is_count(module: nn.Module, name: str) -> bool:
 
 
 def _dropout(module: nn.Module) -> str | None:
-    """Return the path of a probability of dropout in a region."""
+    """Return the path, in a region, of its first probability of dropout; None if it drops nothing."""
     numbers = [
         name for name, value in vars(module).items() if "drop" in name and isinstance(value, (int, float))
     ]

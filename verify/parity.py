@@ -251,12 +251,12 @@ def _compare_16_bit(
     return compared
 
 
-def _counted(microbatch: Mapping[str, Tensor], numbers: Sequence[int]) -> float:
+def _counted(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float:
     """Return the number of labels or entries of a loss of means over equally many, else that of samples."""
-    return float(numbers[0]) if len(set(numbers)) == 1 else _samples(microbatch, numbers)
+    return float(divisors[0]) if len(set(divisors)) == 1 else _samples(microbatch, divisors)
 
 
-def _samples(microbatch: Mapping[str, Tensor], numbers: Sequence[int]) -> float:
+def _samples(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float:
     return len(next(each for each in microbatch.values() if isinstance(each, Tensor) and each.dim()))
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 # Of outputs and microbatch: a loss, or (loss_sum, weight).
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
-# The weight of a microbatch, from it and from the numbers that its losses counted, see `numbers_counted`.
+# The weight of a microbatch, from it and from the divisors of its mean losses, see `mean_divisors`.
 Weigh = Callable[[Mapping[str, Tensor], Sequence[int]], float]
 
 
@@ -162,13 +162,13 @@ def _loss_and_weight(
     """
     like = next(worker.parameters())
     batch = converted(batch, like)
-    with numbers_counted() as numbers:
+    with mean_divisors() as divisors:
         outputs = worker(**batch)
         returned = criterion(outputs, batch)
     if isinstance(returned, tuple):
         loss_sum, weight = returned[0], float(returned[1])
     else:
-        weight = float(1.0 if weigh is None else weigh(batch, numbers))
+        weight = float(1.0 if weigh is None else weigh(batch, divisors))
         loss_sum = returned.float() * weight
     if weigh is None and (auxiliary := _auxiliary(outputs)) is not None:
         apart = [_auxiliary(worker(**converted(each, like))) for each in microbatches]
@@ -199,31 +199,34 @@ def _move_gradients(worker: nn.Module, sums: dict[str, Tensor]) -> None:
 
 
 def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Criterion) -> bool:
-    """Return True if the loss of a microbatch is one mean, or a sum of means over equally many labels."""
+    """Return True if the loss of a microbatch is one mean, or a sum of means over equally many labels.
+
+    Only then do microbatches, each weighed by its number of labels, give the loss of their batch.
+    """
     worker = copy.deepcopy(model)
     microbatch = converted(microbatch, next(worker.parameters()))
-    with torch.no_grad(), numbers_counted() as numbers:
+    with torch.no_grad(), mean_divisors() as divisors:
         outputs = worker(**microbatch)
         criterion(outputs, microbatch)
-    return len(set(numbers)) < 2 and 0 not in numbers and _auxiliary(outputs) is None
+    return len(set(divisors)) < 2 and 0 not in divisors and _auxiliary(outputs) is None
 
 
 @contextmanager
-def numbers_counted() -> Iterator[list[int]]:
-    """Yield a list, to which every loss function of torch adds the number that its mean divides by; 0 for a sum."""
-    numbers: list[int] = []
+def mean_divisors() -> Iterator[list[int]]:
+    """Yield a list, to which every call of a loss function of torch adds the divisor of its mean; 0 for a sum."""
+    divisors: list[int] = []
     with ExitStack() as stack:
         for name, count in _COUNTS.items():
-            stack.enter_context(patch.object(F, name, _counting(getattr(F, name), count, numbers)))
-        yield numbers
+            stack.enter_context(patch.object(F, name, _recording(getattr(F, name), count, divisors)))
+        yield divisors
 
 
-def _counting(function: Callable[..., Tensor], count: Callable[..., int], numbers: list[int]) -> Any:
-    def counted(scores: Tensor, target: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        numbers.append(0 if options.get("reduction") == "sum" else count(scores, target, options))
+def _recording(function: Callable[..., Tensor], count: Callable[..., int], divisors: list[int]) -> Any:
+    def recorded(scores: Tensor, target: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        divisors.append(0 if options.get("reduction") == "sum" else count(scores, target, options))
         return function(scores, target, *arguments, **options)
 
-    return counted
+    return recorded
 
 
 def _labels(scores: Tensor, target: Tensor, options: Mapping[str, Any]) -> int:

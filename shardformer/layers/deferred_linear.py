@@ -44,15 +44,15 @@ class Regather:
         """Count one more layer that will request the input."""
         self._num_users += 1
 
-    def begin(self, kept: Tensor) -> None:
+    def begin(self, shard: Tensor) -> None:
         """Begin to gather, if that may overlap."""
         if self._overlap and self._in_flight is None and self._whole_NI is None:
-            self._in_flight = self._begin(kept)
+            self._in_flight = self._begin(shard)
 
-    def rows(self, kept: Tensor) -> Tensor:
+    def rows(self, shard: Tensor) -> Tensor:
         """Return the input (N, I), and release it after the request of the last layer."""
         if self._whole_NI is None:
-            self._whole_NI = (self._in_flight or self._begin(kept)).wait().flatten(0, 1)
+            self._whole_NI = (self._in_flight or self._begin(shard)).wait().flatten(0, 1)
             self._in_flight = None
         whole_NI = self._whole_NI
         self._num_asked += 1
@@ -154,8 +154,8 @@ def linear(
     bias: Tensor | None,
     is_transposed: bool = False,
     store: WeightGradients | None = None,
-    later: LaterProduct | None = None,
-    kept: tuple[Tensor, Regather] | None = None,
+    later_product: LaterProduct | None = None,
+    input_shard: tuple[Tensor, Regather] | None = None,
 ) -> Tensor:
     """A linear layer whose weight gradient may be deferred; see [Note: deferred weight gradients].
 
@@ -167,20 +167,22 @@ def linear(
         bias: (O) or None.
         is_transposed: the weight is stored as in transformers' Conv1D.
         store: queue of the schedule; None where no schedule defers.
-        later: defers this weight's gradient within one backward.
-        kept: a smaller tensor to save for backward, and how to restore `x` from it.
+        later_product: defers this weight's gradient within one backward.
+        input_shard: this rank's shard of `x`, saved for backward in its place, and how to gather `x` again.
 
     Returns:
         (..., O).
     """
-    is_plain = store is None and later is None and kept is None
+    is_plain = store is None and later_product is None and input_shard is None
     if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _is_other_product():
         return _product(x, weight, bias, is_transposed)
-    part, regather = kept or (None, None)
-    through = weight if later is None else later.weight
+    part, regather = input_shard or (None, None)
+    through = weight if later_product is None else later_product.weight
     # The weight in the tuple is not an input of the node. The one that the node saves may be another object in
     # backward. One tuple, since torch inspects each argument.
-    out: Tensor = _Linear.apply(x, through, bias, part, (weight, is_transposed, store, later, regather))
+    out: Tensor = _Linear.apply(
+        x, through, bias, part, (weight, is_transposed, store, later_product, regather)
+    )
     return out
 
 
@@ -234,7 +236,7 @@ class _Linear(Function):
         """Compute the input's gradient at once, and the weight's now or later."""
         part, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        parameter, is_transposed, store, later, regather = ctx.options
+        parameter, is_transposed, store, later_product, regather = ctx.options
         if regather is not None and needs_weight and not (store is not None and store.is_deferring):
             regather.begin(part)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
@@ -248,7 +250,7 @@ class _Linear(Function):
                 x_NI = part.reshape(-1, part.shape[-1]) if regather is None else regather.rows(part)
                 return weight_gradient(x_NI, gradient_NO, is_transposed=is_transposed)
 
-            gradient_of_weight = gradient_or_deferred(parameter, store, later, product)
+            gradient_of_weight = gradient_or_deferred(parameter, store, later_product, product)
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         return gradient_of_input, gradient_of_weight, bias_gradient, None, None
 
@@ -256,14 +258,14 @@ class _Linear(Function):
 def gradient_or_deferred(
     weight: Parameter,
     store: WeightGradients | None,
-    later: LaterProduct | None,
+    later_product: LaterProduct | None,
     product: Callable[[], Tensor],
 ) -> Tensor | None:
     """Return a weight's gradient, or None if it is deferred; called in backward.
 
     Args:
         weight: the model's parameter.
-        store, later: see `linear`.
+        store, later_product: see `linear`.
         product: computes the gradient.
     """
     if torch.is_grad_enabled():  # gradients of gradients may follow
@@ -271,8 +273,8 @@ def gradient_or_deferred(
     deferred = DeferredGradient(weight, lambda: InFlight(None, product()), torch._C._current_graph_task_id())
     if store is not None and store.defer(deferred):
         return None
-    if later is not None:
-        later.put(deferred)
+    if later_product is not None:
+        later_product.put(deferred)
         return None
     return product()
 

@@ -35,8 +35,8 @@ class ProductLayer(ParallelModule):
     """A parallel layer that multiplies by its weight, whose gradient may be deferred.
 
     Attributes:
-        later, kept: arguments of the next call, set by a region's entry; see `linear`. Set in `vars(layer)`, since
-            nn.Module's `__setattr__` takes microseconds.
+        later_product, input_shard: arguments of the next call, set by a region's `enter`; see `linear`. Set in
+            `vars(layer)`, since nn.Module's `__setattr__` takes microseconds.
     """
 
     group: dist.ProcessGroup
@@ -44,21 +44,26 @@ class ProductLayer(ParallelModule):
     bias: Parameter | None
     output_dim = 0  # nn.Linear holds (O, I)
     weight_gradients: WeightGradients | None = None  # queue of the schedule
-    later: LaterProduct | None = None
-    kept: tuple[Tensor, Regather] | None = None
+    later_product: LaterProduct | None = None
+    input_shard: tuple[Tensor, Regather] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, without the arguments of the next call."""
-        return {name: each for name, each in vars(self).items() if name not in ("later", "kept")}
+        return {
+            name: each for name, each in vars(self).items() if name not in ("later_product", "input_shard")
+        }
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply with the weight, with what the region's `enter` left for this call."""
+        """Multiply by the weight; consume the attributes that the region's `enter` set for this call alone."""
         attributes = {} if torch.compiler.is_compiling() else vars(self)
-        later, kept = attributes.pop("later", None), attributes.pop("kept", None)
-        if kept is not None and not kept[1].is_of(x):
-            kept = None
+        later_product, input_shard = (
+            attributes.pop("later_product", None),
+            attributes.pop("input_shard", None),
+        )
+        if input_shard is not None and not input_shard[1].is_of(x):  # the shard of another tensor than x
+            input_shard = None
         is_transposed = self.output_dim == 1
-        return linear(x, self.weight, bias, is_transposed, self.weight_gradients, later, kept)
+        return linear(x, self.weight, bias, is_transposed, self.weight_gradients, later_product, input_shard)
 
 
 def enter(
@@ -99,15 +104,15 @@ def enter(
                 trained.append(layer)
                 weights.append(weight)
     entered, products = beside(xs, crossings, weights)
-    for layer, later in zip(trained, products, strict=True):
-        vars(layer)["later"] = later
+    for layer, product in zip(trained, products, strict=True):
+        vars(layer)["later_product"] = product
     if sequence is not None and sequence.regathers:
         part, axis = xs[0].detach(), sequence.axis
         by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, axis.part_length))
         begin = partial(sequence.begin_gather, length=axis.length)
-        kept = by_sample, Regather(entered[0], begin, overlap=sequence.overlap)
+        input_shard = by_sample, Regather(entered[0], begin, overlap=sequence.overlap)
         for layer in layers:
-            vars(layer)["kept"] = kept
+            vars(layer)["input_shard"] = input_shard
     return entered
 
 

@@ -242,8 +242,13 @@ def _causal_lm_loss(
     of_full_logits: Callable[..., Tensor] = ForCausalLMLoss,
     **kwargs: Any,
 ) -> Tensor:
-    """Return transformers' causal language-model loss of the next token: a mean, or a sum over a given count."""
-    if getattr(*switch):
+    """Return transformers' causal language-model loss of the next token, in its signature, from sharded logits.
+
+    A mean over the labels, or their sum over `num_items_in_batch`. The keyword-only arguments are those of
+    `route_causal_loss`; `of_full_logits` computes the loss of calls with full logits.
+    """
+    has_full_logits = getattr(*switch)
+    if has_full_logits:
         return of_full_logits(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
@@ -255,7 +260,7 @@ def _causal_lm_loss(
         return divided(loss_sum, (shift_labels != ignore_index).sum())
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(logits.device)
-    return divided(loss_sum, num_items_in_batch, adds_up=True)
+    return divided(loss_sum, num_items_in_batch, adds_up=True)  # the count of all microbatches
 
 
 def _keep_logits_sharded(

@@ -143,16 +143,16 @@ def axis_of(module: Any) -> SequenceAxis | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
-def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
+def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_on_sequence_axis: bool) -> Tensor:
     """Return this rank's shard of the current sequence, (B, S, …), padded with its last position.
 
-    No collective in forward. In backward one all-gather, or none with `is_data`:
+    No collective in forward. In backward one all-gather, or none on the sequence axis:
     see [Note: gradients over the sequence axis].
 
     Args:
         whole: the full sequence, equal on all ranks.
         axis: the axis of the ranks.
-        is_data: True on the sequence axis, False on the tensor axis.
+        is_on_sequence_axis: False on the tensor axis.
     """
     length = axis.length
 
@@ -163,8 +163,8 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tenso
         return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
 
     def join(gradient: Tensor) -> Tensor:
-        """Return the gradient of the full sequence; with `is_data` only this rank's part of it, beside zeros."""
-        if not is_data:
+        """Return the gradient of the full sequence; on the sequence axis only this rank's part, beside zeros."""
+        if not is_on_sequence_axis:
             return axis.gathered(gradient, _DIM, length)
         zeros = torch.zeros_like(gradient)
         parts = [gradient if rank == axis.rank else zeros for rank in range(axis.order.size)]
@@ -173,19 +173,19 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tenso
     return paired(whole, cut, join)
 
 
-def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
+def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_on_sequence_axis: bool) -> Tensor:
     """Gather the full sequence, (B, S, …), from the shards of all ranks. One all-gather, none in backward.
 
     Args:
         part: this rank's shard.
         axis: the axis of the ranks.
         length: length of the full sequence.
-        is_data: True on the sequence axis; see [Note: gradients over the sequence axis].
+        is_on_sequence_axis: False on the tensor axis; see [Note: gradients over the sequence axis].
     """
 
     def cut(gradient: Tensor) -> Tensor:
         part_gradient = axis.own(gradient, _DIM)
-        return of_all_ranks(part_gradient, axis) if is_data else part_gradient
+        return of_all_ranks(part_gradient, axis) if is_on_sequence_axis else part_gradient
 
     return paired(part, lambda part: axis.gathered(part, _DIM, length), cut)
 

@@ -217,12 +217,12 @@ class WholeSequence:
 
         def gather(module: nn.Module, inputs: dict[str, Any]) -> None:
             part = inputs[name := name_of_first_tensor(inputs)]
-            inputs[name] = gather_sequence(part, axis, sequence.length_of(part), is_data=False)
+            inputs[name] = gather_sequence(part, axis, sequence.length_of(part), is_on_sequence_axis=False)
 
         def scatter(module: nn.Module, args: tuple, output: Any) -> Any:
             if isinstance(output, tuple):
-                return (shard_sequence(output[0], axis, is_data=False), *output[1:])
-            return shard_sequence(output, axis, is_data=False)
+                return (shard_sequence(output[0], axis, is_on_sequence_axis=False), *output[1:])
+            return shard_sequence(output, axis, is_on_sequence_axis=False)
 
         change_inputs(module, gather)
         module.register_forward_hook(scatter)

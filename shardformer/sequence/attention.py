@@ -233,12 +233,12 @@ def _whole_mask(
     if not isinstance(mask, Mask):
         return SDPA, mask, is_causal
     queries, keys = (range(length) for length in mask.lengths)
-    seen, levelled = mask.block(queries, keys), mask.levelled(queries)
+    seen, uniform_queries = mask.block(queries, keys), mask.uniform_queries(queries)
     if seen is BlockKind.NOTHING:
         seen = torch.zeros(1, 1, *mask.lengths, dtype=torch.bool, device=query.device)
     if not isinstance(seen, Tensor):
         return SDPA, None, seen is BlockKind.TRIANGLE
-    if levelled is None:
+    if uniform_queries is None:
         return SDPA, seen, False
     return EAGER, query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min), False
 

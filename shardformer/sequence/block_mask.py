@@ -62,7 +62,7 @@ class Mask(ABC):
         known = self._known[queries, keys]
         return self._tensor(queries, keys) if known is BlockKind.SOME else known
 
-    def levelled(self, queries: range) -> Tensor | None:
+    def uniform_queries(self, queries: range) -> Tensor | None:
         """Return the queries that see no key and get the mean of all values, (B or 1, 1, Q); None without any."""
         return None
 
@@ -112,7 +112,7 @@ class BlockMask(Mask):
         self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
         self.is_plain = self._padding_BS is None and function in _PLAIN
         self.levels = levels and not self.is_plain
-        self._levelled: dict[range, Tensor | None] = {}
+        self._uniform_queries: dict[range, Tensor | None] = {}
         self.flex_masks: dict[int, Any] = {}
 
     def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
@@ -121,10 +121,10 @@ class BlockMask(Mask):
         super().classify(blocks)
         self._find_blind([queries for queries, _ in blocks])
 
-    def levelled(self, queries: range) -> Tensor | None:
+    def uniform_queries(self, queries: range) -> Tensor | None:
         """Return the queries that see no key and get the mean of all values, (B, 1, Q); None without any."""
         self._find_blind([queries])
-        return self._levelled.get(queries)
+        return self._uniform_queries.get(queries)
 
     def placed(self, queries: Tensor, keys: Tensor) -> MaskFunction:
         """Return the mask as a function of indices into two tensors of positions on the device.
@@ -159,11 +159,11 @@ class BlockMask(Mask):
 
     def _find_blind(self, rows: Iterable[range]) -> None:
         """Determine the queries that see no key in rows of blocks; one host read for all."""
-        blind = {row: self._blind(row) for row in rows if self.levels and row not in self._levelled}
+        blind = {row: self._blind(row) for row in rows if self.levels and row not in self._uniform_queries}
         if blind:
             has_blind = torch.stack([is_blind.any() for is_blind in blind.values()]).tolist()
             for row, has_any in zip(blind, has_blind, strict=True):
-                self._levelled[row] = blind[row] if has_any else None
+                self._uniform_queries[row] = blind[row] if has_any else None
 
     def _tensor(self, queries: range, keys: range) -> Tensor:
         """Return the mask of a block, (B, 1, Q, K): True where a query sees a key."""

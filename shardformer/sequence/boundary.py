@@ -87,7 +87,7 @@ def _shard_stack(model: nn.Module, stack: Stack, split: SequenceSplit) -> list[n
     is_zigzag = split.settings.mode == RING and any(map(_is_causal, layers))
     order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
     boundary = Boundary(
-        SequenceAxis(split.group, order, split.rings), is_data=split.settings.is_on_sequence_axis
+        SequenceAxis(split.group, order, split.rings), is_on_sequence_axis=split.settings.is_on_sequence_axis
     )
     for first in _in_first_place(model, stack):
         boundary.enter(first, is_local=not isinstance(first, StandIn))
@@ -273,11 +273,11 @@ class Boundary:
 
     Args:
         axis: axis of the sharded sequences. On the tensor axis sequences are sharded only between regions.
-        is_data: True on the sequence axis, see [Note: gradients over the sequence axis].
+        is_on_sequence_axis: False on the tensor axis, see [Note: gradients over the sequence axis].
     """
 
-    def __init__(self, axis: SequenceAxis, *, is_data: bool) -> None:
-        self.axis, self._is_data = axis, is_data
+    def __init__(self, axis: SequenceAxis, *, is_on_sequence_axis: bool) -> None:
+        self.axis, self._is_on_sequence_axis = axis, is_on_sequence_axis
 
     def enter(self, first: nn.Module, *, is_local: bool) -> None:
         """Shard sequences before the first layer; before its stand-in on a later stage, only set the length."""
@@ -293,12 +293,15 @@ class Boundary:
                     "out for this model"
                 )
             self.axis.length = hidden.shape[_DIM]
-            part = hidden.part if isinstance(hidden, PartTensor) and is_local else None
-            if isinstance(hidden, PartTensor) and part is None:
-                hidden = hidden.whole()
-            if is_local and part is None:
-                part = shard_sequence(hidden, self.axis, is_data=self._is_data)
-            inputs[name] = hidden if part is None else part
+            if is_local and isinstance(hidden, PartTensor) and hidden.part is not None:
+                inputs[name] = hidden.part  # the modules before the layers sharded it
+                return
+            full = hidden.whole() if isinstance(hidden, PartTensor) else hidden
+            inputs[name] = (
+                shard_sequence(full, self.axis, is_on_sequence_axis=self._is_on_sequence_axis)
+                if is_local
+                else full
+            )
 
         change_inputs(first, begin)
 
@@ -309,7 +312,9 @@ class Boundary:
             if not self.axis.ends_whole:
                 return output
             hidden = output[0] if isinstance(output, tuple) else output
-            whole = gather_sequence(hidden, self.axis, self.axis.length, is_data=self._is_data)
+            whole = gather_sequence(
+                hidden, self.axis, self.axis.length, is_on_sequence_axis=self._is_on_sequence_axis
+            )
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         last.register_forward_hook(end)
@@ -317,7 +322,7 @@ class Boundary:
     def prepare(self, layer: nn.Module) -> None:
         """Prepare a layer for sequence shards: mark it with the axis, and shard its arguments by position."""
         self.axis.mark(layer)
-        if not self._is_data:
+        if not self._is_on_sequence_axis:
             return
 
         def cut(module: nn.Module, inputs: dict[str, Any]) -> None:

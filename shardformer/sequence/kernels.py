@@ -30,7 +30,7 @@ class View:
         softcap: bound of the scaled scores, by softcap · tanh(score / softcap); None is no bound.
         dropout: the probability of dropping a key.
         seed: seed of the dropout.
-        is_level: True for queries that see no key in eager attention. It adds the dtype's least number to the scores
+        is_uniform: True for queries that see no key in eager attention. It adds the dtype's least number to the scores
             of hidden keys, which rounds them all to the same value: every key gets the same weight.
     """
 
@@ -40,7 +40,7 @@ class View:
     softcap: float | None = None
     dropout: float = 0.0
     seed: int = 0
-    is_level: bool = False
+    is_uniform: bool = False
 
 
 Gradients = tuple[Tensor, ...]  # for q, k, v
@@ -81,7 +81,7 @@ def look_back(
 
 def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
     """Return True if torch's flash attention supports this, without materializing all scores."""
-    if view.softcap is not None or view.dropout or view.is_level or q.shape[-1] != v.shape[-1]:
+    if view.softcap is not None or view.dropout or view.is_uniform or q.shape[-1] != v.shape[-1]:
         return False
     if q.device.type == "cpu":
         return True
@@ -128,8 +128,11 @@ def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
 
 
 def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
-    """Return scores with minus infinity, or the mask's addends, where a query does not see a key."""
-    if view.is_level:
+    """Return scores with minus infinity, or the mask's addends, where a query does not see a key.
+
+    With `is_uniform` the scores of a query first become equal, by the rounding of eager attention; see `View`.
+    """
+    if view.is_uniform:
         least = torch.finfo(dtype).min
         # Not simply zero: in fp16 a score above 16 survives the rounding.
         scores = (scores.to(dtype) + least - least).to(scores.dtype)

@@ -31,7 +31,7 @@ class SequenceParallelLogits(ShardedLogits):
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis."""
         part = self.part.gather() if isinstance(self.part, ShardedLogits) else self.part
-        return gather_sequence(part, self.axis, self.length, is_data=True)
+        return gather_sequence(part, self.axis, self.length, is_on_sequence_axis=True)
 
 
 def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
@@ -57,7 +57,7 @@ def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
 
 
 def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
-    """Keep sequences sharded after the last layer in training calls with labels, for models that `stays_sharded`.
+    """Keep sequences sharded after the last layer in training calls with labels; for models that pass `stays_sharded`.
 
     Args:
         model: a sharded model with its head.

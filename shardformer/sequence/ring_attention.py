@@ -45,9 +45,9 @@ def ring_attention(
 
     In forward each rank sends 2·B·S·M·D elements P−1 times, P the size of the axis; in backward the same again, and
     float32 gradients of the same number of elements. Queries that see no key get 0 and have no gradient, unless
-    `Mask.levelled` returns them. If the mask is a tensor, or no fused kernel supports the call, the mask and scores of
-    1,024 queries and 1,024 keys are materialized at a time. On CUDA, mask functions of positions go to FlexAttention,
-    which materializes neither (flex.py).
+    `Mask.uniform_queries` returns them. If the mask is a tensor, or no fused kernel supports the call, the mask and
+    scores of 1,024 queries and 1,024 keys are materialized at a time. On CUDA, mask functions of positions go to
+    FlexAttention, which materializes neither (flex.py).
 
     Args:
         q_BNSD, k_BMSD, v_BMSD: this rank's shards; M divides N. Values may have another head dim.
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
         rows, columns: their slices in the shards of the two ranks.
         queries, keys: their positions in the full sequence.
         seen: visible keys as returned by `Mask.block`, never NOTHING.
-        is_level: True if all keys have the same weight, see `View`.
+        is_uniform: True if all keys have the same weight, see `View`.
     """
 
     rows: slice
@@ -92,7 +92,7 @@ class Piece(NamedTuple):
     queries: range
     keys: range
     seen: BlockKind | Tensor | flex.FlexMask
-    is_level: bool = False
+    is_uniform: bool = False
 
 
 def pieces(
@@ -114,9 +114,9 @@ def pieces(
             seen = mask.block(queries, keys)
             if seen is not BlockKind.NOTHING:
                 yield Piece(rows, columns, queries, keys, seen)
-            levelled = mask.levelled(queries)
-            if levelled is not None:
-                yield Piece(rows, columns, queries, keys, levelled.unsqueeze(-1), is_level=True)
+            uniform_queries = mask.uniform_queries(queries)
+            if uniform_queries is not None:
+                yield Piece(rows, columns, queries, keys, uniform_queries.unsqueeze(-1), is_uniform=True)
 
 
 def _ranges(order: SequenceOrder, length: int, rank: int, size: int) -> Iterator[tuple[range, int]]:
@@ -216,7 +216,7 @@ class _Call(NamedTuple):
         """Return the arguments of the kernel for a piece."""
         # The seed depends on global positions, so that ranks with equal random states drop different keys.
         seed = hash((self.view_of_all.seed, piece.queries.start, piece.keys.start)) % 2**63
-        return replace(self.view_of_all, seen=piece.seen, seed=seed, is_level=piece.is_level)
+        return replace(self.view_of_all, seen=piece.seen, seed=seed, is_uniform=piece.is_uniform)
 
 
 class _RingAttention(Function):

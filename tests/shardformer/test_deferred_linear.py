@@ -123,7 +123,7 @@ def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     weight = nn.Parameter(torch.randn(3, 2))
     x, y = torch.randn(2, 4, 2).unbind(0)
     (later, unused) = (beside((), (), [each])[1][0] for each in (weight, nn.Parameter(torch.randn(3, 2))))
-    first, second = linear(x, weight, None, later=later), linear(y, weight, None)
+    first, second = linear(x, weight, None, later_product=later), linear(y, weight, None)
     (first.square().sum() + second.square().sum()).backward()
     whole = sum(nn.functional.linear(each, weight).square().sum() for each in (x, y))
     torch.testing.assert_close(weight.grad, *torch.autograd.grad(whole, [weight]))

@@ -143,8 +143,8 @@ def test_a_copy_of_a_layer_has_no_state_of_a_pending_call() -> None:
     group: Any = StandInGroup(0, 2)
     layer = Linear1D_Col(nn.Linear(4, 4), group)
     enter([torch.ones(1, 4, requires_grad=True)], group, [layer])
-    assert layer.later is not None
-    assert deepcopy(layer).later is None
+    assert layer.later_product is not None
+    assert deepcopy(layer).later_product is None
 
 
 def tied() -> None:
