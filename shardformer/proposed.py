@@ -206,7 +206,7 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
         dropout={
             pair.region: RegionDropout(probability=f"{pair.region}.{probability}", row=pair.row.path)
             for pair in pairs
-            if (probability := _dropout(regions[pair.region]))
+            if (probability := dropout_of(regions[pair.region]))
         },
     )
 
@@ -234,10 +234,12 @@ def _is_count(module: nn.Module, name: str) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
-def _dropout(module: nn.Module) -> str | None:
+def dropout_of(module: nn.Module) -> str | None:
     """Return the path, in a region, of its first probability of dropout; None if it drops nothing."""
     numbers = [
-        name for name, value in vars(module).items() if "drop" in name and isinstance(value, (int, float))
+        name
+        for name, value in vars(module).items()
+        if "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
     modules = [
         f"{name}.p" for name, child in module.named_modules() if name and isinstance(child, nn.Dropout)

@@ -9,7 +9,7 @@ from torch import nn
 from echelon.derive.build import Copy, small_copy
 from echelon.derive.double import in_double
 from echelon.shardformer.derived_policy import DerivedPolicy
-from echelon.shardformer.proposed import proposed_table
+from echelon.shardformer.proposed import dropout_of, proposed_table
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 from echelon.shardformer.table_policy import TablePolicy
@@ -85,6 +85,13 @@ def test_what_mixes_features_stays_replicated() -> None:
     copy = in_double(small_copy(Mixing, config, "CAUSAL_LM"))
     table = proposed(copy)
     assert table.row == ("self_attn.o_proj",)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_flag_is_no_probability_of_dropout(is_used: bool) -> None:
+    block = nn.ModuleDict({"inner": nn.Dropout(0.1)})
+    block.use_dropout = is_used
+    assert dropout_of(block) == "inner.p"
 
 
 def test_a_type_without_such_layers_is_refused_with_the_reason() -> None:
