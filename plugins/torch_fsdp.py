@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, Rprop
 
 from ..checkpoint.local import Adapter
 from ..cluster.errors import raise_errors
@@ -31,6 +31,7 @@ from ..pipeline.stage import with_known_cache_name
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_parallelized, refuse_partial_state
+from ..zero.combined import members_of
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.kinds import require_elementwise
 from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision
@@ -140,6 +141,11 @@ class TorchFSDPPlugin(TorchPlugin):
             require_elementwise(optimizer)
         except ValueError as error:
             errors.append(str(error))
+        if any(isinstance(member, Rprop) for member in members_of(optimizer)):
+            errors.append(
+                "Rprop assigns to entries of a sharded tensor, which torch's DTensor refuses: use another optimizer, "
+                "HybridParallelPlugin or TorchDDPPlugin"
+            )
         return errors
 
     def _compare(self, model: nn.Module) -> None:

@@ -351,6 +351,10 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
             sharded(lambda m: torch.optim.LBFGS(m.parameters())),
             ("LBFGS could not be tried on a matrix",),
         ),
+        "in place": (
+            sharded(lambda m: torch.optim.Rprop(m.parameters())),
+            ("Rprop assigns to entries",),
+        ),
         "foreign": (
             sharded(lambda _: make_optimizer(GPT2.build())),
             ("parameters are not in the model",),
