@@ -185,9 +185,12 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
             state = states[piece.key] = dict(described["scalars"].get(piece.name, {}))
             for key in by_parameter.get(piece.name, ()):
                 name = f"{key}/{piece.name}"
-                # Without a shape of its own a state is a DTensor wherever its parameter is one.
-                like = piece.key.new_empty(stored.shape(name)) if piece.is_full else piece.key
-                state[key] = torch.zeros_like(like, dtype=stored.dtype(name))
+                dtype = stored.dtype(name)
+                state[key] = (
+                    piece.key.new_zeros(stored.shape(name), dtype=dtype)
+                    if piece.is_full
+                    else torch.zeros_like(piece.key, dtype=dtype)  # a DTensor wherever the parameter is one
+                )
                 tensors[name] = piece.local(name, state[key])
         run_or_raise_together(lambda: read_into(tensors, stored), group)
         trained.install(_torch_state(trained, described, states), described["extra"])

@@ -27,7 +27,7 @@ _OF_IMAGES, _OF_VIDEOS = ("pixel_", "image_", "num_local_patches"), ("video", "s
 _TEXTS = "input_ids"
 
 
-def kind_of(name: str) -> str | None:
+def _kind_of(name: str) -> str | None:
     """Return "image" or "video" for a tensor of them in a batch of texts, by its name; None for others."""
     if any(part in name for part in _OF_VIDEOS):
         return "video"
@@ -36,7 +36,7 @@ def kind_of(name: str) -> str | None:
 
 def counts_samples(batch: Any, path: str) -> bool:
     """Return True if a tensor of a batch has a row per sample whatever the model; those of images beside texts may."""
-    return not (isinstance(batch, Mapping) and _TEXTS in batch and kind_of(path) is not None)
+    return not (isinstance(batch, Mapping) and _TEXTS in batch and _kind_of(path) is not None)
 
 
 def image_rows(batch: Any, config: Any) -> Rows:
@@ -56,7 +56,7 @@ def image_rows(batch: Any, config: Any) -> Rows:
         tensors = {
             name: each
             for name, each in batch.items()
-            if kind_of(name) == kind and isinstance(each, Tensor) and each.dim()
+            if _kind_of(name) == kind and isinstance(each, Tensor) and each.dim()
         }
         grid = next((tensors[name] for name in grid_names if name in tensors), None)
         if grid is None and all(len(each) == len(texts) for each in tensors.values()):

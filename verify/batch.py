@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from ..pipeline.image_rows import image_rows
+from ..pipeline.microbatch import split
 from .models import (
     END,
     FRAMES,
@@ -43,6 +45,19 @@ def classified_image(choice: ModelChoice, num_samples: int, drawn: Generator) ->
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
+
+
+def microbatches_of(batch: Mapping[str, Any], number: int, config: Any) -> list[dict[str, Any]]:
+    """Split a batch as `execute_pipeline` does.
+
+    Args:
+        batch: as of `make_batch`.
+        number: number of the parts.
+        config: the model's config, by which images belong to texts; None for a model without one.
+    """
+    rows = image_rows(batch, config)
+    parts: list[dict[str, Any]] = split(batch, num_microbatches=number, microbatch_size=None, rows=rows)
+    return parts
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:

@@ -24,15 +24,13 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
 from ..cluster.placement import shards_of
 from ..lazy import materialize
-from ..pipeline.image_rows import image_rows
-from ..pipeline.microbatch import split
 from ..plugins.hybrid_model import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..shardformer import policy_for
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import DTYPES
 from . import reference
-from .batch import make_batch
+from .batch import make_batch, microbatches_of
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
@@ -142,8 +140,9 @@ def compare_with_one_process(
     One process computes a global batch at once; microbatch by microbatch if they are `weighed_by` something, if batch
     normalization makes the outputs depend on the other samples, and for equal bits.
     """
+    config = getattr(model, "config", None)
     steps = [
-        [_microbatches(batch, layout, model) for batch in replicas]
+        [microbatches_of(batch, layout.microbatches, config) for batch in replicas]
         for layout, batches in parts
         for replicas in batches
     ]
@@ -192,14 +191,6 @@ def compare_with_one_process(
     if exact < len(steps):
         compared += _compare_16_bit(model, found, dtypes, train, rate)[exact:]
     return compared
-
-
-def _microbatches(batch: dict[str, Tensor], layout: Layout, model: nn.Module) -> list[dict[str, Tensor]]:
-    rows = image_rows(batch, getattr(model, "config", None))
-    microbatches: list[dict[str, Tensor]] = split(
-        batch, num_microbatches=layout.microbatches, microbatch_size=None, rows=rows
-    )
-    return microbatches
 
 
 def _compare_float32(

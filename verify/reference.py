@@ -173,7 +173,7 @@ def _loss_and_weight(
     if weigh is None and (auxiliary := _auxiliary(outputs)) is not None:
         apart = [_auxiliary(worker(**converted(each, like))) for each in microbatches]
         config: Any = worker.config
-        change = torch.stack(apart).mean() - auxiliary  # type: ignore[arg-type]
+        change = torch.stack(apart).mean() - auxiliary  # type: ignore[arg-type]  # they have it if the batch has
         loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
     return loss_sum, weight
 

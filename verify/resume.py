@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..checkpoint.optimizer import saved_options
 from ..cluster.gathering import gather_objects
-from ..pipeline.microbatch import merge, split
+from ..pipeline.microbatch import merge
 from ..plugins.hybrid_model import HybridParallelModule
 from ..zero.bucket import Bucket
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.slot import Slot
+from .batch import microbatches_of
 from .compare import StepComparison, first_departure
 from .layout import Layout, Training
 from .models import ModelChoice
@@ -89,7 +90,8 @@ class Relay:
         ]
         if own.layout.dp == drawing.dp:
             return drawn
-        return [split(merge(each), num_microbatches=own.layout.dp, microbatch_size=None) for each in drawn]
+        config = self.choice.config()
+        return [microbatches_of(merge(each), own.layout.dp, config) for each in drawn]
 
 
 @dataclass(frozen=True, kw_only=True)

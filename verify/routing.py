@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from ..cluster.device import default_device
 from ..cluster.gathering import gather_objects
 from ..lazy import materialize
-from ..pipeline.microbatch import batch_size, split
+from ..pipeline.microbatch import batch_size
 from ..plugins.hybrid_model import HybridParallelModule
 from ..shardformer.layers.expert_parallel import Interface
 from ..shardformer.layers.sequence_axis import axis_of
 from ..shardformer.tables.experts import interface_of
 from ..zero.precision import DTYPES
 from . import reference
+from .batch import microbatches_of
 from .layout import Layout
 
 # N tokens, K choices of each; B samples, S positions
@@ -80,7 +81,8 @@ class RoutingCheck:
         if self._alone is None:
             return None
         mesh, number = model.mesh, self._layout.microbatches
-        microbatches = split(batches[mesh.rank("dp")], num_microbatches=number, microbatch_size=None)
+        config = getattr(self._alone, "config", None)
+        microbatches = microbatches_of(batches[mesh.rank("dp")], number, config)
         expected = _recorded(self._alone, self._sizes)
         with torch.no_grad():
             for each in microbatches:

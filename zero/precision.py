@@ -92,9 +92,9 @@ def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
     a copy of the model on the meta device shows. A model in float32, or one that cannot be built from its config alone,
     keeps its tables.
     """
-    if dtype is torch.float32:
+    whole: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if whole is None or dtype is torch.float32:
         return
-    whole: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     tables = [
         (path, module, name)
         for path, module in whole.named_modules()

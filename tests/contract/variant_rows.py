@@ -273,32 +273,28 @@ def cut_in_the_text() -> AbstractContextManager[Any]:
     return patch("echelon.derive.stages.sizes_of", sizes)
 
 
+IMAGE_BATCHES = {"unequal images": with_unequal_images, "images of one replica": with_images_of_one_replica}
+
+
 def image_rows() -> Iterator[ParityRow]:
     """Yield images of unequal numbers and sizes; the first row is quick."""
-    for model_type, layout in (
+    layouts = (
         ("qwen2_vl", Layout(dp=2, zero=1)),
         ("qwen2_vl", Layout(pp=2, dp=2)),
         ("qwen2_5_vl", Layout(dp=2, zero=2)),
         ("qwen3_vl", Layout(dp=2, zero=2)),
-    ):
-        choice = ModelChoice(model_type=model_type)
+    )
+    for (model_type, layout), (name, batch) in product(layouts, IMAGE_BATCHES.items()):
+        quick = layout.zero == 1 and batch is with_unequal_images
         yield ParityRow(
-            name=f"unequal images {model_type}",
-            choice=choice,
+            name=f"{name} {model_type}",
+            choice=ModelChoice(model_type=model_type),
             layout=layout,
-            batch=with_unequal_images,
+            batch=batch,
             within=cut_in_the_text,
-            num_steps=2,
-            quick=layout == Layout(dp=2, zero=1),
+            num_steps=2 if quick else 3,
+            quick=quick,
         )
-        if layout.dp > 1:
-            yield ParityRow(
-                name=f"images of one replica {model_type}",
-                choice=choice,
-                layout=layout,
-                batch=with_images_of_one_replica,
-                within=cut_in_the_text,
-            )
 
 
 def batch_rows() -> Iterator[ParityRow]:

@@ -15,13 +15,9 @@ from echelon.shardformer.split_trial import split_departure
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.table import Table, table_for
 
-from ..derive.copies import copy_of
+from ..derive.copies import double_copy_of
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-
-def double_copy_of(model_type: str, **settings: Any) -> Copy:
-    return in_double(copy_of(model_type, **settings))
 
 
 def proposed(copy: Copy) -> Table:

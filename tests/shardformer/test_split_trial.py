@@ -8,8 +8,6 @@ import torch
 from echelon.cluster.collectives import all_gather, all_reduce, exchange_rows, exchange_slices, sum_slice
 from echelon.cluster.placement import Replicated
 from echelon.cluster.threads import ThreadGroup, run_threads, thread_groups
-from echelon.derive.build import Copy
-from echelon.derive.double import in_double
 from echelon.shardformer import layer_split
 from echelon.shardformer.derived_policy import DerivedPolicy
 from echelon.shardformer.layers import linear
@@ -17,11 +15,7 @@ from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 
-from ..derive.copies import copy_of
-
-
-def double_copy_of(model_type: str) -> Copy:
-    return in_double(copy_of(model_type))
+from ..derive.copies import double_copy_of
 
 
 @pytest.mark.parametrize("size", [2, 4])
