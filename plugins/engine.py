@@ -47,9 +47,10 @@ from .hybrid_config import HybridConfig
 from .loss import BatchLoss, LossReducer, WeighedCriterion, model_loss, require_num_items, set_gradient_factor
 
 _HASHED_HERE = 2**20  # bytes of a batch; a CPU takes about a millisecond for as many
-_TWO_KINDS = (
-    "the criterion returned (loss_sum, weight) on {} data-parallel ranks and a plain loss on the others: "
-    "return the same kind for every batch"
+_OTHER_KINDS = (
+    "the losses of data-parallel ranks cannot be added{}: let every criterion return (loss_sum, weight) or every one a "
+    "plain loss, and give all batches the same num_items_in_batch, which is the number of labels in the global batch, "
+    "or none"
 )
 _OTHER_COUNTS = (
     "the terms of the model's loss counted other labels than those of the batch, differ between replicas, or "
@@ -310,7 +311,7 @@ class PipelineEngine:
         """Return the loss over all replicas, which is differentiated, and this replica's. All-reduce over the world."""
         steps = 1 if optimizer is None else optimizer.accumulation_steps
         loss: BatchLoss = self._loss_reducer.reduced(result, weighed, steps)
-        self._require_one_kind(loss.weighted, waits=call.is_compared)
+        self._require_one_kind(loss.kinds, waits=call.is_compared)
         if call.kind.trains or self.mesh.world_size > 1 or weighed.has_terms:
             self.agreement.require_none(loss.deviation, _OTHER_COUNTS, waits=not call.kind.trains)
         if optimizer is not None and call.kind.trains:
@@ -319,20 +320,16 @@ class PipelineEngine:
             weighed.note_uneven()
         return loss.mean, loss.of_replica
 
-    def _require_one_kind(self, weighted: Tensor, *, waits: bool) -> None:
-        """Require weights from the criteria of all replicas or of none; see `Agreement.require_none`.
+    def _require_one_kind(self, kinds: Tensor, *, waits: bool) -> None:
+        """Require losses of one kind from all replicas; see `Agreement.require_none`.
 
         Args:
-            weighted: number of replicas whose criterion returned weights, 0-d, equal on all ranks.
-            waits: read it now.
+            kinds: by replica, see `WeighedCriterion.kind`; equal on all ranks.
+            waits: read them now.
         """
-        num_replicas = self.mesh.size("dp")
-        if num_replicas > 1:
-            number = int(weighted) if waits else weighted
-            some = f"{number} of {num_replicas}" if waits else "some"
-            self.agreement.require_none(
-                number * (num_replicas - number), _TWO_KINDS.format(some), waits=waits
-            )
+        if len(kinds) > 1:
+            given = f" ({_described(kinds.tolist())})" if waits else ""
+            self.agreement.require_none(kinds.max() - kinds.min(), _OTHER_KINDS.format(given), waits=waits)
 
     def _returned_outputs(self, result: RunResult, of_rank: CallKind, of_replica: CallKind) -> Any:
         """Return the outputs that this rank requested.
@@ -344,6 +341,15 @@ class PipelineEngine:
         if of_replica.outputs_everywhere:
             outputs = broadcast_object(outputs, self._last_rank, self.mesh.group("pp"), self.mesh.device)
         return outputs if of_rank.outputs and (is_last or of_rank.outputs_everywhere) else None
+
+
+def _described(kinds: Sequence[float]) -> str:
+    """Return the kinds of the replicas' losses in words."""
+    words = {-1: "a weighted one", 0: "a plain one"}
+    return ", ".join(
+        f"{words.get(kind, f'one over num_items_in_batch={kind:g}')} on replica {replica}"
+        for replica, kind in enumerate(kinds)
+    )
 
 
 def _refuse_gradients_of(batch: Any) -> None:

@@ -67,14 +67,14 @@ class BatchLoss(NamedTuple):
         mean: over all replicas.
         of_replica: of this replica alone.
         factor: of the reduced gradients.
-        weighted: 0-d number of replicas whose criterion returned weights.
+        kinds: by replica, the kind of its loss, see `WeighedCriterion.kind`.
         deviation: 0-d, above 0 if terms of the loss counted otherwise than expected.
     """
 
     mean: Tensor
     of_replica: Tensor
     factor: Tensor
-    weighted: Tensor
+    kinds: Tensor
     deviation: Tensor
 
 
@@ -172,8 +172,8 @@ class LossReducer:
         """Return the loss of a batch. All-reduce over the world if there are stages or replicas."""
         num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
         is_reduced = self.mesh.size("pp", "dp") > 1
-        # For each replica R: loss, weight, divisor, 1 if the criterion returned a weight, above 0 if terms counted
-        # otherwise than expected, and the loss of the replica; float32 whatever torch's default is.
+        # For each replica R: loss, weight, divisor, kind of the loss, above 0 if terms counted otherwise than expected,
+        # and the loss of the replica; float32 whatever torch's default is.
         figures_R6 = torch.zeros(num_replicas, 6, dtype=torch.float32, device=self.mesh.device)
         # All ranks of a replica have the same values: one of them adds them.
         is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
@@ -182,12 +182,12 @@ class LossReducer:
             figures_R6[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
             figures_R6[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
             figures_R6[replica, 2] = criterion.divisor
-            figures_R6[replica, 3] = float(criterion.weighed_by == "criterion")
+            figures_R6[replica, 3] = criterion.kind
             figures_R6[replica, 4] = criterion.deviation
             figures_R6[replica, 5] = criterion.replica_loss(figures_R6[replica])
         if is_reduced:
             dist.all_reduce(figures_R6)
-        losses, weights, divisors, weighted, deviations, of_replicas = figures_R6.unbind(1)
+        losses, weights, divisors, kinds, deviations, of_replicas = figures_R6.unbind(1)
         weight = weights.sum()
         if criterion.trains:
             self._last_divisor = divisors[0]
@@ -198,7 +198,7 @@ class LossReducer:
             mean=losses.sum() / weight,
             of_replica=of_replicas[replica],
             factor=torch.where(weight != 0, correction / weight, 0.0),
-            weighted=weighted.sum(),
+            kinds=kinds,
             deviation=deviations.sum(),
         )
 
@@ -286,6 +286,14 @@ class WeighedCriterion:
         if observed is not None and observed.lacks_graph and not has_rest(loss_sum, observed.losses):
             loss_sum = loss_sum.detach()  # the graph of its terms alone, which trains nothing
         return loss_sum, number
+
+    @property
+    def kind(self) -> float | Tensor:
+        """A number that replicas have in common: a sum's `num_items_in_batch`, -1 for a criterion's weights, or 0."""
+        if self.weighed_by == "criterion":
+            return -1.0
+        batch = self.microbatches[0]
+        return batch["num_items_in_batch"] if self.weighed_by == "sum" and _has_num_items(batch) else 0.0
 
     def replica_loss(self, figures: Tensor) -> Tensor:
         """Return the loss of this replica's batch, from the sums of losses and weights."""
@@ -452,13 +460,13 @@ def _has_num_items(inputs: Any) -> bool:
 
 
 def require_num_items(batch: Any) -> None:
-    """Raise ValueError for a `num_items_in_batch` that is no number above 0. A tensor on a device is not read."""
+    """Raise ValueError for a `num_items_in_batch` that is no number above 0. It does not read a tensor on a device."""
     if not _has_num_items(batch):
         return
     number = batch["num_items_in_batch"]
     value = number
     if isinstance(number, Tensor):
-        if number.numel() != 1:
+        if number.ndim > 0:
             value = None
         elif number.is_cpu:
             value = number.item()
@@ -466,8 +474,8 @@ def require_num_items(batch: Any) -> None:
             value = 1  # reading it would wait for the device
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < inf:
         raise ValueError(
-            f"num_items_in_batch={number!r} in the batch must be a number above 0: give the number of labels in the "
-            "global batch, or leave it out"
+            f"num_items_in_batch={number!r} in the batch must be a number above 0, or a 0-d tensor: give the number "
+            "of labels in the global batch, or leave it out"
         )
 
 

@@ -162,9 +162,9 @@ class TorchFSDPPlugin(TorchPlugin):
 
 
 def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:
-    """List the error of a number of ranks per shard group; empty if it is allowed."""
+    """List the error of a number of ranks per shard group; empty if it is allowed, or no integer (`option_errors`)."""
     allowed = [size for size in divisors(world_size) if size > 1 or world_size == 1]
-    if shard_size is None or (type(shard_size) is int and shard_size in allowed):
+    if type(shard_size) is not int or shard_size in allowed:
         return []
     return [
         f"shard_size={shard_size!r} must be a divisor above 1 of the world size {world_size}: use one of "

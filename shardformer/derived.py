@@ -287,8 +287,11 @@ def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDrop
                 continue
             module = layer.get_submodule(region)
             drops = [f"{name}.p" for name, child in module.named_modules() if isinstance(child, nn.Dropout)]
-            for name in [_DROPOUT] if isinstance(getattr(module, _DROPOUT, None), (int, float)) else drops:
-                dropouts.setdefault(region, RegionDropout(probability=f"{region}.{name}", row=row))
+            if isinstance(getattr(module, _DROPOUT, None), (int, float)):
+                drops.insert(0, _DROPOUT)
+            if drops:
+                paths = tuple(f"{region}.{name}" for name in drops)
+                dropouts.setdefault(region, RegionDropout(probability=paths, row=row))
     return dropouts
 
 

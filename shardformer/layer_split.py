@@ -417,8 +417,7 @@ class LayerSplit:
         return {
             region: SplitRandom(self._group.rank())
             for region, dropout in self._table.dropout.items()
-            if region in active_regions(self.layer, self._table)
-            and attribute(self.layer, dropout.probability) > 0
+            if region in active_regions(self.layer, self._table) and dropout.is_used(self.layer)
         }
 
 

@@ -204,9 +204,11 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
         split=split,
         optional=tuple(dict.fromkeys((*regions, *columns, *rows, *partial, *split))),
         dropout={
-            pair.region: RegionDropout(probability=f"{pair.region}.{probability}", row=pair.row.path)
+            pair.region: RegionDropout(
+                probability=tuple(f"{pair.region}.{name}" for name in names), row=pair.row.path
+            )
             for pair in pairs
-            if (probability := dropout_of(regions[pair.region]))
+            if (names := dropouts_of(regions[pair.region]))
         },
     )
 
@@ -234,8 +236,8 @@ def _is_count(module: nn.Module, name: str) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
-def dropout_of(module: nn.Module) -> str | None:
-    """Return the path, in a region, of its first probability of dropout; None if it drops nothing."""
+def dropouts_of(module: nn.Module) -> list[str]:
+    """Return the paths, in a region, of its probabilities of dropout."""
     numbers = [
         name
         for name, value in vars(module).items()
@@ -244,4 +246,4 @@ def dropout_of(module: nn.Module) -> str | None:
     modules = [
         f"{name}.p" for name, child in module.named_modules() if name and isinstance(child, nn.Dropout)
     ]
-    return next(iter([*numbers, *modules]), None)
+    return [*numbers, *modules]

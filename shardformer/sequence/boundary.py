@@ -253,13 +253,13 @@ def _refuse_collecting(
 ) -> None:
     """Forward pre-hook: raise ValueError if the call, or else the config, asks for outputs of layers."""
     for name in names:
-        asked = kwargs.get(name)
+        asked, place = kwargs.get(name), "this call"
         if asked is None:
-            asked = getattr(getattr(model, "config", None), name, False)
+            asked, place = getattr(getattr(model, "config", None), name, False), "the model's config"
         if asked:
             raise ValueError(
-                f"{name}=True in this call returns the outputs of layers, which sequence parallelism shards "
-                "over the ranks: leave it out"
+                f"{name}=True in {place} returns the outputs of layers, which sequence parallelism shards "
+                f"over the ranks: set it to False"
             )
 
 

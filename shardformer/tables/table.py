@@ -20,12 +20,17 @@ class RegionDropout:
     """Dropout on sharded activations, whose random numbers must differ between ranks.
 
     Args:
-        probability: path of the attribute with its probability.
+        probability: path of the attribute with its probability; several for several dropouts.
         row: the row-parallel layer that ends the region.
     """
 
-    probability: str
+    probability: str | tuple[str, ...]
     row: str
+
+    def is_used(self, layer: Any) -> bool:
+        """Return True if a probability in the layer is above 0."""
+        paths = (self.probability,) if isinstance(self.probability, str) else self.probability
+        return any(attribute(layer, path) > 0 for path in paths)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,19 +150,32 @@ def test_weights_of_a_batch_are_its_own(pool: Pool) -> None:
     pool.run(2, weigh)
 
 
-def weigh_on_one_replica() -> None:
+def add_other_losses(kinds: tuple[str | int, str | int]) -> None:
+    """Train on losses of two kinds: a criterion's with a weight, a plain one, or one over a number of items."""
     booster = hybrid()
-    model, optimizer = boosted(booster)
+    kind, (model, optimizer) = kinds[dist.get_rank()], boosted(booster)
+    batch = next(share(booster, BERT, 0)) | ({"num_items_in_batch": kind} if isinstance(kind, int) else {})
 
     def criterion(outputs: Any, inputs: Any) -> Any:
-        return (outputs.loss, torch.tensor(1.0)) if dist.get_rank() == 0 else outputs.loss
+        return (outputs.loss, torch.tensor(1.0)) if kind == "weighted" else outputs.loss
 
-    booster.execute_pipeline(share(booster, BERT, 0), model, criterion, optimizer)
+    booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
 
 
-def test_weights_on_some_replicas_only_are_refused_on_all(pool: Pool) -> None:
-    for error in pool.run_failing(2, weigh_on_one_replica):
-        assert "on 1 of 2 data-parallel ranks" in str(error)
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (("weighted", "plain"), "a weighted one on replica 0, a plain one on replica 1"),
+        ((7, "plain"), "one over num_items_in_batch=7 on replica 0, a plain one on replica 1"),
+        ((7, 5), "one over num_items_in_batch=7 on replica 0, one over num_items_in_batch=5 on replica 1"),
+    ],
+    ids=str,
+)
+def test_losses_that_cannot_be_added_are_refused_on_all(
+    pool: Pool, kinds: tuple[str | int, str | int], words: str
+) -> None:
+    for error in pool.run_failing(2, add_other_losses, kinds):
+        assert f"cannot be added ({words}): let every criterion" in str(error)
 
 
 def boost_unequal_models(frozen: bool) -> None:

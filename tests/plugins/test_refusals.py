@@ -224,6 +224,7 @@ def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
     wrong_weights = {"words": "a", "no number": None, "a list of one": [1.0]}
     wrong_divisors = {"a word": "a", "zero": 0, "negative": -3, "not a number": float("nan"), "True": True}
     wrong_divisors |= {"zero on the CPU": torch.tensor(0), "two": torch.tensor([1, 2])}
+    wrong_divisors["one in a vector"] = torch.tensor([5])
     return {
         **{
             f"weight: {name}": (weighing(weight), f"{scalar}, or (loss_sum, weight), not (a tensor")

@@ -9,11 +9,11 @@ from torch import nn
 from echelon.derive.build import Copy, small_copy
 from echelon.derive.double import in_double
 from echelon.shardformer.derived_policy import DerivedPolicy
-from echelon.shardformer.proposed import dropout_of, proposed_table
+from echelon.shardformer.proposed import dropouts_of, proposed_table
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 from echelon.shardformer.table_policy import TablePolicy
-from echelon.shardformer.tables.table import Table, table_for
+from echelon.shardformer.tables.table import RegionDropout, Table, table_for
 
 from ..derive.copies import double_copy_of
 
@@ -87,7 +87,14 @@ def test_what_mixes_features_stays_replicated() -> None:
 def test_a_flag_is_no_probability_of_dropout(is_used: bool) -> None:
     block = nn.ModuleDict({"inner": nn.Dropout(0.1)})
     block.use_dropout = is_used
-    assert dropout_of(block) == "inner.p"
+    assert dropouts_of(block) == ["inner.p"]
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1])
+def test_any_dropout_of_a_region_needs_other_numbers_on_every_rank(probability: float) -> None:
+    layer = nn.ModuleDict({"mlp": nn.Sequential(nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(probability))})
+    paths = tuple(f"mlp.{name}" for name in dropouts_of(layer["mlp"]))
+    assert RegionDropout(probability=paths, row="mlp.1").is_used(layer) is (probability > 0)
 
 
 def test_a_type_without_such_layers_is_refused_with_the_reason() -> None:
