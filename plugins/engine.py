@@ -345,7 +345,7 @@ class PipelineEngine:
 
 def _described(kinds: Sequence[float]) -> str:
     """Return the kinds of the replicas' losses in words."""
-    words = {-1: "a weighted one", 0: "a plain one"}
+    words = {-1.0: "a weighted one", 0.0: "a plain one"}
     return ", ".join(
         f"{words.get(kind, f'one over num_items_in_batch={kind:g}')} on replica {replica}"
         for replica, kind in enumerate(kinds)
