@@ -125,11 +125,14 @@ class Save:
             self._thread.join()
 
     def _fail(self, error: Exception) -> None:
-        """Keep the error for `wait`, with the rank that failed if a connection broke; the first rank logs it."""
+        """Keep the error for `wait`, with the rank that failed if a connection broke, and log it.
+
+        The first rank logs an error that all have; of another rank's failure every rank logs where it waited.
+        """
         if (failure := failure_behind(error, f"the save to {self.path}")) is not None:
             failure.__cause__, error = error, failure
         self.failure = error
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if failure is not None or not dist.is_initialized() or dist.get_rank() == 0:
             _logger.error(
                 "saving to %s failed: %s. Earlier complete checkpoints are unaffected", self.path, error
             )

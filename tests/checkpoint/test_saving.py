@@ -75,9 +75,8 @@ def save_beside_one_that_is_killed(directory: Path) -> None:
         try:
             save.wait()
         finally:
-            assert [f"saving to {directory} failed: {save.failure}" in line for line in lines] == [True] * (
-                dist.get_rank() == 0
-            )
+            (line,) = lines
+            assert line.startswith(f"saving to {directory} failed: rank 1 died: ")
 
 
 def test_waiting_for_a_save_names_the_rank_that_was_killed_meanwhile(pool: Pool, tmp_path: Path) -> None:
