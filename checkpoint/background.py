@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.device import host_memory, wait_for_stream
+from ..cluster.failures import failure_behind, naming_failures
 from ..cluster.gathering import AgreedError
 
 _CHUNK = 2**20  # bytes shared by several small tensors; a larger one has a chunk of its own
 _ALIGNMENT = 64
+
+_SHARED = (OSError, ValueError, AgreedError)  # errors of a save that all ranks raise
 
 Keep = Callable[[Tensor], Tensor]  # returns the memory to save for a tensor: itself, or a copy
 
@@ -91,7 +94,8 @@ class Save:
 
     Attributes:
         path: the file or folder that is written.
-        failure: the error if the save failed, None before its end or if it succeeded; the same on every rank.
+        failure: the error if the save failed, None before its end or if it succeeded. The same on every rank, except
+            that a `RankFailure` is raised on the ranks that waited for the failed one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,20 +112,27 @@ class Save:
         """Wait for the end of the save.
 
         Raises:
-            OSError, ValueError, RuntimeError: the save failed; nothing appeared under its name.
+            OSError, ValueError, AgreedError: the save failed; nothing appeared under its name.
+            RankFailure: another rank failed, died or left during the save; chained to the backend's error.
         """
-        self._join()
-        if self.failure is not None:
-            raise self.failure
+        with naming_failures("Save.wait", (), raised_alike=_SHARED):
+            self._join()
+            if self.failure is not None:
+                raise self.failure
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
     def _fail(self, error: Exception) -> None:
-        """Keep the error for `wait`; the first rank logs it."""
+        """Keep the error for `wait`, with the rank that failed if a connection broke, and log it.
+
+        The first rank logs an error that all have; of another rank's failure every rank logs where it waited.
+        """
+        if (failure := failure_behind(error, f"the save to {self.path}")) is not None:
+            failure.__cause__, error = error, failure
         self.failure = error
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if failure is not None or not dist.is_initialized() or dist.get_rank() == 0:
             _logger.error(
                 "saving to %s failed: %s. Earlier complete checkpoints are unaffected", self.path, error
             )
@@ -166,5 +177,5 @@ class Saver:
             save._thread = _SaveThread(partial(run, reported=(Exception,)), path)
             save._thread.start()
         else:
-            run(reported=(OSError, ValueError, AgreedError) if is_reporting else ())
+            run(reported=_SHARED if is_reporting else ())
         return save

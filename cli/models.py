@@ -96,7 +96,7 @@ def kept_matrix() -> dict[str, Any]:
 
     Outcomes by model type and feature are under "features", model types with a table under "tables".
     """
-    matrix: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text())
+    matrix: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text(encoding="utf-8"))
     return matrix
 
 

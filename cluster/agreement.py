@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failures import note_batch, rename_call, wait_for_all_ranks
-from .gathering import differing_ranks, gather_integers, require_equal
+from .gathering import differing_ranks, gather_integers, gather_objects, joined_errors, require_equal
 from .hashes import batch_code, batch_hash, describe_batch, settings_hash
 from .mesh import ParallelMesh
 
@@ -94,7 +94,9 @@ class Agreement:
 
     # Before a call computes
 
-    def compare_batch(self, batch: Any, kind: CallKind, samples: int, *, always: bool) -> AgreedCall:
+    def compare_batch(
+        self, batch: Any, kind: CallKind, samples: int, *, always: bool, error: ValueError | None = None
+    ) -> AgreedCall:
         """Compare a call of `execute_pipeline` between ranks, if it is due; see [Note: compared calls].
 
         All-gather between CPUs in compared calls; a wait in the store where the data ends or the kind changes.
@@ -104,13 +106,18 @@ class Agreement:
             kind: of the call, as this rank requested it.
             samples: number of samples in the batch.
             always: compare this call in any case.
+            error: of this rank's batch.
 
         Raises:
             StopIteration: the data of all ranks has ended.
-            ValueError: that of some ranks has ended, batches differ within a replica, or only some ranks train.
+            ValueError: that of some ranks has ended, batches differ within a replica, or only some ranks train. Also
+                the error of a batch: on every rank in a call that is compared, otherwise only on this one.
         """
-        if self._is_due(next(self._batches)) or not kind.trains or always:
-            return self._compared(batch, kind, samples)
+        is_due = self._is_due(next(self._batches)) or not kind.trains or always
+        if error is not None and (self._mesh.world_size == 1 or not is_due):
+            raise error
+        if is_due:
+            return self._compared(batch, kind, samples, error)
         if batch is ENDED:
             wait_for_all_ranks("execute_pipeline at the end of its data")
             raise StopIteration
@@ -129,15 +136,23 @@ class Agreement:
         """Return True if the call of this number is compared beforehand."""
         return self._mesh.world_size == 1 or is_compared(number, self._check_every)
 
-    def _compared(self, batch: Any, kind: CallKind, samples: int) -> AgreedCall:
+    def _compared(
+        self, batch: Any, kind: CallKind, samples: int, error: ValueError | None = None
+    ) -> AgreedCall:
         """Compare batches and kinds of calls, and keep the kind for later calls. All-gather between CPUs."""
         is_first = kind.trains and len(self._equal_batches) < COMPARED_CALLS and self._mesh.size("dp") > 1
-        is_hashed = batch is not ENDED and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
+        is_usable = batch is not ENDED and error is None
+        is_hashed = is_usable and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
         replica, code = self._mesh.rank("dp"), batch_hash(batch) if is_hashed else 0
-        rows = gather_integers((int(batch is not ENDED), replica, code, samples, *map(int, kind)))
-        have_batch, replicas, codes, num_samples, trains, losses, outputs, everywhere, modes = zip(
+        flags = (int(error is not None), int(batch is not ENDED))
+        rows = gather_integers((*flags, replica, code, samples, *map(int, kind)))
+        refused, have_batch, replicas, codes, num_samples, trains, losses, outputs, everywhere, modes = zip(
             *rows, strict=True
         )
+        if any(refused):
+            texts = gather_objects(None if error is None else str(error))
+            errors = {rank: ValueError(text) for rank, text in enumerate(texts) if text is not None}
+            raise joined_errors(errors, len(texts)) from error
         _require_same_calls(have_batch, trains, modes)
         in_replica = [other == replica for other in replicas]
         replica_kind = CallKind(

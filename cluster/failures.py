@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import is_broken, is_timeout
+from .errors import RankFailure, is_broken, is_timeout
 from .watch import Watch, default_store
 
 _watch: Watch | None = None  # one for each process, as there is one default process group
@@ -126,13 +126,30 @@ def naming_failures(
         except raised_alike:
             raise
         except BaseException as error:
-            failure = watch.explain(error, action) if is_broken(error) or is_timeout(error) else None
+            failure = failure_behind(error, action)
             watch.fail(failure or error)
             if failure is None:
                 raise
             raise failure from error
         finally:
             watch.leave()
+
+
+def failure_behind(error: BaseException, action: str) -> RankFailure | None:
+    """Find the failure of another rank behind a broken connection or a timeout; wait for its event if necessary.
+
+    Also in other threads than that of the watched call. No communication between ranks.
+
+    Args:
+        error: raised by a collective of this rank.
+        action: name of the call that raised it.
+
+    Returns:
+        The error that names the failed rank, not yet chained; None for other errors, or if the cause is unknown.
+    """
+    if _watch is None or not (is_broken(error) or is_timeout(error)):
+        return None
+    return _watch.explain(error, action)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ has a placement. Over the data axes one without a placement is replicated, and i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -174,6 +174,48 @@ Placement = Shard | PartialGrad | Replicated
 ReplicaKind = type[PartialGrad] | type[Replicated]
 
 
+class TiedOtherwise(ValueError):
+    """A tied parameter has a placement on an axis already, and a second layer gives it another one.
+
+    Args:
+        parameter: the parameter.
+        here, there: the second placement and the first.
+    """
+
+    def __init__(self, parameter: Parameter, here: Placement, there: Placement) -> None:
+        self.parameter, self._here, self._there = parameter, here, there
+        super().__init__(self.naming("another layer"))
+
+    def naming(self, other: str) -> str:
+        """Return the text of the error, with the name of the first layer."""
+        here, there = _differences(self._here, self._there)
+        return (
+            f"shares a parameter with {other}, where it is {there}, and here {here}: give it a copy of its own "
+            f"(torch.nn.Parameter(weight.detach().clone())), or use {self._here.axis}_size=1"
+        )
+
+
+def _differences(*placements: Placement) -> list[str]:
+    """Describe two placements by what differs between them."""
+    texts = [
+        f"sharded along dim {one.dim}"
+        if isinstance(one, Shard)
+        else f"replicated, with {'partial' if isinstance(one, PartialGrad) else 'equal'} gradients"
+        for one in placements
+    ]
+    if len(set(texts)) > 1:
+        return texts
+    names = [
+        each.name
+        for each in fields(placements[0])
+        if len({getattr(one, each.name) for one in placements}) > 1
+    ]
+    return [
+        f"{text} with {', '.join(f'{name}={getattr(one, name)}' for name in names)}"
+        for text, one in zip(texts, placements, strict=True)
+    ]
+
+
 class PlacedShard(NamedTuple):
     """One sharding of a tensor, and this rank's coordinate on its axis."""
 
@@ -187,15 +229,12 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
     The Parameter object stays the same. One that already has this placement (a tied one) is not changed.
 
     Raises:
-        ValueError: it already has another placement on the axis, from a layer that it is tied to.
+        TiedOtherwise: it already has another placement on the axis, from a layer that it is tied to.
     """
     present = placements_of(parameter)
     if (other := present.get(placement.axis)) is not None:
         if other != placement:
-            raise ValueError(
-                "a parameter is tied to one that is sharded in another way: untie it "
-                f"(here {placement}, there {other})"
-            )
+            raise TiedOtherwise(parameter, placement, other)
         return
     if isinstance(placement, Shard):
         parameter.data = placement.local(parameter.data, rank)

@@ -179,8 +179,8 @@ class Watch:
     def explain(self, error: BaseException, action: str) -> RankFailure | None:
         """Find the cause of a broken connection or a timeout, None if unknown; waits for its event."""
         start = time.monotonic()
-        if self._call is not None:
-            self._call.is_reported = True
+        if (call := self._own_call()) is not None:
+            call.is_reported = True
         while True:
             self._read()
             cause = self._cause()

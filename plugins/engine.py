@@ -233,23 +233,26 @@ class PipelineEngine:
 
         Raises:
             StopIteration: the iterators of all ranks have ended.
-            ValueError: ranks do not agree, see `Agreement.compare_batch`; a batch is too small, requires gradients or
-                has a wrong `num_items_in_batch`.
+            ValueError: ranks do not agree, or a batch is too small, requires gradients or has a wrong
+                `num_items_in_batch`; on which ranks, see `Agreement.compare_batch`.
         """
         if not isinstance(data_iter, Iterator):
             raise TypeError(
                 f"execute_pipeline takes an iterator, not a {type(data_iter).__name__}: give iter(dataloader)"
             )
         batch = next(data_iter, ENDED)
-        if batch is not ENDED and kind.trains:
-            _refuse_gradients_of(batch)
-        require_num_items(batch)
-        num_samples = 0 if batch is ENDED else batch_size(batch)
-        call = self.agreement.compare_batch(batch, kind, num_samples, always=self._compares_numbers)
+        num_samples, own_error = 0, None
+        try:
+            num_samples = 0 if batch is ENDED else self._checked_size(batch, trains=kind.trains)
+        except ValueError as error:
+            own_error = error
+        call = self.agreement.compare_batch(
+            batch, kind, num_samples, always=self._compares_numbers, error=own_error
+        )
         if call.samples is None:
-            self._check_batch(batch, {self.mesh.global_rank: num_samples})
+            self._require_enough({self.mesh.global_rank: num_samples})
         else:
-            self._check_batch(batch, dict(enumerate(call.samples)))
+            self._require_enough(dict(enumerate(call.samples)))
             self._note_samples(call.samples)
         moved = self.to_compute(batch)
         if not call.is_compared:  # a large batch is hashed on the device, without waiting for it
@@ -273,8 +276,24 @@ class PipelineEngine:
                 "drop_last=True in the dataloader"
             )
 
-    def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
-        """Raise ValueError for too few `samples` on any rank, or for settings that are not supported."""
+    def _checked_size(self, batch: Any, *, trains: bool) -> int:
+        """Return the number of samples; raise ValueError for a batch, or settings in it, that cannot be run."""
+        if trains:
+            _refuse_gradients_of(batch)
+        require_num_items(batch)
+        if isinstance(batch, Mapping):
+            if self.mesh.size("pp") > 1:
+                raise_errors(setting_errors(self.module, batch, "the batch"))
+            if self._router_loss is not None and (error := self._router_loss.batch_error(batch)):
+                raise ValueError(error)
+        return batch_size(batch)
+
+    def _require_enough(self, samples: dict[int, int]) -> None:
+        """Raise ValueError for too few samples.
+
+        Args:
+            samples: of the known ranks.
+        """
         num_microbatches = self.config.num_microbatches or 1
         short = [rank for rank, count in samples.items() if count < num_microbatches]
         if short:
@@ -283,12 +302,6 @@ class PipelineEngine:
                 f"rank(s) {short}: use at most that many microbatches, larger batches, or drop_last=True in the "
                 "dataloader to leave out a short last batch"
             )
-        if not isinstance(batch, Mapping):
-            return
-        if self.mesh.size("pp") > 1:
-            raise_errors(setting_errors(self.module, batch, "the batch"))
-        if self._router_loss is not None and (error := self._router_loss.batch_error(batch)):
-            raise ValueError(error)
 
     def to_compute(self, batch: Any) -> Any:
         """Move a batch to this rank's device, and floating-point tensors to the model's precision."""

@@ -176,8 +176,10 @@ class HybridParallelPlugin(Plugin):
         Raises:
             StopIteration: the iterator has ended on every rank.
             ValueError: a batch cannot be split or requires gradients, the iterator ended on some ranks only, batches
-                differ within a replica, or gradients are enabled on some ranks only; raised on every rank.
-            RankFailure: another rank failed; names it.
+                differ within a replica, or gradients are enabled on some ranks only. Raised on every rank in calls that
+                ranks compare: the first three, every `check_every`-th, and evaluations. In other calls a batch that
+                cannot be run raises where it is, and batches that differ raise in `optimizer.step`.
+            RankFailure: another rank failed, perhaps by the error of its batch, or makes another call; names it.
         """
         boosted = self._boosted(model, optimizer, "execute_pipeline")
         boosted.engine.check_open()

@@ -424,7 +424,7 @@ def read_configuration(source: Mapping[str, Any] | str | Path) -> dict[str, Any]
             and not (ismodule(value) or isclass(value) or isfunction(value))
         }
     try:
-        sections = json.loads(path.read_text())
+        sections = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is not JSON: {error}") from error
     if not isinstance(sections, dict):

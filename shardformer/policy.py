@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ..cluster.errors import errors_of
-from ..cluster.placement import ReplicaKind, Replicated
+from ..cluster.placement import ReplicaKind, Replicated, TiedOtherwise
 from ..pipeline.plan import StagePlan, is_within, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
@@ -61,12 +62,27 @@ class Errors:
 
     def __init__(self) -> None:
         self._paths: dict[str, list[str]] = {}  # by message
+        self._names: dict[Parameter, list[str]] = {}
+        self._tied: set[str] = set()
+
+    def know(self, model: nn.Module) -> None:
+        """Take over the names of the parameters, by which errors of tied ones name both modules."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(parameter, []).append(name)
+
+    def is_tied_otherwise(self, path: str) -> bool:
+        """Return True if the module at this path was refused for a parameter that another one places otherwise."""
+        return path in self._tied
 
     @contextmanager
     def at(self, path: str = "") -> Iterator[None]:
         """Collect ValueError and TypeError from the block as errors of the module at this path."""
         try:
             yield
+        except TiedOtherwise as error:
+            self._tied.add(path)
+            others = [name for name in self._names.get(error.parameter, ()) if not is_within(name, path)]
+            self.add(path, error.naming(others[0]) if others else str(error))
         except (ValueError, TypeError) as error:
             for message in errors_of(error):
                 self.add(path, message)

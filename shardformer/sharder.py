@@ -199,6 +199,7 @@ class ModelSharder:
 def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors) -> nn.Module:
     """Return a copy of a full model on the meta device, sharded but not cut into stages; see [Note: dry run]."""
     dry_policy, split = copy.copy(policy), _meta_copy(model)
+    errors.know(split)
     with errors.at():
         dry_policy.set_model(split)
         dry_policy.set_shard_config(config)
@@ -425,7 +426,7 @@ def _report_ties(model: nn.Module, changed: set[nn.Module], errors: Errors) -> N
         ]
         if is_sharded(parameter):
             split = next((path for path, _ in sharers if path not in unsharded), "another")
-            for path in unsharded:
+            for path in itertools.filterfalse(errors.is_tied_otherwise, unsharded):
                 errors.add(
                     path,
                     f"shares a parameter with {split}, which is sharded, but is not sharded itself: untie it, "

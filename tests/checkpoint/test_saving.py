@@ -21,11 +21,12 @@ from echelon import Booster, HybridParallelPlugin
 from echelon.checkpoint import background
 from echelon.checkpoint.background import Copies, Saver
 from echelon.checkpoint.model import describing
+from echelon.cluster.errors import RankFailure
 from echelon.verify.models import ModelChoice
 
-from ..pool import Pool
+from ..pool import Pool, RankDied
 from ..registered_memory import registered_memory
-from .failures import at_every_write
+from .failures import at_every_write, kill_rank_at, logged
 from .handmade import small_config
 from .runs import SHARD, Run, config_of, small_run
 
@@ -62,6 +63,31 @@ def test_a_failure_is_reported_and_kept_if_training_continues(caplog: pytest.Log
         with pytest.raises(OSError):
             saver.run(full, PATH)
     assert caplog.text.count("saving to somewhere failed: no space left") == 2
+
+
+def save_beside_one_that_is_killed(directory: Path) -> None:
+    """Rank 1 is killed when the thread of its save first writes, so that the others lose it in a collective."""
+    run = small_run()
+    with at_every_write(directory, kill_rank_at(1, 1)), logged("echelon.checkpoint.background") as lines:
+        save = run.booster.save_checkpoint(
+            directory, 1, **run.everything, size_per_shard=SHARD, use_async=True
+        )
+        try:
+            save.wait()
+        finally:
+            (line,) = lines
+            assert line.startswith(f"saving to {directory} failed: rank 1 died: ")
+
+
+def test_waiting_for_a_save_names_the_rank_that_was_killed_meanwhile(pool: Pool, tmp_path: Path) -> None:
+    errors = pool.run_failing(3, save_beside_one_that_is_killed, tmp_path)
+    assert isinstance(errors[1], RankDied)
+    for rank in (0, 2):
+        error = errors[rank]
+        assert isinstance(error, RankFailure) and error.rank == 1, error
+        waiting = f"this rank ({rank}) was waiting for it in the save to {tmp_path}"
+        assert str(error) == f"rank 1 died: its process is gone; {waiting}"
+        assert "RuntimeError: " in str(error.__cause__)  # the backend's
 
 
 def tensors(seed: int) -> list[Tensor]:

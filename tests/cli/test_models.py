@@ -126,6 +126,13 @@ def test_a_pipe_gets_the_page() -> None:
     assert (result.exit_code, result.output) == (0, PAGE.read_text())
 
 
+def test_the_results_are_read_under_a_locale_without_utf8() -> None:
+    code = "from echelon.cli.models import kept_matrix; print(len(kept_matrix()['rows']))"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert printed.stdout == f"{len(kept_matrix()['rows'])}\n", printed.stderr[-500:]
+
+
 def test_types_are_shown_by_name_or_by_its_beginning() -> None:
     result = CliRunner().invoke(app, ["models", "bloom"])
     assert result.exit_code == 0

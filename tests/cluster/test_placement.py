@@ -1,5 +1,6 @@
 """How parameters are cut and put together again. No processes: the ranks are numbers."""
 
+import re
 from typing import Any
 
 import pytest
@@ -153,11 +154,23 @@ def test_a_shard_is_counted_by_one_rank_of_the_layer_axes(
     assert counted == [digit == "1" for digit in primary]
 
 
-@pytest.mark.parametrize("other", [Shard(size=2, dim=1, blocks=(4,)), PartialGrad(size=2)])
-def test_a_tied_parameter_with_two_placements_is_an_error(other: Placement) -> None:
+@pytest.mark.parametrize(
+    ("other", "differing"),
+    [
+        (Shard(size=2, dim=1, blocks=(4,)), "sharded along dim 0, and here sharded along dim 1"),
+        (PartialGrad(size=2), "sharded along dim 0, and here replicated, with partial gradients"),
+        (
+            Shard(size=2, dim=0, blocks=(2, 2)),
+            "sharded along dim 0 with blocks=(4,), and here sharded along dim 0 with blocks=(2, 2)",
+        ),
+    ],
+)
+def test_a_tied_parameter_with_two_placements_is_an_error(other: Placement, differing: str) -> None:
     parameter = Parameter(torch.zeros(4, 4))
     place(parameter, Shard(size=2, dim=0, blocks=(4,)), 0)
-    with pytest.raises(ValueError, match="a parameter is tied to one that is sharded in another way"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"another layer, where it is {differing}: give it a copy")
+    ):
         place(parameter, other, 0)
 
 

@@ -223,7 +223,10 @@ def test_a_tied_parameter_that_is_declared_in_two_ways_is_an_error() -> None:
     model: Any = Tower()
     model.blocks[2].scale = model.blocks[1].scale
     (error,) = split_errors(model, TwoWays(), tp_size=2)
-    assert error.startswith("blocks.2.scale: a parameter is tied to one that is sharded in another way")
+    assert error.startswith(
+        "blocks.2.scale: shares a parameter with blocks.1.scale, where it is replicated, with partial gradients, and "
+        "here replicated, with equal gradients: give it a copy of its own"
+    )
     del model.blocks[2].scale
     model.blocks[2].scale = nn.Parameter(torch.ones(WIDTH))
     assert split_errors(model, TwoWays(), tp_size=2) == []

@@ -50,16 +50,26 @@ def test_layers_that_shard_alike_train_as_in_one_process(
     assert pool.run(2, trained, pair, {"tp_size": 2, **settings}) == [expected] * 2
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_column_tied_to_a_row_is_refused_by_both_names(pool: Pool, name: str) -> None:
-    for text in pool.run(2, refusal_of, QUERY, name):
-        assert all(path in text for path in QUERY) and "shares a parameter with" in text
+@pytest.mark.parametrize("name", ["weight", "bias", "module"])
+def test_a_column_tied_to_a_row_is_refused_by_both_names_in_one_sentence(pool: Pool, name: str) -> None:
+    query, output = QUERY
+    tied_name, there, here = {
+        "bias": ("bias", "sharded along dim 0", "replicated, with equal gradients"),
+    }.get(name, ("weight", "sharded along dim 0", "sharded along dim 1"))
+    expected = (
+        f"{output}: shares a parameter with {query}.{tied_name}, where it is {there}, and here {here}: give it a copy "
+        "of its own (torch.nn.Parameter(weight.detach().clone())), or use tp_size=1"
+    )
+    assert pool.run(2, refusal_of, QUERY, name) == [expected] * 2
 
 
 def refusal_of(pair: tuple[str, str], name: str) -> str:
     model = BIASED.build()
     first, second = map(model.get_submodule, pair)
-    setattr(second, name, getattr(first, name))
+    if name == "module":
+        model.set_submodule(pair[1], first)
+    else:
+        setattr(second, name, getattr(first, name))
     before = {name: each.clone() for name, each in model.named_parameters()}
     booster = hybrid(tp_size=2)
     text = refused(lambda: booster.boost(model, sgd(model), loss_of))
