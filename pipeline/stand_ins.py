@@ -238,10 +238,17 @@ class Encoded(StandIn):
 
 
 class Absent(StandIn):
-    """Stand-in for a module that only another stage runs: raises."""
+    """Stand-in for a module that only another stage runs: raises if a forward reaches it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{type(self.native).__name__} was called on a stage that does not have it")
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"a microbatch reached {type(self.native).__name__}, which is on another stage, without the layers that "
+            "the pipeline cuts: a batch without images where the vision model is cut, for example. Give batches that "
+            "run these layers, or use pp_size=1"
+        )
+
+    forward = _refuse
+    __iter__ = __getitem__ = _refuse  # of a list of layers
 
 
 class Borrowed:

@@ -148,7 +148,7 @@ def test_the_departure_of_a_wrong_plan_is_named() -> None:
     right = derived_plan(copy, copy.model)
     assert departure(copy, right) is None
     wrong = StagePlan(layers=right.layers, entry=())
-    assert "was called on a stage that does not have it" in str(departure(copy, wrong))
+    assert ", which is on another stage, without the layers" in str(departure(copy, wrong))
     with_a_tuple = StagePlan(layers=right.layers, entry=right.entry, arity=2)
     assert "the stage of layer" in str(departure(copy, with_a_tuple))
 

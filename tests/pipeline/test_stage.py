@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import Stage, cut_stages, local_stages
+from echelon.pipeline.stand_ins import Absent, Inbox, Role
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice, heads_of
 
@@ -213,6 +214,13 @@ def test_a_stand_in_answers_attributes_and_computes_where_the_model_is_moved_nex
     assert model.model.embed_tokens.embedding_dim == 32
     assert model.model.layers[0].self_attn.head_dim == 8
     assert model.model.layers[0].device == torch.device("meta")
+
+
+@pytest.mark.parametrize("use", [iter, lambda layers: layers[0], lambda layers: layers()])
+def test_layers_of_another_stage_refuse_to_run_with_the_reason(use: Any) -> None:
+    layers = Absent(nn.ModuleList([nn.Identity()]), Inbox(), torch.device("cpu"), Role(Absent))
+    with pytest.raises(RuntimeError, match="reached ModuleList, which is on another stage"):
+        use(layers)
 
 
 ENCODER = StagePlan(layers="encoder.layers", entry=("shared",), module="encoder")
