@@ -290,8 +290,10 @@ def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDrop
             if isinstance(getattr(module, _DROPOUT, None), (int, float)):
                 drops.insert(0, _DROPOUT)
             if drops:
-                paths = tuple(f"{region}.{name}" for name in drops)
-                dropouts.setdefault(region, RegionDropout(probability=paths, row=row))
+                paths = [f"{region}.{name}" for name in drops]
+                dropouts.setdefault(
+                    region, RegionDropout(probability=paths[0] if len(paths) == 1 else tuple(paths), row=row)
+                )
     return dropouts
 
 

@@ -153,8 +153,8 @@ def test_weights_of_a_batch_are_its_own(pool: Pool) -> None:
 def add_other_losses(kinds: tuple[str | int, str | int]) -> None:
     """Train on losses of two kinds: a criterion's with a weight, a plain one, or one over a number of items."""
     booster = hybrid()
-    kind, (model, optimizer) = kinds[dist.get_rank()], boosted(booster)
-    batch = next(share(booster, BERT, 0)) | ({"num_items_in_batch": kind} if isinstance(kind, int) else {})
+    kind, (model, optimizer) = kinds[dist.get_rank()], boosted(booster, LLAMA)
+    batch = next(share(booster, LLAMA, 0)) | ({"num_items_in_batch": kind} if isinstance(kind, int) else {})
 
     def criterion(outputs: Any, inputs: Any) -> Any:
         return (outputs.loss, torch.tensor(1.0)) if kind == "weighted" else outputs.loss

@@ -127,14 +127,13 @@ def refuse() -> None:
     for name in ("output_hidden_states", "output_attentions"):
         with pytest.raises(ValueError, match=f"{name}=True in this call"):
             model(input_ids=ids, **{name: True})
+    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of axis sp differ"):
+        model(input_ids=ids + dist.get_rank())
     model.unwrap().config.output_hidden_states = True
     with pytest.raises(
         ValueError, match=r"output_hidden_states=True in the model's config .*: set it to False"
     ):
         model(input_ids=ids)
-    model.unwrap().config.output_hidden_states = False
-    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of axis sp differ"):
-        model(input_ids=ids + dist.get_rank())
     ids[0, -1] = 10**6  # on the first rank in zigzag
     with pytest.raises(ValueError, match="entry 1000000 is outside the vocabulary"):
         boosted(build("LlamaForCausalLM"))(input_ids=ids)
