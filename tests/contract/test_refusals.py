@@ -273,31 +273,16 @@ NEWER = (
 )
 
 
-@pytest.fixture(scope="module")
-def messages(pool: Pool) -> dict[str, list[str]]:
-    """Return the message on each rank, by row."""
-    found = {}
-    for num_ranks in sorted({row.num_ranks for row in REFUSALS.values()}):
-        rows = {name: row for name, row in REFUSALS.items() if row.num_ranks == num_ranks and _is_known(row)}
-        by_rank = pool.run(num_ranks, said, rows)
-        found |= {name: [each[name] for each in by_rank] for name in rows}
-    return found
-
-
-def said(rows: Mapping[str, Refusal]) -> dict[str, str]:
-    """Return the error of boost for each row, on one rank."""
-    return {name: row.message() for name, row in rows.items()}
-
-
 def _is_known(row: Refusal) -> bool:
     return callable(row.model) or row.model in CONFIG_MAPPING
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_unsupported_calls_are_refused(messages: dict[str, list[str]], name: str) -> None:
-    if not _is_known(REFUSALS[name]) or (ARE_PLANS_OLDER and name in NEWER):
+def test_unsupported_calls_are_refused(pool: Pool, name: str) -> None:
+    row = REFUSALS[name]
+    if not _is_known(row) or (ARE_PLANS_OLDER and name in NEWER):
         pytest.skip("the installed transformers has no such model or plan")
-    told, *others = messages[name]
+    told, *others = pool.run(row.num_ranks, row.message)
     assert set(others) <= {told}, "ranks disagree"
     for needle in REFUSALS[name].needles:
         assert needle in told
