@@ -109,7 +109,7 @@ def _shown(name: str, value: Any) -> Any:
 
 def lr_scheduler_errors(value: Any) -> list[str]:
     """Return the errors of a scheduler that cannot be saved or loaded."""
-    errors = _part_errors("lr_scheduler", value, "give the scheduler that booster.boost returned")
+    errors = _state_dict_errors("lr_scheduler", value, "give the scheduler that booster.boost returned")
     return errors or value_errors(value.state_dict(), f"the state of the {type(value).__name__}")
 
 
@@ -124,7 +124,7 @@ def _dataloader_errors(value: Any) -> list[str]:
         return [
             f"dataloader is a {type(value).__name__}: give the one whose position the run has, that of training"
         ]
-    return _part_errors(
+    return _state_dict_errors(
         "dataloader",
         value,
         "it does not know its position: give one of booster.plugin.prepare_dataloader, or leave it out and keep the "
@@ -132,10 +132,13 @@ def _dataloader_errors(value: Any) -> list[str]:
     )
 
 
-def _part_errors(name: str, part: Any, instead: str) -> list[str]:
-    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+def _state_dict_errors(name: str, value: Any, instead: str) -> list[str]:
+    """Return the error of an argument of a save or load that has no `state_dict` and `load_state_dict`."""
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return []
-    shown = repr(part) if part is None or isinstance(part, str | int | float) else f"a {type(part).__name__}"
+    shown = (
+        repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    )
     return [f"{name} is {shown}, which has no state_dict and load_state_dict: {instead}"]
 
 

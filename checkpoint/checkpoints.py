@@ -36,7 +36,7 @@ from .model import (
 from .optimizer import STATES, Trained, fit_trained, prepare_states
 from .pretrained import fit, open_pretrained
 from .step import Resume, Resumed, choose_step, load_step, prepare_step, scheduler_errors
-from .tensor_file import read_values, saved_bytes
+from .tensor_file import loadable_bytes, read_values
 
 MEBI = 2**20
 Arguments = ParamSpec("Arguments")
@@ -202,7 +202,7 @@ class Checkpoints:
         """See `Booster.save_lr_scheduler`."""
         raise_errors(lr_scheduler_errors(lr_scheduler))  # None, too
         path = Path(checkpoint)
-        on_first_rank(lambda: replace_file(path, saved_bytes(lr_scheduler.state_dict())), self.group)
+        on_first_rank(lambda: replace_file(path, loadable_bytes(lr_scheduler.state_dict())), self.group)
 
     @made_by_all("load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:

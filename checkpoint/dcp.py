@@ -72,7 +72,7 @@ class StateFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, dict[str, Tensor]] = {}
+        self._files: dict[str, dict[str, Tensor]] = {}  # by file, its tensors by key
         path = folder / INDEX
         try:
             listing = json.loads(path.read_text())["tensors"]

@@ -115,10 +115,10 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
     return _mapping(read_values(path), path)
 
 
-def _mapping(found: Any, path: Path) -> Mapping[str, Any]:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path} has a {type(found).__name__}, not named values: it is damaged")
-    return found
+def _mapping(content: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} has a {type(content).__name__}, not named values: it is damaged")
+    return content
 
 
 def nbytes(stored: Stored, name: str) -> int:
@@ -260,28 +260,40 @@ def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
 
 def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
     """Yield errors of a model's files, index and config; add a note for what cannot be compared."""
-    model, path = Weights(folder), folder / "config.json"
-    of_several = [names for names in (SAFETENSORS, TORCH) if not (folder / names.one).is_file()]
-    indices = [folder / names.listing for names in of_several if (folder / names.listing).is_file()]
-    if indices:
-        index = indices[0]
-        listed = _read_json(index)["weight_map"]
-        for name in sorted({*listed, *model.names}):
-            actual = model.paths[name].name if name in model.names else "no file"
-            if listed.get(name) != actual:
-                yield f"{index} has {name} in {listed.get(name, 'no file')}, and it is in {actual}"
-    if not path.is_file():
+    model = Weights(folder)
+    yield from _index_errors(folder, model)
+    yield from _config_errors(folder, model, notes)
+
+
+def _index_errors(folder: Path, model: Weights) -> Iterator[str]:
+    """Yield the tensors that are in another file than the index says; none for a model without an index."""
+    of_several = [names for names in (SAFETENSORS, TORCH) if not (folder / names.single).is_file()]
+    indices = [folder / names.index_file for names in of_several if (folder / names.index_file).is_file()]
+    if not indices:
+        return
+    index = indices[0]
+    listed = _read_json(index)["weight_map"]
+    for name in sorted({*listed, *model.names}):
+        actual = model.paths[name].name if name in model.names else "no file"
+        if listed.get(name) != actual:
+            yield f"{index} has {name} in {listed.get(name, 'no file')}, and it is in {actual}"
+
+
+def _config_errors(folder: Path, model: Weights, notes: list[str]) -> Iterator[str]:
+    """Yield differences of names and shapes from the model that config.json makes; add a note if it makes none."""
+    config = folder / "config.json"
+    if not config.is_file():
         notes.append(f"{folder} has no config.json to compare the weights with")
         return
-    class_name = next(iter(_read_json(path).get("architectures") or ()), None)
+    class_name = next(iter(_read_json(config).get("architectures") or ()), None)
     if (model_class := getattr(transformers, str(class_name), None)) is None:
-        notes.append(f"{path} names no class of transformers ({class_name}): not compared")
+        notes.append(f"{config} names no class of transformers ({class_name}): not compared")
         return
     try:
         built = outline_of(model_class, AutoConfig.from_pretrained(folder))
     except Exception as error:  # a class may raise anything, also for a missing package
         notes.append(
-            f"{path} cannot build a {class_name} on the meta device, so it is not compared: {error!r}"
+            f"{config} cannot build a {class_name} on the meta device, so it is not compared: {error!r}"
         )
         return
     names = TensorNames.of(built)

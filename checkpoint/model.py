@@ -40,11 +40,17 @@ Describe = Callable[[torch.dtype, Path], None]
 
 
 class FileNames(NamedTuple):
-    """File names of a model: a single file, one of several files, and the index of several files."""
+    """File names of a model in one format.
 
-    one: str
-    several: str
-    listing: str
+    Attributes:
+        single: the name, if all weights are in one file.
+        sharded: the name of each of several files, a format string of `number` (from 1) and `count`.
+        index_file: the name of the JSON file that tells which of several files has a tensor.
+    """
+
+    single: str
+    sharded: str
+    index_file: str
 
     def with_prefix(self, prefix: str | None) -> "FileNames":
         """Return these names after a prefix and a dot; unchanged without a prefix."""
@@ -53,8 +59,8 @@ class FileNames(NamedTuple):
     def of(self, count: int) -> list[str]:
         """Return the names of `count` files."""
         if count == 1:
-            return [self.one]
-        return [self.several.format(number=number, count=count) for number in range(1, count + 1)]
+            return [self.single]
+        return [self.sharded.format(number=number, count=count) for number in range(1, count + 1)]
 
 
 SAFETENSORS = FileNames(
@@ -66,7 +72,7 @@ TORCH = FileNames(
 ADAPTER_SAFETENSORS = FileNames("adapter_model.safetensors", "", "")
 ADAPTER_TORCH = FileNames("adapter_model.bin", "", "")
 ADAPTER_FILES = Replaced(
-    entries=("adapter_config.json",), others=(ADAPTER_SAFETENSORS.one, ADAPTER_TORCH.one)
+    entries=("adapter_config.json",), others=(ADAPTER_SAFETENSORS.single, ADAPTER_TORCH.single)
 )
 
 
@@ -118,7 +124,7 @@ def prepare_model(
                 return
             if len(plans) > 1:
                 content = index_of({plan.name: [tensor.entry for tensor in plan.tensors] for plan in plans})
-                records[names.listing] = write_small(folder / names.listing, content)
+                records[names.index_file] = write_small(folder / names.index_file, content)
             if describe is not None:
                 records.update(_describe_into(folder, partial(describe, _largest_format(entries))))
 
@@ -182,8 +188,8 @@ def replaced_weights(prefix: str | None) -> Replaced:
     """Return the files that a saved model replaces in a folder: weights in any format with the same prefix."""
     kinds = [names.with_prefix(prefix) for names in (SAFETENSORS, TORCH)]
     return Replaced(
-        entries=tuple(entry for names in kinds for entry in (names.one, names.listing)),
-        others=tuple(names.several.replace("{number:05}", "*").replace("{count:05}", "*") for names in kinds),
+        entries=tuple(entry for names in kinds for entry in (names.single, names.index_file)),
+        others=tuple(names.sharded.replace("{number:05}", "*").replace("{count:05}", "*") for names in kinds),
     )
 
 

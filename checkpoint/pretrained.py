@@ -55,7 +55,7 @@ class Weights:
     def __init__(self, path: Path) -> None:
         self.paths: dict[str, Path] = {}
         self.tensors: dict[str, Tensor] = {}
-        self._made: tuple[str, Tensor] | None = None
+        self._made: tuple[str, Tensor] | None = None  # the name and value of the tensor last materialized
         for file in tensor_files(path):
             tensors = open_tensors(file)
             if twice := sorted(self.paths.keys() & tensors.keys()):

@@ -37,7 +37,7 @@ from .steps import (
     step_path,
     steps_in,
 )
-from .tensor_file import Records, Write, read_values, saved_bytes, torch_bytes, write_small
+from .tensor_file import Records, Write, loadable_bytes, read_values, torch_save_bytes, write_small
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 TRAINING = "training.pt"
@@ -142,14 +142,14 @@ def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> byte
         """Return the content and a hash of "user", None without it; raise ValueError for values that torch refuses."""
         for name, value in values.items():
             try:
-                saved_bytes(value)
+                loadable_bytes(value)
             except ValueError as error:
                 raise ValueError(f"`{name}` cannot be saved: {error}") from error
-        return torch_bytes(values), None if values["user"] is None else batch_hash(values["user"])
+        return torch_save_bytes(values), None if values["user"] is None else batch_hash(values["user"])
 
-    content, user = run_or_raise_together(checked, group)
-    users = on_all_ranks(lambda: user, group)
-    if others := [rank for rank, user in enumerate(users) if user not in (None, users[0])]:
+    content, user_hash = run_or_raise_together(checked, group)
+    hashes = on_all_ranks(lambda: user_hash, group)
+    if others := [rank for rank, other in enumerate(hashes) if other not in (None, hashes[0])]:
         raise ValueError(
             f"`user` is saved once, and rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} gave other values "
             "than rank 0: give the same on every rank, or None on all but the first"
@@ -383,7 +383,7 @@ def random_state(mesh: ParallelMesh, forwards: ForwardRandom | None) -> bytes:
         "cuda": on_device,
         "forwards": None if forwards is None else forwards.state(),
     }
-    return torch_bytes(state)
+    return torch_save_bytes(state)
 
 
 def restore_random_state(

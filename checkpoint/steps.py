@@ -166,8 +166,8 @@ def keep_newest(directory: Path, count: int, step: int) -> None:
 
 def steps_in(directory: Path) -> list[Path]:
     """Return the folders of steps, the highest number first."""
-    found = [path for path in _entries(directory) if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_number, reverse=True)
+    folders = [path for path in _entries(directory) if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=_number, reverse=True)
 
 
 def later_steps(directory: Path, step: int) -> list[Path]:

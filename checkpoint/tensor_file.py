@@ -272,14 +272,14 @@ def _hash_from(file: BinaryIO, start: int, length: int) -> str:
     return str(digest.hexdigest())
 
 
-def saved_bytes(values: Any) -> bytes:
-    """Serialize plain values and tensors in torch's own format.
+def loadable_bytes(values: Any) -> bytes:
+    """Serialize plain values and tensors in torch's own format, and require that loading them executes no code.
 
     Raises:
         ValueError: they contain another type, which could only be loaded by executing code from the file.
     """
     try:
-        content = torch_bytes(values)
+        content = torch_save_bytes(values)
         torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # torch raises several kinds, of pickle and its own
         raise ValueError(
@@ -290,9 +290,9 @@ def saved_bytes(values: Any) -> bytes:
 
 
 def value_errors(values: Any, what: str) -> list[str]:
-    """Return the error of `saved_bytes` as a list; empty if the values can be saved."""
+    """Return the error of `loadable_bytes` as a list; empty if the values can be saved."""
     try:
-        saved_bytes(values)
+        loadable_bytes(values)
     except ValueError as error:
         return [f"{what} cannot be saved: {error}"]
     return []
@@ -301,20 +301,20 @@ def value_errors(values: Any, what: str) -> list[str]:
 def _unsafe(error: Exception) -> str:
     """Return the rejected class or the reason, extracted from torch's longer message if possible."""
     text = str(error)
-    found = re.search(r"GLOBAL (\S+)", text) or re.search(r"WeightsUnpickler error:\s*([^\n]+)", text)
-    return found[1] if found else f"{type(error).__name__}: {text}"
+    match = re.search(r"GLOBAL (\S+)", text) or re.search(r"WeightsUnpickler error:\s*([^\n]+)", text)
+    return match[1] if match else f"{type(error).__name__}: {text}"
 
 
-def torch_bytes(values: Any) -> bytes:
-    """Serialize values that are known to be plain, in torch's own format."""
+def torch_save_bytes(values: Any) -> bytes:
+    """Serialize values in torch's own format, unchecked; see `loadable_bytes`."""
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
 
 
 def write_values(path: Path, values: Any) -> FileRecord:
-    """Write plain values to a file; see `saved_bytes`."""
-    return write_small(path, saved_bytes(values))
+    """Write plain values to a file; see `loadable_bytes`."""
+    return write_small(path, loadable_bytes(values))
 
 
 def read_values(path: Path) -> Any:

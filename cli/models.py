@@ -189,8 +189,8 @@ def _sharded_by(layout: str) -> str:
 
 def _sharded_cell(row: ModelRow, by: str) -> str:
     """Return the numbers of agreeing and of tested layouts of a kind; empty if none was tested."""
-    found = [row.cells[layout] for layout in row.cells if _sharded_by(layout) == by]
-    tried, agreed = (sum(each[place] for each in found) for place in (0, 1))
+    cells = [row.cells[layout] for layout in row.cells if _sharded_by(layout) == by]
+    tried, agreed = (sum(cell[place] for cell in cells) for place in (0, 1))
     return f"{agreed} of {tried}" if tried else ""
 
 

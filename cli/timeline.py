@@ -51,8 +51,8 @@ class Pipeline:
     def errors(self) -> list[str]:
         """List all errors of the sizes, each with a value that works."""
         sizes = {"pp": self.num_ranks, "microbatches": self.num_microbatches}
-        found = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
-        return found + style_errors(self.style, self.num_chunks, self.num_ranks)
+        size_errors = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
+        return size_errors + style_errors(self.style, self.num_chunks, self.num_ranks)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class DistCoordinator:
     ) -> Iterator[None]:
         """Run the block on one rank first, then on the others, which may read what it prepared. Two barriers.
 
-        An exception leaves the block on its own rank alone, when all ranks have ended theirs.
+        If the block raises on a rank, the exception leaves it on that rank only, after all ranks have ended the block.
 
         Args:
             executor_rank: the first one, a rank in the group.

@@ -219,9 +219,9 @@ def _plain_error(error: BaseException) -> Exception:
     return AgreedError(f"{type(error).__name__}: {error}") if kind is None else kind(str(error))
 
 
-def differing_ranks(found: Sequence[Sequence[int]], place: int = 0) -> list[int]:
+def differing_ranks(by_rank: Sequence[Sequence[int]], place: int = 0) -> list[int]:
     """Return the ranks whose integer at this position differs from that of the first rank."""
-    return [rank for rank, own in enumerate(found) if own[place] != found[0][place]]
+    return [rank for rank, integers in enumerate(by_rank) if integers[place] != by_rank[0][place]]
 
 
 def require_equal(

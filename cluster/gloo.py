@@ -69,7 +69,7 @@ class ReduceScatter:
         rows = arrivals.take((len(others), length), own_slice.dtype)
         self._own_slice: Tensor | None = own_slice
         self._works: list[dist.Work] = []
-        self._receives: list[list[tuple[dist.Work, Tensor]]] = []
+        self._receives: list[list[tuple[dist.Work, Tensor]]] = []  # by part of the slice, from each rank
         with one_collective("reduce_scatter", whole.nbytes, group):
             for start in range(0, length, _PART):
                 part = slice(start, start + _PART)

@@ -145,9 +145,9 @@ def _waits_for(beat: Heartbeat, rank: int, own: Heartbeat) -> bool:
 
 def places(ranks: Iterable[int], beats: Mapping[int, Heartbeat | None]) -> str:
     """Describe the calls that ranks are in, for messages."""
-    found = [f"rank {rank} is {beats.get(rank) or 'not connected yet'}" for rank in ranks]
-    more = len(found) - MOST_NAMED
-    return "; ".join(found[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else []))
+    texts = [f"rank {rank} is {beats.get(rank) or 'not connected yet'}" for rank in ranks]
+    more = len(texts) - MOST_NAMED
+    return "; ".join(texts[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else []))
 
 
 # A store that does not answer in this time is treated as gone.
@@ -195,13 +195,13 @@ class HeartbeatStore:
         # The group's own connection is locked while any thread waits on it.
         connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-        # A store may outlive a process group. All ranks count restarts alike.
-        life = connection.add(f"echelon/heartbeats/lives/{rank}", 1)
-        self._store = dist.PrefixStore(f"echelon/heartbeats/{life}", connection)
+        # A store may outlive a process group, so each group has its own keys: all ranks count their groups alike.
+        group_number = connection.add(f"echelon/heartbeats/groups/{rank}", 1)
+        self._store = dist.PrefixStore(f"echelon/heartbeats/{group_number}", connection)
         self._rank = rank
-        self._num_read = 0
-        self._processes: dict[int, tuple[str, int]] = {}
-        self._store.set(f"process/{rank}", json.dumps([_place(), os.getpid()]))
+        self._num_read = 0  # events that `news` has returned
+        self._processes: dict[int, tuple[str, int]] = {}  # by rank, the machine and the process id
+        self._store.set(f"process/{rank}", json.dumps([_machine(), os.getpid()]))
 
     def show(self, beat: Heartbeat) -> None:
         """Publish this rank's heartbeat in place of its previous one."""
@@ -258,15 +258,15 @@ class HeartbeatStore:
         """Return True if a rank's process has certainly ended; known only for processes of this machine."""
         if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
             self._processes[rank] = process[0], process[1]
-        place, process_id = self._processes.get(rank, ("", 0))
-        return place == _place() and has_ended(process_id)
+        machine, process_id = self._processes.get(rank, ("", 0))
+        return machine == _machine() and has_ended(process_id)
 
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
 @cache
-def _place() -> str:
+def _machine() -> str:
     """Identify this machine and the namespace of its process ids."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"

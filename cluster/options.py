@@ -60,7 +60,7 @@ def option_like(options: type, name: str, default: Any = MISSING) -> Any:
 
 def arguments_like(options: Any) -> dict[str, Any]:
     """Return the values of options by name, those of `option_like` by their original names."""
-    return {each.metadata.get("name", each.name): getattr(options, each.name) for each in fields(options)}
+    return {field.metadata.get("name", field.name): getattr(options, field.name) for field in fields(options)}
 
 
 def type_errors(options: Any) -> dict[str, str]:

@@ -213,7 +213,7 @@ def _router_loss_names(model_class: type) -> dict[str, Any] | None:
 def adds_router_loss(model: Any) -> bool:
     """Return True if the config of a model with an auxiliary loss adds it to the loss."""
     configs = (model.config, model.config.get_text_config())
-    return any(getattr(each, ROUTER_LOGITS, False) for each in configs)
+    return any(getattr(config, ROUTER_LOGITS, False) for config in configs)
 
 
 def routing_sizes(model: Any) -> tuple[int, int]:

@@ -80,6 +80,7 @@ class Watch:
         self._has_failed = False
         self._own_errors = self._num_barriers = 0
         self._reported: Event | None = None  # reported outside of calls
+        # The rank looked after, its heartbeat, and since when it has shown no other.
         self._looked_after: tuple[int, Heartbeat | None, float] | None = None
         self._looked = 0.0
         self._given_up = ""

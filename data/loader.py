@@ -167,18 +167,18 @@ class ShardedLoader(DataLoader[Any]):
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **settings)
         self.stateful_sampler = stateful_sampler
         self.num_passes = 0
-        self._num_samples = batch_size
+        self._batch_size = batch_size
         self._seed = seed
-        self._current = _Current()
-        self._maker: DataLoader[Any] | None = None
+        self._draw_sampler = _DrawSampler()
+        self._batch_loader: DataLoader[Any] | None = None  # of the latest pass; kept with persistent workers
 
     def __iter__(self) -> "Pass":  # type: ignore[override]
         """Begin a pass; see `ResumableSampler` for its epoch and position."""
-        begun = self.stateful_sampler.begin(self._num_samples)
+        begun = self.stateful_sampler.begin(self._batch_size)
         self.num_passes += 1
-        if self._maker is None or not self.persistent_workers:
-            self._maker = self._new_maker(begun.epoch)
-        return Pass(self, begun, self._maker, self._current)
+        if self._batch_loader is None or not self.persistent_workers:
+            self._batch_loader = self._new_batch_loader(begun.epoch)
+        return Pass(self, begun, self._batch_loader, self._draw_sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data: batches that the training loop has taken, without prefetched ones.
@@ -203,12 +203,12 @@ class ShardedLoader(DataLoader[Any]):
         """
         self.stateful_sampler.load_state_dict(state)
 
-    def _new_maker(self, epoch: int) -> DataLoader[Any]:
+    def _new_batch_loader(self, epoch: int) -> DataLoader[Any]:
         """Return the DataLoader that makes batches from draws, in this process or in workers."""
         return DataLoader(
             BatchDataset(self.dataset, self.collate_fn),
             batch_size=None,
-            sampler=self._current,
+            sampler=self._draw_sampler,
             collate_fn=unchanged,
             worker_init_fn=partial(_start_worker, then=self.worker_init_fn),
             # Seeds generators of the data set or `worker_init_fn`; a batch's random numbers depend on its draw alone.
@@ -228,8 +228,8 @@ WORKER_SETTINGS = (
 )
 
 
-class _Current:
-    """The draws of the latest pass, as the sampler of torch's DataLoader."""
+class _DrawSampler:
+    """Sampler of torch's DataLoader: the draws of the latest pass, so that persistent workers get those of the next."""
 
     def __init__(self) -> None:
         self.draws: Iterator[Draw] = iter(())
@@ -245,14 +245,18 @@ class Pass(Iterator[Any]):
     """
 
     def __init__(
-        self, loader: ShardedLoader, begun: BegunPass, maker: DataLoader[Any], current: _Current
+        self,
+        loader: ShardedLoader,
+        begun: BegunPass,
+        batch_loader: DataLoader[Any],
+        draw_sampler: _DrawSampler,
     ) -> None:
         self._loader = loader
         self._number = loader.num_passes
         self._num_batches = begun.num_batches
         self._positions: dict[int, Any] = {}  # by number, the positions after batches in flight
-        current.draws = _noted(begun.draws, self._positions)
-        self._batches = iter(maker)
+        draw_sampler.draws = _noted(begun.draws, self._positions)
+        self._batches = iter(batch_loader)
 
     def __next__(self) -> Any:
         """Return the next batch, and move the position behind it."""

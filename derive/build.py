@@ -69,9 +69,9 @@ def small_copy(kind: type[nn.Module], config: PreTrainedConfig, task: str) -> Co
         inputs = Inputs(model, task)
         for _ in range(ANSWERS):
             try:
-                found = Copy(make=make, model=model, batch=inputs.make(), inputs=inputs)
-                found.loss()
-                return found
+                candidate = Copy(make=make, model=model, batch=inputs.make(), inputs=inputs)
+                candidate.loss()
+                return candidate
             except Exception as error:
                 errors.append(described(error))
                 if not inputs.adapt(error):
@@ -100,9 +100,10 @@ def _of_class(config: PreTrainedConfig, kind: type[nn.Module]) -> PreTrainedConf
 
 
 def _require_small(kind: type[nn.Module], config: PreTrainedConfig) -> None:
+    """Raise ValueError if a model of this config has more than LARGEST parameters."""
     try:
         with torch.device("meta"):
-            count = sum(each.numel() for each in kind(config).parameters())
+            count = sum(parameter.numel() for parameter in kind(config).parameters())
     except (NotImplementedError, RuntimeError):  # a constructor that reads values
         return
     if count > LARGEST:

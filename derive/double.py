@@ -22,6 +22,7 @@ class StaysDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Call a function; with float64 tensors among its arguments, replace a requested float32 by float64."""
         kwargs = kwargs or {}
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]

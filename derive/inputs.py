@@ -47,7 +47,7 @@ class Inputs:
         self.names = inspect.signature(model.forward).parameters
         self.vision = _inner(_inner(self.config, "vlm_config"), *_VISION)
         self.audio = _inner(self.config, *_AUDIO)
-        self.drawn, self.samples = torch.Generator(), 2
+        self.generator, self.samples = torch.Generator(), 2
         self.places: dict[int, int] = {}  # by placeholder token: how many a row has
         self.side: tuple[int, int] | None = None
         self.frames = 0
@@ -59,11 +59,10 @@ class Inputs:
     def make(self, samples: int = 2, seed: int = 0) -> dict[str, Any]:
         """Return the arguments; equal ones in each call, unless an error was answered in between."""
         self.samples = samples
-        self.drawn.manual_seed(seed)
-        made: dict[str, Any] = {}
-        for make in (self._images, self._sounds, self._texts, self._series, self._others, self._labels):
-            made |= {name: each for name, each in make(made).items() if name not in self.without}
-        return made
+        self.generator.manual_seed(seed)
+        inputs = self._images() | self._sounds() | self._texts() | self._series() | self._others()
+        inputs = {name: value for name, value in inputs.items() if name not in self.without}
+        return inputs | self._labels(inputs)
 
     def adapt(self, error: Exception) -> bool:
         """Change what `make` returns, as an error of the forward asks for; return False if nothing is left to try."""
@@ -88,7 +87,8 @@ class Inputs:
 
     # Inputs
 
-    def _images(self, made: dict[str, Any]) -> dict[str, Any]:
+    def _images(self) -> dict[str, Any]:
+        """Return images, patches of images, or videos, and their sizes: (B, channels, height, width) by default."""
         channels, height, width = self._image()
         if "pixel_values" not in self.names:
             if "pixel_values_videos" not in self.names:
@@ -105,13 +105,16 @@ class Inputs:
         frames = (self.frames,) if self.frames else ()
         if self.kind == "VIDEO_CLASSIFICATION":
             frames = (_first(self.config, "num_frames", default=2),)
-        found: dict[str, Any] = {"pixel_values": self._floats(self.samples, *frames, channels, height, width)}
+        inputs: dict[str, Any] = {
+            "pixel_values": self._floats(self.samples, *frames, channels, height, width)
+        }
         if "image_sizes" in self.names:
-            found["image_sizes"] = torch.tensor([[height, width]] * self.samples)
-        return found
+            inputs["image_sizes"] = torch.tensor([[height, width]] * self.samples)
+        return inputs
 
-    def _sounds(self, made: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _sounds(self) -> dict[str, Any]:
+        """Return spectrograms (B, T, F), or (B, F, T) once transposed, with masks (B, T), or waveforms (B, T)."""
+        inputs: dict[str, Any] = {}
         if "input_features" in self.names:
             bins = _one(_first(self.audio, "num_mel_bins", "n_mels", "num_mels", "feature_size",
                                "input_feat_per_channel", "input_dim", "feature_projection_input_dim", "input_size",
@@ -119,72 +122,84 @@ class Inputs:
             positions = getattr(self.audio, "max_source_positions", None)
             times = 128 if positions is None or "input_feat_per_channel" in dir(self.audio) else 2 * positions
             shape = (bins, times) if self.is_transposed else (times, bins)
-            found["input_features"] = self._floats(self.samples, *shape)
+            inputs["input_features"] = self._floats(self.samples, *shape)
             masks = [name for name in _FEATURE_MASKS if name in self.names]
             if "attention_mask" in self.names and "input_ids" not in self.names:
                 masks.append("attention_mask")
-            found |= {name: torch.ones(self.samples, times, dtype=torch.long) for name in masks}
-        if "input_values" in self.names and "input_ids" not in self.names and not found:
+            inputs |= {name: torch.ones(self.samples, times, dtype=torch.long) for name in masks}
+        if "input_values" in self.names and "input_ids" not in self.names and not inputs:
             is_spectrogram = hasattr(self.config, "num_mel_bins") and hasattr(self.config, "max_length")
             sides = (self.config.max_length, self.config.num_mel_bins) if is_spectrogram else (4000,)
-            found["input_values"] = self._floats(self.samples, *sides)
-        return found
+            inputs["input_values"] = self._floats(self.samples, *sides)
+        return inputs
 
-    def _texts(self, made: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _texts(self) -> dict[str, Any]:
+        """Return token ids (B, S), and the masks, token types and boxes of layouts that the forward takes with them."""
+        inputs: dict[str, Any] = {}
         if "input_ids" in self.names:
-            found["input_ids"] = ids = self._ids()
+            inputs["input_ids"] = ids = self._ids()
             marks = torch.isin(ids, torch.tensor([*self.places], dtype=torch.long)).long()
             if "attention_mask" in self.names:
-                found["attention_mask"] = torch.ones_like(ids)
+                inputs["attention_mask"] = torch.ones_like(ids)
             if "mm_token_type_ids" in self.names:
-                found["mm_token_type_ids"] = marks
+                inputs["mm_token_type_ids"] = marks
             elif "token_type_ids" in self.names and self.places:
-                found["token_type_ids"] = marks
+                inputs["token_type_ids"] = marks
             if "bbox" in self.names:
-                found["bbox"] = (
+                inputs["bbox"] = (
                     self._floats(self.samples, LENGTH, 8)
                     if _is_relative(self.config)
                     else (torch.zeros(self.samples, LENGTH, 4, dtype=torch.long))
                 )
         if "qformer_input_ids" in self.names:
-            found["qformer_input_ids"] = self._ids(placeholders=False)
-        return found
+            inputs["qformer_input_ids"] = self._ids(placeholders=False)
+        return inputs
 
-    def _series(self, made: dict[str, Any]) -> dict[str, Any]:
+    def _series(self) -> dict[str, Any]:
+        """Return the past of time series: (B, T) or a list of (T), or (B, T, channels)."""
         if "past_values" not in self.names:
             return {}
         length = _first(self.config, "context_length", default=32)
         if "freq" in self.names or "timesfm" in self.config.model_type:
             series: Any = self._floats(self.samples, length)
-            found = {"past_values": series if self.is_stacked else list(series)}
-            return found | ({"freq": [0] * self.samples} if "freq" in self.names else {})
+            inputs = {"past_values": series if self.is_stacked else list(series)}
+            return inputs | ({"freq": [0] * self.samples} if "freq" in self.names else {})
         return {
             "past_values": self._floats(
                 self.samples, length, _first(self.config, "num_input_channels", default=1)
             )
         }
 
-    def _others(self, made: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _others(self) -> dict[str, Any]:
+        """Return the arguments of single model families that the forward takes, and `return_loss`."""
+        inputs: dict[str, Any] = {}
         if "input_points" in self.names:
-            found["input_points"] = 8 * self._floats(self.samples, 1, 2, 2).abs()
-            found["input_labels"] = torch.ones(self.samples, 1, 2, dtype=torch.long)
+            # SAM: one prompt of two points (x, y) in an image, both in the foreground.
+            inputs["input_points"] = 8 * self._floats(self.samples, 1, 2, 2).abs()
+            inputs["input_labels"] = torch.ones(self.samples, 1, 2, dtype=torch.long)
         if "flattened_patches" in self.names:
+            # Pix2Struct: 4 x 4 patches, each with its row, its column and its RGB pixels.
             patch = _one(_first(self.vision, "patch_size", default=16))
             patches = self._floats(self.samples, 16, 2 + 3 * patch**2)
             patches[..., 0], patches[..., 1] = torch.arange(16) // 4 + 1, torch.arange(16) % 4 + 1
-            found["flattened_patches"] = patches
+            inputs["flattened_patches"] = patches
         if "visual_embeds" in self.names and "visual_embedding_dim" in dir(self.config):
-            found["visual_embeds"] = self._floats(self.samples, 4, self.config.visual_embedding_dim)
+            # VisualBERT: 4 regions of an image.
+            inputs["visual_embeds"] = self._floats(self.samples, 4, self.config.visual_embedding_dim)
         if "visual_feats" in self.names:
-            found["visual_feats"] = self._floats(self.samples, 4, self.config.visual_feat_dim)
-            found["visual_pos"] = self._floats(self.samples, 4, 4).abs()
+            # LXMERT: 4 regions of an image, and their boxes.
+            inputs["visual_feats"] = self._floats(self.samples, 4, self.config.visual_feat_dim)
+            inputs["visual_pos"] = self._floats(self.samples, 4, 4).abs()
         if "return_loss" in self.names:
-            found["return_loss"] = True
-        return found
+            inputs["return_loss"] = True
+        return inputs
 
-    def _labels(self, made: dict[str, Any]) -> dict[str, Any]:
+    def _labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return labels in the form of the task, and the decoder's tokens; none for a task without labels.
+
+        Args:
+            inputs: the other arguments; language models are labelled with their own tokens.
+        """
         names, kind = self.names, self.kind
         classes = max(2, int(_first(self.config, "num_labels", default=2)))
         if "start_positions" in names and "labels" not in names:
@@ -201,8 +216,8 @@ class Inputs:
         targets = {"decoder_input_ids": self._ids(TARGETS)} if "decoder_input_ids" in names else {}
         if "labels" not in names or "mlm_labels" in names:
             return targets
-        if kind in _TEXT and "input_ids" in made:
-            labels = made["input_ids"].clone()[:, : LENGTH if "decoder_input_ids" in names else None]
+        if kind in _TEXT and "input_ids" in inputs:
+            labels = inputs["input_ids"].clone()[:, : LENGTH if "decoder_input_ids" in names else None]
             for token in self.places:
                 labels[labels == token] = -100
         elif kind in _CLASSES:
@@ -214,13 +229,13 @@ class Inputs:
         elif kind == "TOKEN_CLASSIFICATION":
             labels = self._ints(0, classes, self.samples, LENGTH)
         elif kind in ("QUESTION_ANSWERING", "VISUAL_QUESTION_ANSWERING"):
-            labels = torch.rand(self.samples, classes, generator=self.drawn)
+            labels = torch.rand(self.samples, classes, generator=self.generator)
         elif kind in _OBJECTS:
             labels = [self._objects(classes, height, width) for _ in range(self.samples)]
         elif kind == "SEMANTIC_SEGMENTATION":
             labels = self._ints(0, classes, self.samples, height, width)
-        elif "input_ids" in made:
-            labels = made["input_ids"].clone()
+        elif "input_ids" in inputs:
+            labels = inputs["input_ids"].clone()
         else:
             return targets
         return {"labels": labels}
@@ -228,10 +243,10 @@ class Inputs:
     # Values
 
     def _ints(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.drawn)
+        return torch.randint(low, high, shape, generator=self.generator)
 
     def _floats(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.drawn)
+        return torch.randn(*shape, generator=self.generator)
 
     @property
     def _vocabulary(self) -> int:
@@ -257,7 +272,7 @@ class Inputs:
 
     def _objects(self, classes: int, height: int, width: int) -> dict[str, Tensor]:
         """Return two objects in an image: classes, boxes (x, y, width, height) and masks."""
-        boxes = 0.3 * torch.rand(2, 4, generator=self.drawn) + 0.3
+        boxes = 0.3 * torch.rand(2, 4, generator=self.generator) + 0.3
         masks = self._ints(0, 2, 2, height, width).float()
         return {"class_labels": self._ints(0, classes, 2), "boxes": boxes, "masks": masks}
 
@@ -284,21 +299,26 @@ class Inputs:
         return False
 
     def _placeholder(self, text: str) -> int | None:
+        """Return the id of the placeholder token of the modality that an error names, else of images."""
         modality = "audio" if "udio" in text else "video" if "ideo" in text else "image"
         suffixes = ("_token_id", "_token_index", "_token", "_patch_id")
         names = [f"{each}{suffix}" for each in (modality, "image", "im") for suffix in suffixes]
         configs = (self.config, self.text, _inner(self.config, "vlm_config"))
-        found = [
-            getattr(each, name, None) for each in configs for name in [*names, "media_placeholder_token_id"]
+        ids = [
+            getattr(config, name, None)
+            for config in configs
+            for name in [*names, "media_placeholder_token_id"]
         ]
-        return next((each for each in found if isinstance(each, int)), None)
+        return next((token for token in ids if isinstance(token, int)), None)
 
     def _resize(self, text: str) -> bool:
-        found = re.search(r"\((\d+)\*(\d+)\) doesn't match model \((\d+)\*(\d+)\)", text)
-        self.side = (int(found[3]), int(found[4])) if found else self.side
-        return found is not None
+        """Give images the height and width that an error names as the model's."""
+        match = re.search(r"\((\d+)\*(\d+)\) doesn't match model \((\d+)\*(\d+)\)", text)
+        self.side = (int(match[3]), int(match[4])) if match else self.side
+        return match is not None
 
     def _add_frames(self, text: str, count: int) -> bool:
+        """Give images a dimension of frames before the channels, if an error is about the number of dimensions."""
         asks = r"expected .*5|too many values|not enough values|IndexError|5D|dimension out of range|pixel_values of"
         if "pixel_values" not in self.names or not re.search(asks, text):
             return False
@@ -306,10 +326,12 @@ class Inputs:
         return True
 
     def _transpose(self) -> bool:
+        """Give spectrograms with frequencies before times."""
         self.is_transposed = "input_features" in self.names
         return self.is_transposed
 
     def _stack(self) -> bool:
+        """Give time series as one tensor instead of a list."""
         self.is_stacked = "past_values" in self.names
         return self.is_stacked
 
@@ -320,10 +342,12 @@ class Inputs:
 
     def _leave_out_modalities(self) -> bool:
         """Give text alone."""
-        found = {"input_ids"} <= self.names.keys() and [name for name in _MODALITIES if name in self.names]
-        self.without |= set(found or ())
+        modalities = {"input_ids"} <= self.names.keys() and [
+            name for name in _MODALITIES if name in self.names
+        ]
+        self.without |= set(modalities or ())
         self.places = {}
-        return bool(found)
+        return bool(modalities)
 
 
 WIDTHS = 64  # of a small text model: features may be counted in numbers
@@ -334,8 +358,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(element)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -344,12 +368,12 @@ def loss_of(output: Any) -> Tensor:
     Raises:
         ValueError: no output has gradients.
     """
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
-        return own.reshape(())
-    for each in tensors_in(output):
-        if each.is_floating_point() and each.requires_grad:
-            return each.float().pow(2).mean()
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss.reshape(())
+    for tensor in tensors_in(output):
+        if tensor.is_floating_point() and tensor.requires_grad:
+            return tensor.float().pow(2).mean()
     raise ValueError("no output has gradients")
 
 

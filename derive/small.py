@@ -100,7 +100,10 @@ _FILLED_TOKEN = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
 def small_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig | Exception]:
-    """Yield small configs of a config's class, the most regular first, or the error of making one.
+    """Yield small configs of a config's class, or the error of making one.
+
+    The first has small values of the settings for which the class has a default. The others are for classes that it
+    does not suit: see `_with_sections` and the arguments of `_Small`.
 
     Args:
         config: a config of a model; it is not changed.
@@ -120,7 +123,7 @@ def small_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig | Excep
 
 
 class _Small:
-    """Arguments of small configs.
+    """Replacement of the settings of configs by small values.
 
     Args:
         derived: also give settings that the class derives from others.
@@ -253,10 +256,16 @@ def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     """Return the settings that a config class takes, with their defaults."""
     if not dataclasses.is_dataclass(kind):
         taken = inspect.signature(kind).parameters.values()
-        return {each.name: each.default for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD}
+        return {
+            argument.name: argument.default
+            for argument in taken
+            if argument.kind is argument.POSITIONAL_OR_KEYWORD
+        }
     return {
-        each.name: each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
-        for each in dataclasses.fields(kind)
+        field.name: field.default_factory()
+        if field.default_factory is not dataclasses.MISSING
+        else field.default
+        for field in dataclasses.fields(kind)
     }
 
 
@@ -289,7 +298,7 @@ def _chosen_layers(config: PreTrainedConfig) -> list[int]:
         return []
     firsts: dict[str, int] = {}
     for layer in range(depth):
-        firsts.setdefault(repr([each[layer] for each in lists]), layer)
+        firsts.setdefault(repr([listed[layer] for listed in lists]), layer)
     chosen = sorted(firsts.values())[:LAYERS]
     others = [layer for layer in range(depth) if layer not in chosen]
     return sorted([*chosen, *others[: max(0, min(LAYERS, depth) - len(chosen))]])
@@ -323,17 +332,17 @@ def _trainable(config: PreTrainedConfig) -> PreTrainedConfig:
         and getattr(config, "decoder_start_token_id", None) is None
     ):
         config.decoder_start_token_id = 0
-    for each in configs_in(config):
-        rope = getattr(each, "rope_parameters", None)
+    for part in configs_in(config):
+        rope = getattr(part, "rope_parameters", None)
         ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
-        for found in ropes:
-            if isinstance(found, dict) and "mrope_section" in found:
-                found["mrope_section"] = _sections(_head_dim(each), found)
+        for settings in ropes:
+            if isinstance(settings, dict) and "mrope_section" in settings:
+                settings["mrope_section"] = _sections(_head_dim(part), settings)
     if getattr(config, "use_cache", False):
         config.use_cache = False
-    for each in {id(each): each for each in (config, config.get_text_config())}.values():
-        if getattr(each, "pad_token_id", None) is None:
-            each.pad_token_id = 0
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        if getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0
     return config
 
 

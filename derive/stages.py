@@ -71,7 +71,7 @@ def calls_of(copy: Copy) -> list[Call]:
     paths: dict[nn.Module, str] = {}
     for path, module in copy.model.named_modules():
         paths.setdefault(module, path)
-    clock, begun, found, handles = [0], list[tuple[str, int]](), list[Call](), []
+    clock, begun, calls, handles = [0], list[tuple[str, int]](), list[Call](), []
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         clock[0] += 1
@@ -81,7 +81,7 @@ def calls_of(copy: Copy) -> list[Call]:
         clock[0] += 1
         path, start = begun.pop()
         kept = tree_map(lambda leaf: leaf, output)  # the model may change the object afterwards
-        found.append(Call(path, start, clock[0], tuple(tensors_in([args, kwargs])), kept))
+        calls.append(Call(path, start, clock[0], tuple(tensors_in([args, kwargs])), kept))
 
     for module in paths:
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -93,13 +93,13 @@ def calls_of(copy: Copy) -> list[Call]:
     finally:
         for handle in handles:
             handle.remove()
-    return sorted(found, key=lambda call: call.start)
+    return sorted(calls, key=lambda call: call.start)
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:
     """Return the number of parameters of every module that is a list, by its path."""
     return {
-        path: sum(each.numel() for each in module.parameters())
+        path: sum(parameter.numel() for parameter in module.parameters())
         for path, module in model.named_modules()
         if module._modules and all(name.isdecimal() for name in module._modules)
     }
@@ -153,7 +153,7 @@ def layers_of_stack(
             if reason := _irregular(runs):
                 others[path] = reason
             else:
-                stacks[path] = [each[0] for each in runs]
+                stacks[path] = [layer_calls[0] for layer_calls in runs]
     largest = max([*stacks, *others], key=lambda path: sizes[path], default=None)
     if largest not in stacks:
         known = "; ".join(f"{path}: {reason}" for path, reason in others.items())
@@ -166,24 +166,24 @@ def layers_of_stack(
 
 def _irregular(runs: Sequence[Sequence[Call]]) -> str:
     """Return why the members of a list are no layers of a pipeline; empty if they may be."""
-    if silent := [place for place, each in enumerate(runs) if not each]:
+    if silent := [place for place, layer_calls in enumerate(runs) if not layer_calls]:
         return f"layers {silent} were not called, or as layer.forward(), in the traced forward"
-    if any(len(each) > 1 for each in runs):
+    if any(len(layer_calls) > 1 for layer_calls in runs):
         return f"its layers run up to {max(map(len, runs))} times"
-    flat = [each[0] for each in runs]
+    flat = [layer_calls[0] for layer_calls in runs]
     is_ordered = all(left.stop < right.start for left, right in pairwise(flat))
     return "" if is_ordered else "its layers do not run one after the other"
 
 
 def _outermost(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> list[Call]:
     """Return the calls of modules with parameters that no other call contains, but for those around the layers."""
-    found: list[Call] = []
+    outermost: list[Call] = []
     for call in calls:
-        if call.path in around or (found and call.stop < found[-1].stop):
+        if call.path in around or (outermost and call.stop < outermost[-1].stop):
             continue
         if any(True for _ in model.get_submodule(call.path).parameters()):
-            found.append(call)
-    return found
+            outermost.append(call)
+    return outermost
 
 
 def _silent(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> list[str]:
@@ -193,14 +193,14 @@ def _silent(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> l
         ValueError: one of them has submodules, and may have been called as `module.forward()`.
     """
     called = {call.path for call in calls} - {*around}
-    found = []
+    silent = []
     for path, module in model.named_modules():
-        own = [each for each in module.parameters(recurse=False) if each.grad is not None]
-        is_called = any(is_within(path, each) for each in called)
-        is_around = not path or any(is_within(each, path) for each in called)
-        if own and not is_called and not is_around:
-            found.append(path)
-    return found
+        trained = [parameter for parameter in module.parameters(recurse=False) if parameter.grad is not None]
+        is_called = any(is_within(path, called_path) for called_path in called)
+        is_around = not path or any(is_within(called_path, path) for called_path in called)
+        if trained and not is_called and not is_around:
+            silent.append(path)
+    return silent
 
 
 def _is_placeholder(call: Call, first: Call) -> bool:
@@ -213,10 +213,15 @@ def _is_placeholder(call: Call, first: Call) -> bool:
 
 
 def _arity(layers: Sequence[Call]) -> int:
+    """Return the `StagePlan.arity` of layers from their outputs.
+
+    Raises:
+        ValueError: the layers return tuples of different lengths, or something else than tensors and tuples.
+    """
     kinds = {len(call.output) if isinstance(call.output, tuple) else type(call.output) for call in layers}
     (kind, *further) = kinds
     if further or not (kind is Tensor or isinstance(kind, int)):
-        names = sorted(getattr(each, "__name__", f"a tuple of {each}") for each in kinds)
+        names = sorted(getattr(output, "__name__", f"a tuple of {output}") for output in kinds)
         raise ValueError(f"its layers return {' or '.join(names)}, and not a tensor or tuples of one length")
     return kind if isinstance(kind, int) else 0
 
@@ -233,6 +238,7 @@ def departure(copy: Copy, plan: StagePlan) -> str | None:
 
 
 def _departure(copy: Copy, plan: StagePlan) -> str | None:
+    """Run all stages forward, then backward in reverse order, in this process; compare them with the whole model."""
     try:
         whole = copy.make(0)
         loss = _loss(whole, copy.batch)
@@ -250,7 +256,7 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
             return f"the stage of layer {stage.index} fails: {described(error)}"
         if not stage.is_last:
             sent.append((output, received))
-            received = tuple(each.detach().requires_grad_(each.requires_grad) for each in output)
+            received = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in output)
     staged = loss_of(output)
     try:
         return (
@@ -263,6 +269,7 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
 
 
 def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the loss of a batch; random numbers are those of the stages."""
     torch.manual_seed(1)
     return loss_of(model(**batch))
 

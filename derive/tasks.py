@@ -36,13 +36,13 @@ _FAMILIES = {
 
 def mappings() -> dict[str, Mapping[str, str | tuple[str, ...]]]:
     """Return for each task, the preferred ones first, the names of its classes by model type."""
-    found = {
+    by_task = {
         name.removeprefix(_PREFIX).removesuffix(_SUFFIX): mapping
         for name, mapping in vars(modeling_auto).items()
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX)
     }
-    order = [*_PREFERRED, *(name for name in found if name not in (*_PREFERRED, *_LAST)), *_LAST]
-    return {name: found[name] for name in order if name in found}
+    order = [*_PREFERRED, *(name for name in by_task if name not in (*_PREFERRED, *_LAST)), *_LAST]
+    return {name: by_task[name] for name in order if name in by_task}
 
 
 def model_types() -> list[str]:
@@ -58,7 +58,7 @@ def tasks_of(model_type: str) -> dict[str, str]:
 
 def task_of(kind: type[nn.Module]) -> str:
     """Return the task of a model class; empty if transformers has it for none."""
-    names = {each.__name__ for each in kind.__mro__}
+    names = {base.__name__ for base in kind.__mro__}
     for task, mapping in mappings().items():
         for name in mapping.values():
             if not names.isdisjoint([name] if isinstance(name, str) else name):

@@ -118,8 +118,8 @@ class LazyTensor(Tensor):
 
 def content_of(tensor: LazyTensor) -> Content:
     """Return the record of the future content of a lazy tensor's memory."""
-    found: Content = getattr(tensor.untyped_storage(), _CONTENT)
-    return found
+    content: Content = getattr(tensor.untyped_storage(), _CONTENT)
+    return content
 
 
 def allocate(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, device: torch.device) -> Tensor:

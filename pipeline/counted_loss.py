@@ -50,7 +50,7 @@ class Counted(NamedTuple):
     of_batch: bool = True
 
 
-def divided(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Tensor:
+def divide_by_count(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Tensor:
     """Return a summed loss over the number of its labels; 0 without labels while it is observed.
 
     Args:
@@ -59,7 +59,7 @@ def divided(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Ten
         adds_up: the count is the caller's, of several microbatches, whose losses are added instead of averaged.
     """
     if has_torch_function_unary(total):
-        return handle_torch_function(divided, (total,), total, count, adds_up=adds_up)
+        return handle_torch_function(divide_by_count, (total,), total, count, adds_up=adds_up)
     return total / count
 
 
@@ -89,12 +89,15 @@ class Observed(TorchFunctionMode):
 
     @torch.compiler.disable  # a compiled model has a graph up to its loss, and another after it
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function; record the result of a loss function."""
+        """Call a function. Record the loss of a loss function, and the number that its mean divides by.
+
+        With the loss goes a function that returns this number for other labels: see `Counted`.
+        """
         kwargs = kwargs or {}
-        if func is divided:
-            return self._divided(*args, **kwargs)
+        if func is divide_by_count:
+            return self._divide_by_count(*args, **kwargs)
         if func not in _COUNTS:
-            return func(*args, **kwargs) if self._functions is None else self._called(func, args, kwargs)
+            return func(*args, **kwargs) if self._functions is None else self._call_other(func, args, kwargs)
         bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
@@ -110,7 +113,7 @@ class Observed(TorchFunctionMode):
         recount = None if number is None else partial(_in_proportion, number, target.numel())
         return self._add(loss, number, label_function, recount)
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call_other(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call another function; record it if it makes a label of labels."""
         assert self._functions is not None
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
@@ -122,7 +125,7 @@ class Observed(TorchFunctionMode):
         self._functions.record(func, args, kwargs, result)
         return result
 
-    def _divided(self, total: Tensor, count: Tensor | int, *, adds_up: bool) -> Tensor:
+    def _divide_by_count(self, total: Tensor, count: Tensor | int, *, adds_up: bool) -> Tensor:
         if adds_up:
             return self._add(total / count, None)
         number = torch.as_tensor(count, device=total.device)
@@ -158,7 +161,7 @@ class Observed(TorchFunctionMode):
     @property
     def lacks_graph(self) -> bool:
         """True if losses have a graph only because they are kept apart."""
-        return self.separate and torch.is_grad_enabled() and not any(each.has_graph for each in self.losses)
+        return self.separate and torch.is_grad_enabled() and not any(loss.has_graph for loss in self.losses)
 
     def counted(self, loss: Any) -> Counted | None:
         """Return the record of this very tensor, unchanged; None if it is no loss function's result."""

@@ -59,21 +59,21 @@ def image_rows(batch: Any, config: Any) -> Rows:
             if _kind_of(name) == kind and isinstance(each, Tensor) and each.dim()
         }
         grid = next((tensors[name] for name in grid_names if name in tensors), None)
-        if grid is None and all(len(each) == len(texts) for each in tensors.values()):
+        if grid is None and all(len(tensor) == len(texts) for tensor in tensors.values()):
             continue  # a row per sample
         ids = (getattr(config, name, None) for name in token_names)
         token = next((each for each in ids if each is not None), None)
         tokens = [0] * len(texts) if token is None else (texts == token).sum(1).tolist()
         sizes = [1] * len(tensors.get(pixels, ())) if grid is None else grid.prod(1).tolist()
         starts = _starts(tokens, sizes)
-        if any(len(each) not in starts for each in tensors.values()):
-            described = ", ".join(f"{name} has {len(each)}" for name, each in tensors.items())
+        if any(len(tensor) not in starts for tensor in tensors.values()):
+            described = ", ".join(f"{name} has {len(tensor)}" for name, tensor in tensors.items())
             raise ValueError(
                 f"{kind}s cannot be assigned to the {len(texts)} samples of a batch by their rows: {described}; "
                 f"{_TEXTS} has {', '.join(map(str, tokens))} tokens of {token_names[0]}={token}. Give the {kind}s of "
                 "all samples in their order, or one row for each sample"
             )
-        rows |= {name: starts[len(each)] for name, each in tensors.items()}
+        rows |= {name: starts[len(tensor)] for name, tensor in tensors.items()}
     return rows
 
 
@@ -92,7 +92,7 @@ def _starts(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]
     if num_tokens == 0:
         return {}
     scaled = [end * num_patches for end in accumulate(tokens, initial=0)]
-    starts = [each // num_tokens for each in scaled]
-    if any(each % num_tokens for each in scaled) or not ends.keys() >= set(starts):
+    starts = [index // num_tokens for index in scaled]
+    if any(index % num_tokens for index in scaled) or not ends.keys() >= set(starts):
         return {}
     return {num_patches: starts, len(sizes): [ends[start] for start in starts]}

@@ -211,7 +211,7 @@ def _merge(entries: list[Any], path: str) -> Any:
     first = entries[0]
     if isinstance(first, Tensor):
         return _merge_tensors(entries, path)
-    return first if all(each is first or bool(each == first) for each in entries) else entries
+    return first if all(entry is first or bool(entry == first) for entry in entries) else entries
 
 
 def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:

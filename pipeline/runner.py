@@ -136,7 +136,7 @@ class ScheduleRun:
         self._edges: dict[_Place, list[GradientEdge | None]] = {}
         self._loss_graphs: dict[_Place, Tensor] = {}
         # Until the end of the step, by microbatch:
-        self._keys: dict[int, Hashable] = {}
+        self._keys: dict[int, Hashable] = {}  # equal for microbatches whose messages have equal shapes
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}

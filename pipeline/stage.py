@@ -62,7 +62,7 @@ from torch.nn import Parameter
 from transformers import Cache, PreTrainedModel
 
 from ..cluster.transformers_api import CACHE_NAMES, EmptyCache, attention_name
-from .known_masks import compiles_masks, is_compiled, mask_of_all
+from .host_masks import compiles_masks, is_compiled, mask_of_all
 from .plan import StagePlan, is_within
 from .stand_ins import (
     Borrowed,
@@ -447,7 +447,7 @@ def makes_positions(model: nn.Module) -> bool:
 def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of a call, with a mask of all tokens if no argument decides which tokens are seen.
 
-    See [Note: questions about masks] in known_masks.py.
+    See [Note: questions about masks] in host_masks.py.
 
     Args:
         model: a model with `makes_positions`.

@@ -405,43 +405,50 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
 def _roles_outside(model: nn.Module, stack: Stack, kind: type[StandIn]) -> Roles:
     """Return the roles in a stack of which the stage has no layer; `kind` replaces the module that runs it."""
     path = stack.plan.module
-    before = (
-        _before_roles(model, stack) if kind is Encoded else dict.fromkeys(stack.plan.before, Role(Absent))
-    )
+    absent = dict.fromkeys(stack.plan.before, Role(Absent))
+    before = _roles_before_layers(model, stack) if kind is Encoded else absent
     return {path: Role(kind)} | {name: role for name, role in before.items() if not is_within(name, path)}
 
 
-def _before_roles(model: nn.Module, stack: Stack) -> Roles:
-    """Return the roles of modules before the first layer, on stages without them; for lists, of each element."""
-    singles: list[str] = []
+def _roles_before_layers(model: nn.Module, stack: Stack) -> Roles:
+    """Return the roles of the modules before the first layer, on the stages after them.
+
+    Outputs of entries and leading modules are replaced by tensors of their shape, which nothing reads; those in
+    `StagePlan.sent` were received. A list of modules has a role for each of them.
+    """
+    leading: list[str] = []
     for path in stack.plan.leading:
         module = model.get_submodule(path)
         is_list = isinstance(module, nn.ModuleList)
-        singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
-    entry = Outline if stack.plan.derives_entry_shapes else Placeholder
+        leading += [f"{path}.{name}" for name in module._modules] if is_list else [path]
+    entry_kind = Outline if stack.plan.derives_entry_shapes else Placeholder
     sent: Roles = {}
     arrives_as = 1  # after the hidden states
     for path, output in stack.plan.sent.items():
         sent[path] = Role(Sent, arrives_as=arrives_as, output=output)
         arrives_as += output.num_tensors
-    return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Outline)) | sent
+    return dict.fromkeys(stack.plan.entry, Role(entry_kind)) | dict.fromkeys(leading, Role(Outline)) | sent
 
 
 def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
-    """Return the roles in a stack of which the stage has some layers, counted within the stack."""
+    """Return the roles of the layers in a stack of which the stage has some, and of the modules before them.
+
+    The stage has the runs of layers from `start` to `stop`, counted within the stack. A layer that it runs has no role,
+    unless other stages have some of its runs.
+    """
     roles: Roles = {}
     for path, (first, end) in stack.runs.items():
         arity = 0 if stack.changes_shape(path) else stack.plan.arity
-        if end < start:
+        if end < start:  # earlier than the layer whose output is received
             roles[path] = Role(Outline) if stack.changes_shape(path) else Role(Passing, arity)
         elif end == start:
             roles[path] = Role(Arriving, arity)
         elif first >= stop:
             roles[path] = Role(leaving)
-        elif first < start or end > stop:
+        elif first < start or end > stop:  # other stages have some of its runs
             roles[path] = Role(Runs, arity, (start - first, stop - first))
     if start > 0:
-        roles |= _before_roles(model, stack)
+        roles |= _roles_before_layers(model, stack)
     return roles
 
 

@@ -109,7 +109,7 @@ class _Channel:
         self._descriptions: list[PendingTransfer] = []  # in flight
         # Receives whose shapes are not known yet, and all later receives on this channel.
         self._late: deque[PendingTransfer] = deque()
-        self._specs: dict[tuple[int, Hashable], Specs] = {}
+        self._specs: dict[tuple[int, Hashable], Specs] = {}  # by stage, and key of the microbatch
 
     def send(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
         """Begin to send, and release the tensors of completed sends."""

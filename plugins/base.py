@@ -288,7 +288,11 @@ def taking(
 
 def _by_position(options: Signature) -> str:
     """Return which options may be given by position."""
-    names = [name for name, each in options.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [
+        name
+        for name, argument in options.parameters.items()
+        if argument.kind is argument.POSITIONAL_OR_KEYWORD
+    ]
     return f"by position it takes {', '.join(names) or 'nothing'}: give every option by its name"
 
 
@@ -392,12 +396,14 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None, ep_size: int
 
 def _owner_errors(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """List the error of an optimizer of full parameters that steps experts which are modules on one rank each."""
-    experts = [each for each in model.modules() if (found := interface_of(each)) and found.is_apart]
+    experts = [
+        module for module in model.modules() if (interface := interface_of(module)) and interface.is_apart
+    ]
     if not experts:  # a trial of the optimizer would be for nothing
         return []
     kinds = zip(optimizer.param_groups, update_kinds(optimizer), strict=True)
-    full = {each for group, kind in kinds if kind is UpdateKind.PARAMETER for each in group["params"]}
-    if not any(parameter in full for each in experts for parameter in each.parameters()):
+    full = {weight for group, kind in kinds if kind is UpdateKind.PARAMETER for weight in group["params"]}
+    if not any(weight in full for module in experts for weight in module.parameters()):
         return []
     return [
         f"ep_size above 1 leaves each expert of a {type(model).__name__} to one rank, where an optimizer of full "

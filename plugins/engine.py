@@ -19,8 +19,8 @@ from ..cluster.objects import broadcast_object
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.counted_loss import ObservedStage
+from ..pipeline.host_masks import with_host_copies
 from ..pipeline.image_rows import image_rows
-from ..pipeline.known_masks import with_known_masks
 from ..pipeline.microbatch import (
     batch_size,
     map_tensors,
@@ -135,7 +135,7 @@ class PipelineEngine:
         )
         batch, moved, call = self._next_batch(data_iter, rank_kind)
         rows = image_rows(batch, getattr(self.module, "config", None))
-        microbatches = split(with_known_masks(moved, batch, self.module), rows=rows, **self._cutting)
+        microbatches = split(with_host_copies(moved, batch, self.module), rows=rows, **self._cutting)
         weighed = self._loss_reducer.of_batch(
             model_loss if criterion is None else criterion,
             microbatches,

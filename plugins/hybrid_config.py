@@ -174,7 +174,7 @@ class HybridConfig(ShardOptions, DataOptions):
     @property
     def precision_settings(self) -> dict[str, Any]:
         """The arguments of `PrecisionConfig`."""
-        given = {each.name: getattr(self, each.name) for each in fields(PrecisionConfig)}
+        given = {field.name: getattr(self, field.name) for field in fields(PrecisionConfig)}
         return given | {"precision": self.used_precision}
 
     @property

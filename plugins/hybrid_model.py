@@ -19,7 +19,7 @@ from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
-from ..pipeline.known_masks import with_known_masks
+from ..pipeline.host_masks import with_host_copies
 from ..pipeline.stage import (
     argument,
     makes_positions,
@@ -35,7 +35,7 @@ from ..shardformer.configs import copy_configs
 from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
 from ..shardformer.expert_load import ExpertLoad, LayerLoad
 from ..shardformer.expert_sharding import apply_expert_sharding, expert_errors
-from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.batch_norm import RunningStatistics, convert_batch_norms
 from ..shardformer.layers.expert_parallel import replaying
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
@@ -107,7 +107,7 @@ def boost(
         model.to(mesh.device)  # only this rank's shards
         materialize(model)
         free_cached_memory(mesh.device)  # the full model may have been on the device
-        statistics = own_batch_norms(model, mesh.group("data"))
+        statistics = convert_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
         boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters, load)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
@@ -414,14 +414,14 @@ class HybridParallelModule(BoostedModule):
         return self.mesh.replica_stage_ranks()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs; all ranks of the model have equal inputs."""
+        """Compute the outputs from inputs that are equal on all ranks of the model; raise ValueError if they differ."""
         self._require_equal_inputs(args, kwargs)
         moved = self.engine.to_compute(kwargs)
-        args, kwargs = self.engine.to_compute(args), with_known_masks(moved, kwargs, self.module)
+        args, kwargs = self.engine.to_compute(args), with_host_copies(moved, kwargs, self.module)
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
-            kwargs = without_cache(self.module, args, kwargs)
+            kwargs = without_cache(self.module, args, kwargs)  # training would not read it
             if self._makes_positions:
-                kwargs = with_mask(self.module, args, kwargs)
+                kwargs = with_mask(self.module, args, kwargs)  # spares a read of the device
         with self.random.call(self.module):
             return self.module(*args, **kwargs)
 

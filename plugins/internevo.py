@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     ),
 }
 _KIND_OF = {int: "an integer", float: "a number", bool: "a bool"}
-_TYPES = {each.name: (get_args(each.type) or (each.type,))[0] for each in fields(HybridConfig)}
+_TYPES = {field.name: (get_args(field.type) or (field.type,))[0] for field in fields(HybridConfig)}
 
 
 def _unchanged(argument: str) -> Key:
@@ -234,7 +234,7 @@ class _Settings:
         errors += [
             f"{name} is given twice, also in parallel: leave one out" for name in bare if not self._is_bare
         ]
-        self._take("", {"parallel": bare} | config)
+        self._read_section("", {"parallel": bare} | config)
 
     def __call__(self, path: str, default: Any = None) -> Any:
         """Return the value of a path if it is valid, else the default."""
@@ -252,26 +252,25 @@ class _Settings:
         """Return the path as the user wrote it."""
         return path.removeprefix("parallel.") if self._is_bare else path
 
-    def _take(self, section: str, content: Any) -> None:
-        """Keep the values of a section and of the sections in it."""
+    def _read_section(self, section: str, content: Any) -> None:
+        """Keep the values of a section and of the sections in it. InternEvo takes an integer for its size alone."""
         if f"{section}.size" in KEYS and KINDS["an integer"](content):
             content = {"size": content}
         if not isinstance(content, Mapping):
             self.refuse(section, content, "must be a dict")
             return
         self._values[section] = content
-        known = [*KEYS, *SECTIONS]
-        path_of = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
+        path_of = _paths_in(section)
         for key, value in content.items():
             path = path_of.get(key)
             if path is None:
-                self._take_unknown(section, key, list(path_of))
+                self._note_unknown(section, key, list(path_of))
             elif path in SECTIONS:
-                self._take(path, {} if value is None else value)
+                self._read_section(path, {} if value is None else value)
             elif value is not None:
-                self._take_value(path, value)
+                self._read_value(path, value)
 
-    def _take_value(self, path: str, value: Any) -> None:
+    def _read_value(self, path: str, value: Any) -> None:
         """Keep a value, or add its error."""
         key = KEYS[path]
         if key.allowed is not None and value not in key.allowed:
@@ -281,7 +280,7 @@ class _Settings:
         else:
             self._values[path] = value
 
-    def _take_unknown(self, section: str, key: str, known: list[str]) -> None:
+    def _note_unknown(self, section: str, key: str, known: list[str]) -> None:
         """Note a key that does not concern the plugin, or add the error of one that is likely misspelled."""
         path = self._name(f"{section}.{key}" if section else str(key))
         ignored = IGNORED.get(section, ())
@@ -291,6 +290,12 @@ class _Settings:
         else:
             what = f"write {meant[0]}" if meant else f"known are {', '.join(known)}"
             self.errors.append(f"{path} is not understood: {what}")
+
+
+def _paths_in(section: str) -> dict[str, str]:
+    """Return the paths of the keys and sections directly in a section, by their last name."""
+    paths = [*KEYS, *SECTIONS]
+    return {path.rpartition(".")[2]: path for path in paths if path.rpartition(".")[0] == section}
 
 
 def _layout(settings: _Settings) -> dict[str, Any]:

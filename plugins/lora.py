@@ -216,11 +216,11 @@ def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
 
 def _stored_names(folder: Path) -> list[str]:
     """Return the names of an adapter's tensors in its file, safetensors if there is one."""
-    path = folder / ADAPTER_SAFETENSORS.one
+    path = folder / ADAPTER_SAFETENSORS.single
     if path.is_file():
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
-    return list(torch.load(folder / ADAPTER_TORCH.one, map_location="meta", weights_only=True))
+    return list(torch.load(folder / ADAPTER_TORCH.single, map_location="meta", weights_only=True))
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def terms_of(loss: Tensor, losses: Sequence[Counted]) -> list[Term]:
 
 def has_rest(loss: Tensor, losses: Sequence[Counted]) -> bool:
     """Return True if a parameter has a gradient of a loss that is not one of its terms."""
-    leaves = {id(each.term) for each in losses if not each.has_graph}
-    return any(id(leaf) not in leaves for leaf in leaves_of(loss, [each.term for each in losses]))
+    leaves = {id(counted.term) for counted in losses if not counted.has_graph}
+    return any(id(leaf) not in leaves for leaf in leaves_of(loss, [counted.term for counted in losses]))
 
 
 def leaves_of(loss: Tensor, inner: Iterable[Tensor]) -> Iterator[Tensor]:

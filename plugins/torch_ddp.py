@@ -24,7 +24,7 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.options import Check, option, option_errors
 from ..lazy import materialize
 from ..pipeline.stage import with_known_cache_name
-from ..shardformer.layers.batch_norm import own_batch_norms
+from ..shardformer.layers.batch_norm import convert_batch_norms
 from ..shardformer.refusals import given_errors, mark_parallelized
 from ..zero.precision import DTYPES, default_precision
 from .base import BoostedModule, Plugin, require_boosted, taking
@@ -55,7 +55,7 @@ class TorchModel(BoostedModule):
     def free_whole_parameters(self) -> None:
         """Free gathered parameters; keep this rank's shards."""
 
-    def leave_alone(self, names: Collection[str]) -> None:
+    def exclude_buffers(self, names: Collection[str]) -> None:
         """Exclude these buffers from synchronization between ranks."""
 
 
@@ -73,22 +73,25 @@ class TorchPlugin(Plugin):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Wrap the model by torch's class and the optimizer by ScaledOptimizer. Collective over the world."""
-        model, adapters = checked_together("boost", lambda: self._checked(model, optimizer))
+        model, adapters = checked_together("boost", lambda: self._without_peft(model, optimizer))
         names = {parameter: name for name, parameter in model.named_parameters()}
         with naming_failures("boost"):
             require_equal({**self._settings, self.precision_option: self._precision}, what="the plugin")
-            self._compare(model)
+            self._compare_models(model)
             materialize(model)
-            statistics = own_batch_norms(model, self.mesh.group("data"))
-            boosted = self._wrapped(model, adapters)
-        wrapped = None if optimizer is None else self._scaled(optimizer, boosted, names)
-        if wrapped is not None:
-            wrapped.group = self.mesh.new_group_of_all()
-            wrapped.after_step = statistics.average
-            boosted.leave_alone(statistics.names)
-        return boosted, wrapped
+            running_statistics = convert_batch_norms(model, self.mesh.group("data"))
+            boosted = self._wrap_model(model, adapters)
+        if optimizer is None:
+            return boosted, None
+        scaled = self._wrap_optimizer(optimizer, boosted, names)
+        scaled.group = self.mesh.new_group_of_all()
+        scaled.after_step = running_statistics.average
+        boosted.exclude_buffers(running_statistics.names)  # they are averaged instead
+        return boosted, scaled
 
-    def _checked(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Sequence[Adapter]]:
+    def _without_peft(
+        self, model: nn.Module, optimizer: Optimizer | None
+    ) -> tuple[nn.Module, Sequence[Adapter]]:
         """Return the model without peft's wrapper, and its adapters; raise ValueError if it cannot be wrapped."""
         raise_errors(given_errors(model))
         model, adapters = unwrapped(model)
@@ -99,15 +102,15 @@ class TorchPlugin(Plugin):
         """List reasons why this model and optimizer cannot be wrapped."""
         return []
 
-    def _compare(self, model: nn.Module) -> None:
-        """Compare what torch does not compare between ranks. Collective over the world."""
+    def _compare_models(self, model: nn.Module) -> None:
+        """Raise ValueError for models that differ between ranks, where torch would not notice. Collective."""
 
     @abstractmethod
-    def _wrapped(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchModel":
+    def _wrap_model(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchModel":
         """Wrap the model. Collective over the world."""
 
     @abstractmethod
-    def _scaled(
+    def _wrap_optimizer(
         self, optimizer: Optimizer, boosted: "TorchModel", names: Mapping[Parameter, str]
     ) -> ScaledOptimizer:
         """Wrap the optimizer with loss scaling."""
@@ -225,12 +228,12 @@ class TorchDDPPlugin(TorchPlugin):
         self.has_default_precision = False
         self._precision = precision
 
-    def _wrapped(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchModel":
+    def _wrap_model(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchModel":
         return TorchDDPModel(
             model.to(self.mesh.device), self.mesh, self._precision, self._ddp_kwargs, adapters
         )
 
-    def _scaled(
+    def _wrap_optimizer(
         self, optimizer: Optimizer, boosted: "TorchModel", names: Mapping[Parameter, str]
     ) -> ScaledOptimizer:
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._precision == "fp16")
@@ -268,7 +271,7 @@ class TorchDDPModel(TorchModel):
         """Let gradients add up on each rank until a backward outside of the block."""
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
-    def leave_alone(self, names: Collection[str]) -> None:
+    def exclude_buffers(self, names: Collection[str]) -> None:
         """Exclude these buffers from the broadcast, by which every forward would overwrite them with rank 0's."""
         if self.ddp is not None:
             self.ddp.parameters_to_ignore |= set(names)

@@ -148,13 +148,13 @@ class TorchFSDPPlugin(TorchPlugin):
             )
         return errors
 
-    def _compare(self, model: nn.Module) -> None:
+    def _compare_models(self, model: nn.Module) -> None:
         require_equal_models(model)
 
-    def _wrapped(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchFSDPModel":
+    def _wrap_model(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchFSDPModel":
         return TorchFSDPModel(model, self.mesh, self._policy, adapters)
 
-    def _scaled(
+    def _wrap_optimizer(
         self, optimizer: Optimizer, boosted: TorchModel, names: Mapping[Parameter, str]
     ) -> "FSDPOptimizer":
         assert isinstance(boosted, TorchFSDPModel)

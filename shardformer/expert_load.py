@@ -75,7 +75,11 @@ class ExpertLoad:
 
 
 def _experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
-    return {path: (each, found) for path, each in model.named_modules() if (found := interface_of(each))}
+    return {
+        path: (module, interface)
+        for path, module in model.named_modules()
+        if (interface := interface_of(module))
+    }
 
 
 def _count_call(

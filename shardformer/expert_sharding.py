@@ -19,14 +19,18 @@ from .tables.experts import REFUSED, interface_of
 
 def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
     """List reasons why the experts of a full model cannot be distributed over `ep_size` ranks; empty if they can."""
-    refused = {type(each).__name__ for each in model.modules()} & REFUSED.keys()
+    refused = {type(module).__name__ for module in model.modules()} & REFUSED.keys()
     if refused:
         return [
             f"ep_size={ep_size} cannot distribute the {name} of a {type(model).__name__}: use ep_size=1; "
             + REFUSED[name]
             for name in sorted(refused)
         ]
-    experts = {path: (each, found) for path, each in model.named_modules() if (found := interface_of(each))}
+    experts = {
+        path: (module, interface)
+        for path, module in model.named_modules()
+        if (interface := interface_of(module))
+    }
     if not experts:
         return [
             f"ep_size={ep_size} distributes the experts of a mixture, but a {type(model).__name__} has none with the "
@@ -80,6 +84,7 @@ def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _distribute(experts: Any, interface: Interface, group: dist.ProcessGroup) -> None:
+    """Leave one module of experts this rank's experts, divide its counts by the ranks, and hook its communication."""
     numbers = _numbers(experts, interface)
     if interface.is_apart:
         for index, expert in enumerate(experts.children()):

@@ -211,6 +211,9 @@ def clip_grad_norm_(
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of all gradients, 0-d float64: long sums of float32 squares lose digits."""
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float64).to(device) for each in gradients]
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64).to(device)
+        for gradient in gradients
+    ]
     none = torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack([none, *norms]), norm_type)

@@ -14,7 +14,7 @@ from ..cluster.layout import divisors
 from ..cluster.placement import PartialGrad, ReplicaKind, Replicated
 from ..cluster.transformers_api import MASK_NAMES, Conv1D
 from ..pipeline.plan import is_within
-from .layers.forward_code import part_errors
+from .layers.forward_code import mixing_errors
 from .layers.linear import (
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
@@ -86,7 +86,7 @@ class LayerSplit:
         Raises:
             ValueError: the table names a module that the layer lacks, or lacks a name that the layer needs.
         """
-        raise_errors(self._adapter_errors() or [*self._missing(), *self._part_errors()])
+        raise_errors(self._adapter_errors() or [*self._missing(), *self._sequence_shard_errors()])
         randoms = self._split_randoms()
         return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
 
@@ -189,7 +189,7 @@ class LayerSplit:
             and (table.region_of(name) in regions or any(is_within(path, name) for path in table.modules))
         ]
 
-    def _part_errors(self) -> list[str]:
+    def _sequence_shard_errors(self) -> list[str]:
         """List reasons why the layer cannot compute on sequence shards between its regions."""
         table, wholes = self._table, whole_paths(self._table, self.layer)
         if self._sequence is None:
@@ -203,7 +203,7 @@ class LayerSplit:
             for _, module in adapted(self.layer)
             for dropout in getattr(module, "lora_dropout", {}).values()
         ]
-        errors = part_errors(self.layer, (*wholes, *active_regions(self.layer, table), *table.row))
+        errors = mixing_errors(self.layer, (*wholes, *active_regions(self.layer, table), *table.row))
         if any(getattr(dropout, "p", 0) > 0 for dropout in dropouts):
             errors.append(
                 "lora_dropout above 0 would drop different entries of an adapter's input on each rank: use "
@@ -319,7 +319,7 @@ class LayerSplit:
         return [*joined, *around, *self._put(single, Region, entry)]
 
     def _further_inputs(self, region: str) -> FurtherInputs | None:
-        """Return the masks and inputs by head of an attention region; None for other regions."""
+        """Return how masks and inputs by head enter an attention region, sliced to local heads; None for others."""
         by_head = self._table.by_head.get(region, {})
         for name in by_head:
             self._require_input(region, name)
@@ -329,7 +329,7 @@ class LayerSplit:
         masks = () if self._table.biases or self._table.shared_biases else MASK_NAMES
         return FurtherInputs(
             group=self._group,
-            by_head={**dict.fromkeys(masks, 1), **by_head},
+            by_head={**dict.fromkeys(masks, 1), **by_head},  # masks are (B, N, S, S)
             num_heads=self.heads.query,
             local_heads=self.heads.local_to(self._group.rank()),
         )

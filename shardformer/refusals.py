@@ -183,6 +183,7 @@ class PartialState:
 
     @property
     def _message(self) -> str:
+        """The error of writing a part of a model by other means than Echelon's."""
         return (
             f"this rank has only a part of this {self._kind}, so state_dict(), save_pretrained and "
             "torch.save would write an incomplete one: call booster.save_model(model, path) or "

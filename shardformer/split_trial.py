@@ -48,7 +48,7 @@ def split_departure(copy: Copy, policy: Callable[[nn.Module], Policy], size: int
             return departure
     local = [dict(model.named_parameters()) for model in shards]
     for name, parameter in whole.named_parameters():
-        if departure := _gradient_departure(name, parameter, [each[name] for each in local]):
+        if departure := _gradient_departure(name, parameter, [shards[name] for shards in local]):
             return departure
     return None
 
@@ -71,15 +71,16 @@ def _sharded(model: nn.Module, policy: Callable[[nn.Module], Policy], group: Any
 def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter]) -> str | None:
     """Return how the gradients of all ranks' shards of a parameter depart from that of the whole one."""
     placement = placement_on(local[0], "tp")
-    found = [_gradient(each) for each in local]
+    gradients = [_gradient(shard) for shard in local]
     if isinstance(placement, Shard):
         width = placement.replicas
-        found = [
-            sum(found[rank - rank % width :][:width], start=torch.zeros(())) for rank in range(len(found))
+        gradients = [
+            sum(gradients[rank - rank % width :][:width], start=torch.zeros(()))
+            for rank in range(len(gradients))
         ]
-        totals = [placement.whole(found)]
+        totals = [placement.whole(gradients)]
     else:
-        totals = [sum(found, start=torch.zeros(()))] if isinstance(placement, PartialGrad) else found
+        totals = [sum(gradients, start=torch.zeros(()))] if isinstance(placement, PartialGrad) else gradients
     return gradient_departure(f"{name} on {len(local)} ranks", _gradient(whole), totals)
 
 

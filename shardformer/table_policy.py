@@ -49,9 +49,9 @@ class TablePolicy(Policy):
 
     def __init__(self, table: Table) -> None:
         self.table = self._newest = table
-        self._parts: dict[str, TablePolicy] = {}
+        self._parts: dict[str, TablePolicy] = {}  # by path in the model
         self._common_input = CommonInput()
-        self._replicas: dict[str, ReplicaKind | None] = {}
+        self._replicas: dict[str, ReplicaKind | None] = {}  # by parameter
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model of the policy, and of the policies of its parts.
@@ -238,30 +238,28 @@ class TablePolicy(Policy):
         uses_divisible = self.table.column and not (self.table.attention or self.table.divide)
         for name in self.table.divisible if uses_divisible else ():
             with self.errors.at(prefix):
-                require_divisible(name, setting(config, name, self._count_advice()), ranks)
+                require_divisible(name, setting(config, name, self._divide_advice()), ranks)
 
-    def _count_advice(self) -> str:
-        """Return advice for a table without counts, with the numbers in the first layer that its code may read.
+    def _divide_advice(self) -> str:
+        """Return the end of an error about a table without `divide`: how to name the sizes that sharding changes.
 
-        `divide` lists local counts, `divisors` those of them that the code also divides full widths by, and `divisible`
-        settings of the config, which take the place of `divide` in a table without one.
+        It proposes integer attributes in the sharded regions of the first layer. Modules with parameters are left out:
+        their integers are the sizes of the parameters, which sharding updates anyway.
         """
         layer = next(iter(layers_of(self.model, self._stacks()).values()))
-        counts = []
+        sizes = []
         for path, module in layer.named_modules():
             is_in_region = any(is_within(path, region) for region in self.table.regions)
-            has_parameters = (
-                next(module.parameters(recurse=False), None) is not None
-            )  # its numbers are their sizes
+            has_parameters = next(module.parameters(recurse=False), None) is not None
             if is_in_region and not has_parameters:
-                counts += [
+                sizes += [
                     f"{join(path, name)}={value}"
                     for name, value in vars(module).items()
                     if type(value) is int and value > 1 and not name.startswith("_")
                 ]
-        numbers = f" of {', '.join(counts)}" if counts else ""
+        of_these = f" of {', '.join(sizes)}" if sizes else ""
         return (
-            f"name in divide those{numbers} that a rank's shard changes (heads, the width of all heads), and also in "
+            f"name in divide those{of_these} that a rank's shard changes (heads, the width of all heads), and also in "
             "divisors those by which the full width is divided; without any, give divisible=()"
         )
 

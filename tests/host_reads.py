@@ -13,15 +13,15 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.pipeline import counted_loss
-from echelon.pipeline.known_masks import KnownTensor
+from echelon.pipeline.host_masks import TensorWithHostCopy
 
 # Reads of tensors that are on the host also on a GPU machine, by file and function, with the reason.
 ON_THE_HOST = {
     ("cluster/forward_random.py", "_drawn"): "a number of the CPU's generator",
     ("cluster/hashes.py", "_extend"): "a batch as the dataloader gives it; on a device it is hashed there",
     ("sequence/block_mask.py", "block_mask"): "a number; older releases of transformers alone give a tensor",
-    ("pipeline/known_masks.py", "__torch_function__"): "numbers that the host has kept",
-    ("pipeline/known_masks.py", "with_known_masks"): "a batch as the dataloader gives it",
+    ("pipeline/host_masks.py", "__torch_function__"): "numbers that the host has kept",
+    ("pipeline/host_masks.py", "with_host_copies"): "a batch as the dataloader gives it",
     ("pipeline/transport.py", "_description"): "messages between CPUs",
     ("layers/parallel_module.py", "require_all"): "of CPU tensors alone, else an assertion on the device",
 }
@@ -59,10 +59,10 @@ class HostReads(TorchDispatchMode):
         """Count a read for its calling place, except for step counters of optimizers.
 
         Args:
-            read: the tensor, if known; a `KnownTensor` itself is on the device.
+            read: the tensor, if known; a `TensorWithHostCopy` itself is on the device.
         """
         place = place_outside_torch()
-        if place is not None and (place not in ON_THE_HOST or isinstance(read, KnownTensor)):
+        if place is not None and (place not in ON_THE_HOST or isinstance(read, TensorWithHostCopy)):
             self.places[place] += 1
 
 

@@ -26,18 +26,18 @@ from .models import (
 Batch = dict[str, Tensor]
 
 
-def classified_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def classified_image(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return images (B, channels, height, width) of the config's size, and further inputs of the head."""
     config = choice.config()
     height, width = _pair(config.image_size)
     patch_height, patch_width = _pair(config.patch_size)
-    pixels = torch.randn(num_samples, config.num_channels, height, width, generator=drawn)
+    pixels = torch.randn(num_samples, config.num_channels, height, width, generator=generator)
     patches = (height // patch_height) * (width // patch_width)
-    hidden = torch.rand(num_samples, patches, generator=drawn) < 0.4
+    hidden = torch.rand(num_samples, patches, generator=generator) < 0.4
     inputs: dict[str, Batch] = {
-        "image_classification": {"labels": torch.randint(0, 3, (num_samples,), generator=drawn)},
+        "image_classification": {"labels": torch.randint(0, 3, (num_samples,), generator=generator)},
         "masked_image": {"bool_masked_pos": hidden},
-        "segmentation": {"labels": torch.randint(0, 3, (num_samples, height, width), generator=drawn)},
+        "segmentation": {"labels": torch.randint(0, 3, (num_samples, height, width), generator=generator)},
     }
     return {"pixel_values": pixels, **inputs.get(choice.head_name, {})}
 
@@ -67,19 +67,19 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     """
     if choice.is_generic:
         return choice.copy().inputs.make(num_samples, seed)
-    drawn = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     if choice.model_type in MODAL:
-        return MODAL[choice.model_type](choice, num_samples, drawn)
+        return MODAL[choice.model_type](choice, num_samples, generator)
     if choice.is_of_images:
-        return classified_image(choice, num_samples, drawn)
-    return _text(choice, num_samples, drawn)
+        return classified_image(choice, num_samples, generator)
+    return _text(choice, num_samples, generator)
 
 
-def _text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def _text(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return text for the model's head."""
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=drawn)
+        return torch.randint(low, high, shape, generator=generator)
 
     lead = (num_samples, 3) if choice.head_name in ("choice", "double") else (num_samples,)
     ids = integers(3, VOCABULARY, *lead, LENGTH)
@@ -142,8 +142,8 @@ def loss_of(outputs: object, inputs: object) -> Tensor:
         values = [value for name, value in outputs.items() if name != "image_hidden_states"]
     else:
         values = list(outputs)  # type: ignore[call-overload]
-    found = [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
-    return torch.stack([_weighted(each) for each in found if isinstance(each, Tensor)]).sum()
+    flat = [entry for value in values for entry in (value if isinstance(value, (tuple, list)) else (value,))]
+    return torch.stack([_weighted(entry) for entry in flat if isinstance(entry, Tensor)]).sum()
 
 
 def _weighted(output: Tensor) -> Tensor:
@@ -153,22 +153,22 @@ def _weighted(output: Tensor) -> Tensor:
     return (flat * weights).mean()
 
 
-def _tokens(num_samples: int, length: int, drawn: Generator) -> tuple[Tensor, Tensor]:
+def _tokens(num_samples: int, length: int, generator: Generator) -> tuple[Tensor, Tensor]:
     """Return tokens (B, S) without the image token, rows padded to different lengths, and the mask."""
-    tokens = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (num_samples, length), generator=drawn)
-    lengths = torch.randint(length // 2, length + 1, (num_samples, 1), generator=drawn)
+    tokens = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (num_samples, length), generator=generator)
+    lengths = torch.randint(length // 2, length + 1, (num_samples, 1), generator=generator)
     lengths[0] = length
     mask = (torch.arange(length) < lengths).long()
     return tokens.masked_fill(mask == 0, 0), mask
 
 
-def speech(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def speech(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return audio features (B, MELS, 2 P), with text if the head has a decoder. A decoder alone gets hidden states."""
-    features = torch.randn(num_samples, MELS, 2 * FRAMES, generator=drawn)
-    tokens, mask = _tokens(num_samples, TARGET_LENGTH, drawn)
+    features = torch.randn(num_samples, MELS, 2 * FRAMES, generator=generator)
+    tokens, mask = _tokens(num_samples, TARGET_LENGTH, generator)
     labels = tokens.masked_fill(mask == 0, -100)
-    classes = torch.randint(0, 3, (num_samples,), generator=drawn)
-    states = torch.randn(num_samples, FRAMES, choice.config().hidden_size, generator=drawn)
+    classes = torch.randint(0, 3, (num_samples,), generator=generator)
+    states = torch.randn(num_samples, FRAMES, choice.config().hidden_size, generator=generator)
     heads: dict[str, Batch] = {
         "speech": {"input_features": features, "labels": labels},
         "audio_classification": {"input_features": features, "labels": classes},
@@ -187,32 +187,32 @@ def speech(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
     return heads[choice.head_name]
 
 
-def image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def image(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return images (B, 3, IMAGE_SIDE, IMAGE_SIDE)."""
-    return {"pixel_values": torch.randn(num_samples, 3, IMAGE_SIDE, IMAGE_SIDE, generator=drawn)}
+    return {"pixel_values": torch.randn(num_samples, 3, IMAGE_SIDE, IMAGE_SIDE, generator=generator)}
 
 
-def prompted_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def prompted_image(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return images with two sets of three points and a box each, and a mask."""
-    points = IMAGE_SIDE * torch.rand(num_samples, 2, 3, 2, generator=drawn)
-    boxes = IMAGE_SIDE * torch.rand(num_samples, 2, 4, generator=drawn)
+    points = IMAGE_SIDE * torch.rand(num_samples, 2, 3, 2, generator=generator)
+    boxes = IMAGE_SIDE * torch.rand(num_samples, 2, 4, generator=generator)
     return {
-        **image(choice, num_samples, drawn),
+        **image(choice, num_samples, generator),
         "input_points": points,
-        "input_labels": torch.randint(-1, 2, (num_samples, 2, 3), generator=drawn),
+        "input_labels": torch.randint(-1, 2, (num_samples, 2, 3), generator=generator),
         "input_boxes": boxes,
-        "input_masks": torch.randn(num_samples, 1, IMAGE_SIDE, IMAGE_SIDE, generator=drawn),
+        "input_masks": torch.randn(num_samples, 1, IMAGE_SIDE, IMAGE_SIDE, generator=generator),
     }
 
 
-def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def image_text(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return images with text that starts with image tokens, and the labels of a language model; or one of both."""
     if choice.head_name == "image_embedding":
-        return image(choice, num_samples, drawn)
-    tokens, mask = _tokens(num_samples, LENGTH, drawn)
+        return image(choice, num_samples, generator)
+    tokens, mask = _tokens(num_samples, LENGTH, generator)
     if choice.head_name == "text_embedding":
         return {"input_ids": tokens, "attention_mask": mask}
-    targets, target_mask = _tokens(num_samples, TARGET_LENGTH, drawn)
+    targets, target_mask = _tokens(num_samples, TARGET_LENGTH, generator)
     places = torch.full((num_samples, NUM_QUERIES), IMAGE_TOKEN)
     labels = {
         True: targets.masked_fill(target_mask == 0, -100),
@@ -220,31 +220,31 @@ def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch
     }
     own: Batch = {"labels": labels[choice.is_encoder_decoder]}
     return {
-        **image(choice, num_samples, drawn),
+        **image(choice, num_samples, generator),
         "input_ids": torch.cat([places, tokens], 1),
         "attention_mask": torch.cat([torch.ones_like(places), mask], 1),
         **(own if choice.head_name != "zero_shot_image" else {}),
     }
 
 
-def image_and_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> dict[str, Any]:
+def image_and_text(choice: ModelChoice, num_samples: int, generator: Generator) -> dict[str, Any]:
     """Return images with a text each, whose loss tells the pairs from all others."""
-    tokens, mask = _tokens(num_samples, LENGTH, drawn)
+    tokens, mask = _tokens(num_samples, LENGTH, generator)
     texts = {"input_ids": tokens, "attention_mask": mask}
-    return {**image(choice, num_samples, drawn), **texts, "return_loss": True}
+    return {**image(choice, num_samples, generator), **texts, "return_loss": True}
 
 
-def sound(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def sound(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return sounds (B, 40 FRAMES) with texts, which have fewer tokens than the sound has positions."""
-    tokens, mask = _tokens(num_samples, FRAMES // 2, drawn)
-    sounds = torch.randn(num_samples, 40 * FRAMES, generator=drawn)
+    tokens, mask = _tokens(num_samples, FRAMES // 2, generator)
+    sounds = torch.randn(num_samples, 40 * FRAMES, generator=generator)
     return {"input_values": sounds, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
-def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+def image_in_text(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
     """Return text with image tokens in its middle, marked in `token_type_ids`; they attend to each other."""
     before = LENGTH // 4
-    tokens, mask = _tokens(num_samples, LENGTH, drawn)
+    tokens, mask = _tokens(num_samples, LENGTH, generator)
     places = torch.full((num_samples, NUM_PATCHES), IMAGE_TOKEN)
 
     def around(text: Tensor, of_image: Tensor) -> Tensor:
@@ -252,11 +252,11 @@ def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Ba
 
     labels = {
         "causal": around(tokens.masked_fill(mask == 0, -100), torch.full_like(places, -100)),
-        "classification": torch.randint(0, 3, (num_samples,), generator=drawn),
+        "classification": torch.randint(0, 3, (num_samples,), generator=generator),
     }
     own = {"labels": labels[choice.head_name]} if choice.head_name in labels else {}
     return {
-        **image(choice, num_samples, drawn),
+        **image(choice, num_samples, generator),
         "input_ids": around(tokens, places),
         "attention_mask": around(mask, torch.ones_like(places)),
         "token_type_ids": around(torch.zeros_like(tokens), torch.ones_like(places)),

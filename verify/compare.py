@@ -66,7 +66,7 @@ class StepComparison:
 
 
 def compare_float32(
-    found: Sequence[StepRecord],
+    actual: Sequence[StepRecord],
     expected: Sequence[StepRecord],
     *,
     learning_rate: float,
@@ -100,55 +100,71 @@ def compare_float32(
     effects = [[_distances(*both) for both in zip(run, expected, strict=True)] for run in rounded]
     compared: list[StepComparison] = []
     shares = dict(rounding or {})
-    for index, (own, other) in enumerate(zip(found, expected, strict=True)):
+    for index, (step, reference) in enumerate(zip(actual, expected, strict=True)):
         exact = bitwise and index == 0
-        loss = _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss)))
-        if not isfinite(other.norm):
-            compared.append(_compare_skipped(loss, found, other, index))
+        loss = _scalar(
+            "loss", step.loss, reference.loss, 0.0 if exact else 1e-6 * max(1.0, abs(reference.loss))
+        )
+        if not isfinite(reference.norm):
+            compared.append(_compare_skipped(loss, actual, reference, index))
             continue
-        gradient_allowed = _allowed_gradients(own, other, shares, epsilon=epsilon, exact=exact)
+        gradient_allowed = _allowed_gradients(reference, exact=exact)
+        _add_update_errors(shares, step, reference, epsilon=epsilon)
         weight_allowed = {
             name: 1e-5 * weight.abs().max().item() + learning_rate * shares.get(name, 1e-3)
-            for name, weight in other.weights.items()
+            for name, weight in reference.weights.items()
         }
-        norm_allowed = 1e-5 * other.norm
+        norm_allowed = 1e-5 * reference.norm
         for effect in () if exact else (each[index] for each in effects):
             if index == 0:
                 _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING_AT_FIRST)
                 continue
-            loss = _scalar("loss", own.loss, other.loss, max(loss.allowed, ALLOWED_ROUNDING * effect.loss))
+            loss = _scalar(
+                "loss", step.loss, reference.loss, max(loss.allowed, ALLOWED_ROUNDING * effect.loss)
+            )
             norm_allowed = max(norm_allowed, ALLOWED_ROUNDING * effect.norm)
             _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING)
             _widen(weight_allowed, effect.weights, ALLOWED_ROUNDING)
         measures = (
             loss,
-            _worst("gradient", own.gradients, other.gradients, gradient_allowed),
-            _scalar("norm", own.norm, other.norm, norm_allowed),
-            _worst("weight", own.weights, other.weights, weight_allowed),
+            _worst("gradient", step.gradients, reference.gradients, gradient_allowed),
+            _scalar("norm", step.norm, reference.norm, norm_allowed),
+            _worst("weight", step.weights, reference.weights, weight_allowed),
         )
-        compared.append(_comparison(measures, own, other, index))
+        compared.append(_comparison(measures, step, reference, index))
     return compared
 
 
-def _allowed_gradients(
-    own: StepRecord, other: StepRecord, shares: dict[str, float], *, epsilon: float, exact: bool
-) -> dict[str, float]:
-    """Return the allowed distance of each gradient in float32.
-
-    Args:
-        shares: by name, the fraction of the learning rate by which a weight may be off; this step's is added.
-    """
-    peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
-    largest = max(peaks.values())
-    noise = max(ZERO_GRADIENT * largest, ZERO_SUM * abs(other.loss))
-    for name, peak in peaks.items():
-        distance = _distance(own.gradients.get(name), other.gradients[name])
-        moved = 1e-1 if peak < noise else distance / epsilon
-        shares[name] = min(shares.get(name, 1e-3) + moved, 1e-1)
+def _allowed_gradients(reference: StepRecord, *, exact: bool) -> dict[str, float]:
+    """Return the allowed distance of each gradient in float32, see `compare_float32`; 0 if they must be exact."""
+    peaks, noise = _peaks_and_noise(reference)
+    least = 1e-3 * max(peaks.values())
     return {
-        name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, 1e-3 * largest)
+        name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, least)
         for name, peak in peaks.items()
     }
+
+
+def _add_update_errors(
+    shares: dict[str, float], step: StepRecord, reference: StepRecord, *, epsilon: float
+) -> None:
+    """Add to the allowed errors of weights what AdamW makes of this step's gradient distances; see `compare_float32`.
+
+    Args:
+        shares: by name, the fraction of the learning rate by which a weight may be off; changed in place.
+        epsilon: AdamW's.
+    """
+    peaks, noise = _peaks_and_noise(reference)
+    for name, peak in peaks.items():
+        distance = _distance(step.gradients.get(name), reference.gradients[name])
+        added = 1e-1 if peak < noise else distance / epsilon
+        shares[name] = min(shares.get(name, 1e-3) + added, 1e-1)
+
+
+def _peaks_and_noise(reference: StepRecord) -> tuple[dict[str, float], float]:
+    """Return the largest entry of each gradient, and the size below which a gradient is the noise of a sum."""
+    peaks = {name: gradient.abs().max().item() for name, gradient in reference.gradients.items()}
+    return peaks, max(ZERO_GRADIENT * max(peaks.values()), ZERO_SUM * abs(reference.loss))
 
 
 class Reference(NamedTuple):
@@ -159,7 +175,7 @@ class Reference(NamedTuple):
 
 
 def compare_16_bit(
-    found: Sequence[StepRecord],
+    actual: Sequence[StepRecord],
     expected: Sequence[Reference],
     *,
     dtype: torch.dtype,
@@ -183,33 +199,33 @@ def compare_16_bit(
     rounding = torch.finfo(dtype).eps
     compared = []
     gradient_floor, weight_floor = 0.0, 2 * learning_rate
-    for index, (own, reference) in enumerate(zip(found, expected, strict=True)):
+    for index, (step, reference) in enumerate(zip(actual, expected, strict=True)):
         same = [
             reference,
             *(run[index] for run in nearby if run[index].rounded.skipped == reference.rounded.skipped),
         ]
-        own, same = _with_idle_experts(own, same)
-        other, exact = same[0]
+        step, same = _with_idle_experts(step, same)
+        rounded, exact = same[0]
         before = same if index else same[:1]
-        loss = _near("loss", own, before, rounding * abs(exact.loss))
+        loss = _near("loss", step, before, rounding * abs(exact.loss))
         if not isfinite(exact.norm):
-            compared.append(_compare_skipped(loss, found, other, index))
+            compared.append(_compare_skipped(loss, actual, rounded, index))
             continue
-        gradient = _near_together("gradient", own, before, max(rounding * exact.norm, gradient_floor))
-        weight = _near_together("weight", own, same, weight_floor)
-        gradient_floor = max(gradient_floor, _apart(other.gradients, exact.gradients))
-        weight_floor = max(weight_floor, _apart(other.weights, exact.weights))
-        norm = _near("norm", own, before, rounding * exact.norm)
+        gradient = _near_together("gradient", step, before, max(rounding * exact.norm, gradient_floor))
+        weight = _near_together("weight", step, same, weight_floor)
+        gradient_floor = max(gradient_floor, _apart(rounded.gradients, exact.gradients))
+        weight_floor = max(weight_floor, _apart(rounded.weights, exact.weights))
+        norm = _near("norm", step, before, rounding * exact.norm)
         measures = (loss, gradient, norm, weight)
-        compared.append(_comparison(measures, own, other, index))
+        compared.append(_comparison(measures, step, rounded, index))
     return compared
 
 
 def _with_idle_experts(
-    own: StepRecord, references: Sequence[Reference]
+    step: StepRecord, references: Sequence[Reference]
 ) -> tuple[StepRecord, list[Reference]]:
     """Add gradients of zeros where some references lack one: of an expert whose only token is near a tie."""
-    records = [record for each in references for record in each]
+    records = [record for reference in references for record in reference]
     every = {name: gradient for record in records for name, gradient in record.gradients.items()}
     idle = {
         name: torch.zeros_like(gradient)
@@ -220,7 +236,7 @@ def _with_idle_experts(
     def added(record: StepRecord) -> StepRecord:
         return replace(record, gradients={**idle, **record.gradients}) if idle else record
 
-    return added(own), [Reference(*map(added, each)) for each in references]
+    return added(step), [Reference(*map(added, reference)) for reference in references]
 
 
 def first_departure(comparisons: Sequence[StepComparison]) -> str | None:
@@ -233,61 +249,67 @@ def first_departure(comparisons: Sequence[StepComparison]) -> str | None:
 
 
 def _comparison(
-    measures: tuple[Measure, ...], own: StepRecord, other: StepRecord, index: int
+    measures: tuple[Measure, ...], record: StepRecord, reference: StepRecord, index: int
 ) -> StepComparison:
     """Return a step's measures, and those of quantities that must be equal."""
-    unequal = own.unequal_copies
+    unequal = record.unequal_copies
     equal = (
         Measure(quantity="copy", name=unequal[0] if unequal else "", distance=len(unequal), allowed=0.0),
-        _scalar("loss scale", own.loss_scale, other.loss_scale, 0.0),
-        _scalar("number of skipped steps", own.skipped, other.skipped, 0.0),
+        _scalar("loss scale", record.loss_scale, reference.loss_scale, 0.0),
+        _scalar("number of skipped steps", record.skipped, reference.skipped, 0.0),
     )
     return StepComparison(
-        step=index + 1, loss=own.loss, reference_loss=other.loss, measures=(*measures, *equal)
+        step=index + 1, loss=record.loss, reference_loss=reference.loss, measures=(*measures, *equal)
     )
 
 
 def _compare_skipped(
-    loss: Measure, found: Sequence[StepRecord], other: StepRecord, index: int
+    loss: Measure, actual: Sequence[StepRecord], reference: StepRecord, index: int
 ) -> StepComparison:
     """Compare a skipped step: the same parameters have gradients, the norm is not finite, and no weight changes."""
-    own = found[index]
-    before = found[index - 1].weights if index else other.weights
-    gradient = _mismatch("gradient", own.gradients, other.gradients)
+    step = actual[index]
+    before = actual[index - 1].weights if index else reference.weights
+    gradient = _mismatch("gradient", step.gradients, reference.gradients)
     measures = (
         loss,
         gradient or Measure(quantity="gradient", name="", distance=0.0, allowed=0.0),
-        Measure(quantity="norm", name="", distance=0.0 if own.norm == inf else inf, allowed=0.0),
-        _worst("weight", own.weights, before, dict.fromkeys(before, 0.0)),
+        Measure(quantity="norm", name="", distance=0.0 if step.norm == inf else inf, allowed=0.0),
+        _worst("weight", step.weights, before, dict.fromkeys(before, 0.0)),
     )
-    return _comparison(measures, own, other, index)
+    return _comparison(measures, step, reference, index)
 
 
 def _near(
-    quantity: Literal["loss", "norm"], found: StepRecord, references: Sequence[Reference], floor: float
+    quantity: Literal["loss", "norm"], actual: StepRecord, references: Sequence[Reference], floor: float
 ) -> Measure:
     """Compare a scalar's distance to float32 with those of the references; float32 is that of the first one."""
-    usual = max(abs(getattr(each.rounded, quantity) - getattr(each.exact, quantity)) for each in references)
+    usual = max(
+        abs(getattr(reference.rounded, quantity) - getattr(reference.exact, quantity))
+        for reference in references
+    )
     return Measure(
         quantity=quantity,
         name="",
-        distance=abs(getattr(found, quantity) - getattr(references[0].exact, quantity)),
+        distance=abs(getattr(actual, quantity) - getattr(references[0].exact, quantity)),
         allowed=ALLOWED_16_BIT * max(usual, floor),
     )
 
 
 def _near_together(
     quantity: Literal["gradient", "weight"],
-    found: StepRecord,
+    actual: StepRecord,
     references: Sequence[Reference],
     floor: float,
 ) -> Measure:
     """Compare the distance to float32 over all tensors, named by the one that adds most; a stray tensor goes first."""
-    own, exact = _tensors(quantity, found), _tensors(quantity, references[0].exact)
-    if (mismatch := _mismatch(quantity, own, exact)) is not None:
+    tensors, exact = _tensors(quantity, actual), _tensors(quantity, references[0].exact)
+    if (mismatch := _mismatch(quantity, tensors, exact)) is not None:
         return mismatch
-    pairs = [(_tensors(quantity, each.rounded), _tensors(quantity, each.exact)) for each in references]
-    distances = {name: (own[name].float() - tensor).norm().item() for name, tensor in exact.items()}
+    pairs = [
+        (_tensors(quantity, reference.rounded), _tensors(quantity, reference.exact))
+        for reference in references
+    ]
+    distances = {name: (tensors[name].float() - tensor).norm().item() for name, tensor in exact.items()}
     usual = {name: max((one[name] - other[name]).norm().item() for one, other in pairs) for name in exact}
     usual_together = max(floor, *(_apart(one, other) for one, other in pairs))
     share = usual_together / len(usual) ** 0.5
@@ -309,17 +331,17 @@ def _apart(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> floa
     return hypot(*((reference[name] - tensor).norm().item() for name, tensor in exact.items()))
 
 
-def _distance(found: Tensor | None, expected: Tensor) -> float:
+def _distance(actual: Tensor | None, expected: Tensor) -> float:
     """Return the largest difference of two entries; 0 if a tensor is missing, which is reported as a mismatch."""
-    if found is None or found.shape != expected.shape:
+    if actual is None or actual.shape != expected.shape:
         return 0.0
-    return (found.float() - expected).abs().max().item()
+    return (actual.float() - expected).abs().max().item()
 
 
-def _mismatch(quantity: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Measure | None:
+def _mismatch(quantity: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Measure | None:
     """Return the first tensor that is missing, extra or of another shape, as a measure that departs."""
-    for name in (*expected, *found):
-        if name not in found or name not in expected or found[name].shape != expected[name].shape:
+    for name in (*expected, *actual):
+        if name not in actual or name not in expected or actual[name].shape != expected[name].shape:
             return Measure(quantity=quantity, name=name, distance=float("inf"), allowed=0.0)
     return None
 
@@ -334,6 +356,7 @@ class _Distances(NamedTuple):
 
 
 def _distances(rounded: StepRecord, expected: StepRecord) -> _Distances:
+    """Return the distances of a reference with moved weights from the reference itself, which has the same tensors."""
     gradients, weights = (
         {name: _distance(near[name], tensor) for name, tensor in tensors.items()}
         for near, tensors in (
@@ -352,19 +375,19 @@ def _widen(allowed: dict[str, float], distances: Mapping[str, float], factor: fl
         allowed[name] = max(allowed[name], factor * distance)
 
 
-def _scalar(quantity: str, found: float, expected: float, allowed: float) -> Measure:
-    return Measure(quantity=quantity, name="", distance=abs(found - expected), allowed=allowed)
+def _scalar(quantity: str, actual: float, expected: float, allowed: float) -> Measure:
+    return Measure(quantity=quantity, name="", distance=abs(actual - expected), allowed=allowed)
 
 
 def _worst(
-    quantity: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], allowed: Mapping[str, float]
+    quantity: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], allowed: Mapping[str, float]
 ) -> Measure:
     """Return the first tensor that departs, or else the one nearest to its limit."""
-    if (mismatch := _mismatch(quantity, found, expected)) is not None:
+    if (mismatch := _mismatch(quantity, actual, expected)) is not None:
         return mismatch
     measures = []
     for name, tensor in expected.items():
-        distance = _distance(found[name], tensor)
+        distance = _distance(actual[name], tensor)
         measures.append(Measure(quantity=quantity, name=name, distance=distance, allowed=allowed[name]))
     departed = [measure for measure in measures if not measure.agrees]
     if departed:

@@ -111,7 +111,7 @@ class Layout:
         rest += [f"zero{self.zero}"] * bool(self.zero)
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
         rest += ["late"] * self.overlap_allgather
-        modules = "".join(f",{each}" for each in self.recompute_modules)
+        modules = "".join(f",{module}" for module in self.recompute_modules)
         rest += [f"recompute{self.recompute:g}{modules}"] * bool(self.recompute)
         return "·".join([*sizes, *schedule, *rest, *self.options, self.precision])
 

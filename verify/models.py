@@ -330,18 +330,18 @@ class ModelChoice:
 
     def errors(self) -> list[str]:
         """List all errors of the choice, each with a value that works."""
-        found = []
+        errors = []
         if self.model_type not in transformers.CONFIG_MAPPING:
-            found.append(
+            errors.append(
                 f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}"
             )
         elif self.is_generic:
             is_plain = not (self.tied or self.settings or self.num_layers != LAYERS)
             return generic_errors(self.model_type, self.head_name, is_plain=is_plain)
         if self.head_name not in HEADS:
-            found.append(f"head {self.head_name!r} is unknown: use one of {', '.join(HEADS)}")
-        if found:
-            return found
+            errors.append(f"head {self.head_name!r} is unknown: use one of {', '.join(HEADS)}")
+        if errors:
+            return errors
         if self.num_layers < 1:
             return [f"layers={self.num_layers} must be at least 1"]
         heads = heads_of(self.model_type)
@@ -463,6 +463,7 @@ class ModelChoice:
             return self._from_config()
 
     def _from_config(self) -> nn.Module:
+        """Build the model with random weights; without `tied`, its head has a weight of its own."""
         model: Any = heads_of(self.model_type)[self.head_name](self.config())
         head = None if self.tied else model.get_output_embeddings()
         if head is not None and head.weight is model.get_input_embeddings().weight:
@@ -473,8 +474,8 @@ class ModelChoice:
 
 def _is_derived(config: PretrainedConfig, name: str) -> bool:
     """Return True if a setting follows from others and cannot be given."""
-    found = getattr(type(config), name, None)
-    return isinstance(found, property) and found.fset is None
+    attribute = getattr(type(config), name, None)
+    return isinstance(attribute, property) and attribute.fset is None
 
 
 def heads_of(model_type: str) -> dict[str, type[nn.Module]]:
@@ -482,12 +483,12 @@ def heads_of(model_type: str) -> dict[str, type[nn.Module]]:
     if ModelChoice(model_type=model_type).is_generic:
         return generic_heads(model_type)
     config_class = transformers.CONFIG_MAPPING[model_type]
-    found = {}
+    class_of = {}
     for head, auto in HEADS.items():
         mapping = {} if auto is None else getattr(transformers, auto)._model_mapping
         if config_class in mapping:
             classes = mapping[config_class]
-            found[head] = classes[0] if isinstance(classes, tuple) else classes
+            class_of[head] = classes[0] if isinstance(classes, tuple) else classes
         elif (model_type, head) in FURTHER_HEADS:
-            found[head] = getattr(transformers, FURTHER_HEADS[model_type, head])
-    return found
+            class_of[head] = getattr(transformers, FURTHER_HEADS[model_type, head])
+    return class_of

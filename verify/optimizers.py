@@ -23,14 +23,18 @@ def optimizers_of(
 ) -> list[Optimizer]:
     """Return the optimizers that together update a model: AdamW or Adafactor, or Muon for matrices beside AdamW."""
     parameters = list(model.parameters())
-    matrices, vectors = ([each for each in parameters if (each.ndim > 1) == large] for large in (True, False))
+    matrices, vectors = (
+        [parameter for parameter in parameters if (parameter.ndim > 1) == large] for large in (True, False)
+    )
     if kind == "adafactor":
         return [torch.optim.Adafactor(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE)]
     if kind == "adamw":
         return [AdamW(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE, eps=EPSILON, fused=fused)]
     hidden = _hidden(model)
-    muon = [each for name, each in model.named_parameters() if name in hidden]
-    tables = [each for name, each in model.named_parameters() if each.ndim > 1 and name not in hidden]
+    muon = [parameter for name, parameter in model.named_parameters() if name in hidden]
+    tables = [
+        parameter for name, parameter in model.named_parameters() if parameter.ndim > 1 and name not in hidden
+    ]
     adamw = AdamW(_groups(tables, vectors, vector_rate), lr=LEARNING_RATE, eps=EPSILON, fused=fused)
     return [Muon(muon, lr=LEARNING_RATE, weight_decay=0.01), adamw]
 
@@ -63,6 +67,6 @@ def _hidden(model: nn.Module) -> set[str]:
     tables.update(linear[-1:])  # the head
     return {
         name
-        for name, each in model.named_parameters()
-        if each.ndim > 1 and name.rpartition(".")[0] not in tables
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and name.rpartition(".")[0] not in tables
     }

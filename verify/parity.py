@@ -101,12 +101,12 @@ def parity(
     check = RoutingCheck(model, layout)
     run = boosted_under(layout, model, training)
     check.watch(run.model)
-    found = take_steps(run, training, batches)
+    records = take_steps(run, training, batches)
     routing = check.result(run.model, batches[0])
     compared: list[StepComparison] = []
     if untouched is not None:
         compared = compare_with_one_process(
-            untouched, [(layout, batches)], training, found, weighed_by=choice.weighed_by
+            untouched, [(layout, batches)], training, records, weighed_by=choice.weighed_by
         )
     steps = tuple(broadcast_object(compared, 0, None))
     return Report(steps=steps, departure=first_departure(steps), routing=routing)
@@ -128,7 +128,7 @@ def compare_with_one_process(
     model: nn.Module,
     parts: Sequence[tuple[Layout, Sequence[Batches]]],
     training: Training,
-    found: Sequence[StepRecord],
+    records: Sequence[StepRecord],
     *,
     weighed_by: Literal["samples", "labels"] | None = None,
 ) -> list[StepComparison]:
@@ -137,8 +137,12 @@ def compare_with_one_process(
     Float32 steps before the first 16-bit step are compared in float32; all others as 16-bit steps. If a comparison
     departs, references with moved weights are added, which measure the effect of rounding.
 
-    One process computes a global batch at once; microbatch by microbatch if they are `weighed_by` something, if batch
-    normalization makes the outputs depend on the other samples, and for equal bits.
+    One process computes a global batch at once. It computes microbatch by microbatch if these have weights, if batch
+    normalization makes a sample's output depend on its microbatch, or if even the order of sums must be equal.
+
+    Args:
+        records: the steps of the run, over all parts.
+        weighed_by: the weight of a microbatch in the loss of its batch; None if all have the same.
     """
     config = getattr(model, "config", None)
     steps = [
@@ -147,18 +151,19 @@ def compare_with_one_process(
         for replicas in batches
     ]
     dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
-    first, rate = parts[0][0], max(LEARNING_RATE, training.vector_rate)
+    first_layout, rate = parts[0][0], max(LEARNING_RATE, training.vector_rate)
     model = model.to(default_device())
-    bitwise = _gives_equal_bits(model, first) and (
+    bitwise = _gives_equal_bits(model, first_layout) and (
         weighed_by == "samples" or is_one_mean(model, steps[0][0][0], training.criterion)
     )
     weigh: Weigh | None = None
-    if weighed_by is not None or bitwise or any(isinstance(each, _BatchNorm) for each in model.modules()):
+    if weighed_by is not None or bitwise or any(isinstance(module, _BatchNorm) for module in model.modules()):
         weigh = _samples if weighed_by == "samples" else _counted
 
     def train(
         dtypes: Sequence[torch.dtype], model: nn.Module, float32_scale: float = 1.0
     ) -> list[StepRecord]:
+        """Train in one process, in the given format of each step."""
         return reference.train(
             model,
             steps[: len(dtypes)],
@@ -168,34 +173,26 @@ def compare_with_one_process(
             ),
             criterion=training.criterion,
             dtypes=dtypes,
-            max_norm=first.max_norm,
+            max_norm=first_layout.max_norm,
             loss_scale=LOSS_SCALE,
             float32_scale=float32_scale,
             overflow_step=training.overflow_step,
             weigh=weigh,
         )
 
-    exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
-    compared = (
-        _compare_float32(
-            model,
-            found[:exact],
-            train,
-            rate,
-            bitwise=bitwise,
-            rounding=rounding_of(model, training.optimizer),
-        )
-        if exact
-        else []
-    )
-    if exact < len(steps):
-        compared += _compare_16_bit(model, found, dtypes, train, rate)[exact:]
+    first_16_bit = next((step for step, dtype in enumerate(dtypes) if dtype is not torch.float32), len(steps))
+    compared: list[StepComparison] = []
+    if first_16_bit:
+        float32_records, rounding = records[:first_16_bit], rounding_of(model, training.optimizer)
+        compared = _compare_float32(model, float32_records, train, rate, bitwise=bitwise, rounding=rounding)
+    if first_16_bit < len(steps):
+        compared += _compare_16_bit(model, records, dtypes, train, rate)[first_16_bit:]
     return compared
 
 
 def _compare_float32(
     model: nn.Module,
-    found: Sequence[StepRecord],
+    records: Sequence[StepRecord],
     train: _Train,
     rate: float,
     *,
@@ -203,10 +200,10 @@ def _compare_float32(
     rounding: Mapping[str, float],
 ) -> list[StepComparison]:
     """Compare steps in float32 with one process."""
-    dtypes = [torch.float32] * len(found)
+    dtypes = [torch.float32] * len(records)
     compare = partial(
         compare_float32,
-        found,
+        records,
         train(dtypes, model),
         learning_rate=rate,
         epsilon=EPSILON,
@@ -216,13 +213,13 @@ def _compare_float32(
     compared = compare()
     if first_departure(compared) is not None:
         near = _moved(model, torch.finfo(torch.float32).eps)
-        compared = compare(rounded=(train(dtypes, each, OTHER_SCALE) for each in near))
+        compared = compare(rounded=(train(dtypes, moved, OTHER_SCALE) for moved in near))
     return compared
 
 
 def _compare_16_bit(
     model: nn.Module,
-    found: Sequence[StepRecord],
+    records: Sequence[StepRecord],
     dtypes: Sequence[torch.dtype],
     train: _Train,
     rate: float,
@@ -233,12 +230,12 @@ def _compare_16_bit(
         both = zip(train(dtypes, model), train([torch.float32] * len(dtypes), model), strict=True)
         return [Reference(*each) for each in both]
 
-    coarsest = max(dtypes, key=lambda own: torch.finfo(own).eps)
-    compare = partial(compare_16_bit, found, references(model), dtype=coarsest, learning_rate=rate)
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    compare = partial(compare_16_bit, records, references(model), dtype=coarsest, learning_rate=rate)
     compared = compare()
     if first_departure(compared) is not None:
         near = _moved(model, MOVED_16_BIT * torch.finfo(coarsest).eps)
-        compared = compare(nearby=[references(each) for each in near])
+        compared = compare(nearby=[references(moved) for moved in near])
     return compared
 
 
@@ -361,15 +358,15 @@ def gather_full(
         like: by the same names, parameters with the same placements.
         mesh: the mesh.
     """
-    own = {name: _over_axes(tensor.detach(), like[name], mesh) for name, tensor in local.items()}
+    of_stage = {name: _over_axes(tensor.detach(), like[name], mesh) for name, tensor in local.items()}
     if any(mesh.rank(axis) for axis in ("dp", "sp", "tp")):
         return {}
     if mesh.size("pp") == 1:
-        return own
-    found: dict[str, Tensor] = {}
-    for stage in gather_objects({name: tensor.cpu() for name, tensor in own.items()}, mesh.group("pp")):
-        found = {**stage, **found}
-    return found if mesh.rank("pp") == 0 else {}
+        return of_stage
+    full: dict[str, Tensor] = {}
+    for stage in gather_objects({name: tensor.cpu() for name, tensor in of_stage.items()}, mesh.group("pp")):
+        full = {**stage, **full}
+    return full if mesh.rank("pp") == 0 else {}
 
 
 def _over_axes(local: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -425,8 +422,10 @@ def _overflowing(criterion: Criterion, outputs: object, inputs: object) -> Tenso
 
 def _equal_everywhere(*values: float) -> list[float]:
     """Compare numbers over all ranks; return `nan` for those that differ, and `inf` for those that are not finite."""
-    own = [value if isfinite(value) else inf for value in values]
-    return [found[0] if len(set(found)) == 1 else nan for found in zip(*gather_objects(own), strict=True)]
+    finite = [value if isfinite(value) else inf for value in values]
+    return [
+        numbers[0] if len(set(numbers)) == 1 else nan for numbers in zip(*gather_objects(finite), strict=True)
+    ]
 
 
 def _is_shared(model: nn.Module) -> bool:

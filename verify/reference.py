@@ -171,7 +171,7 @@ def _loss_and_weight(
         weight = float(1.0 if weigh is None else weigh(batch, divisors))
         loss_sum = returned.float() * weight
     if weigh is None and (auxiliary := _auxiliary(outputs)) is not None:
-        apart = [_auxiliary(worker(**converted(each, like))) for each in microbatches]
+        apart = [_auxiliary(worker(**converted(microbatch, like))) for microbatch in microbatches]
         config: Any = worker.config
         change = torch.stack(apart).mean() - auxiliary  # type: ignore[arg-type]  # they have it if the batch has
         loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
@@ -282,6 +282,7 @@ def _update(
     *,
     max_norm: float,
 ) -> None:
+    """Clip the gradients, step the optimizers of the master weights, and drop the gradients."""
     for name, parameter in masters.named_parameters():
         parameter.grad = gradients[name].to(parameter.device, copy=True) if name in gradients else None
     if max_norm > 0:

@@ -82,16 +82,16 @@ class Relay:
         microbatches, and distributed over the replicas of the part.
         """
         layouts = [part.layout for part in self.parts]
-        drawing = max(layouts, key=lambda each: each.dp * each.microbatches)
-        first, own = self.first_step(number), self.parts[number]
-        drawn = [
-            drawn_batches(self.choice, drawing, self.training, step, self.seed)
-            for step in range(first, first + own.num_steps)
+        largest = max(layouts, key=lambda layout: layout.dp * layout.microbatches)
+        first, part = self.first_step(number), self.parts[number]
+        batches = [
+            drawn_batches(self.choice, largest, self.training, step, self.seed)
+            for step in range(first, first + part.num_steps)
         ]
-        if own.layout.dp == drawing.dp:
-            return drawn
+        if part.layout.dp == largest.dp:
+            return batches
         config = self.choice.config()
-        return [microbatches_of(merge(each), own.layout.dp, config) for each in drawn]
+        return [microbatches_of(merge(step_batches), part.layout.dp, config) for step_batches in batches]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +204,10 @@ def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
     model = relay.choice.build(relay.seed)
     relay.training.freeze(model)
     parts = [(part.layout, relay.batches(number)) for number, part in enumerate(relay.parts)]
-    found = [record for outcome in outcomes for record in outcome.records]
-    steps = compare_with_one_process(model, parts, relay.training, found, weighed_by=relay.choice.weighed_by)
+    records = [record for outcome in outcomes for record in outcome.records]
+    steps = compare_with_one_process(
+        model, parts, relay.training, records, weighed_by=relay.choice.weighed_by
+    )
     return ResumeReport(
         steps=tuple(steps),
         departure=_first_departure(steps, handovers),
@@ -221,8 +223,8 @@ def write_outcome(outcome: Outcome, number: int, folder: Path) -> None:
 
 def read_outcome(number: int, folder: Path) -> Outcome:
     """Return the outcome that `write_outcome` wrote."""
-    found: Outcome = torch.load(_path(number, folder), weights_only=False)  # written by this run
-    return found
+    outcome: Outcome = torch.load(_path(number, folder), weights_only=False)  # written by this run
+    return outcome
 
 
 def _path(number: int, folder: Path) -> Path:
@@ -239,14 +241,18 @@ def _first_departure(steps: Sequence[StepComparison], handovers: Sequence[Handov
 
 
 def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Contents:
-    """Gather the contents, unsharded, on global rank 0; without tensors elsewhere. Collective over the world."""
-    states, numbers = _states(optimizer)
-    kinds = {MASTER: optimizer.masters(), **states}
-    tensors = _gathered_copies(model, PARAMETER, model.tensors())
-    for prefix, local in kinds.items():
+    """Gather parameters, masters and optimizer states, unsharded, on global rank 0, with all plain values.
+
+    Other ranks return the values without tensors. Collective over the world.
+    """
+    states, scalars = _states(optimizer)
+    shards = {PARAMETER: model.tensors(), MASTER: optimizer.masters(), **states}
+    tensors: dict[str, Tensor] = {}
+    for prefix, local in shards.items():
         tensors |= _gathered_copies(model, prefix, local)
     tensors |= _full_states(optimizer)
-    values: dict[str, Any] = {name: sorted(found) for name, found in numbers.items()}
+    # One number for a scalar state, unless the ranks that shard its parameter disagree.
+    values: dict[str, Any] = {name: sorted(numbers) for name, numbers in scalars.items()}
     values |= {f"group {index}": saved_options(group) for index, group in enumerate(optimizer.param_groups)}
     values |= {"loss scaler": optimizer.scaler_state(), "skipped steps": optimizer.skipped_steps}
     return Contents(tensors=tensors, values=values)
@@ -259,7 +265,7 @@ def differing(saved: Contents, loaded: Contents) -> list[str]:
     precisions has is ignored.
     """
     expected = {name: _expected(name, saved, loaded.tensors.get(name)) for name in saved.tensors}
-    found = [
+    tensors = [
         name
         for name in {**expected, **loaded.tensors}
         if name not in expected
@@ -273,7 +279,7 @@ def differing(saved: Contents, loaded: Contents) -> list[str]:
     ]
     if None in (saved.values["loss scaler"], loaded.values["loss scaler"]):
         values = [name for name in values if name != "loss scaler"]
-    return found + values
+    return tensors + values
 
 
 def _expected(name: str, saved: Contents, loaded: Tensor | None) -> Tensor:
@@ -316,7 +322,7 @@ def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], 
     Collective over the world. Ranks that shard a parameter each have its scalars; all different values are returned.
     """
     names: dict[str, set[str]] = {}  # names of parameters by kind of state, over all ranks
-    numbers: dict[str, set[float]] = {}
+    numbers: dict[str, set[float]] = {}  # by "STATE/NAME"
     for tensors, scalars in gather_objects(_own_states(optimizer)):
         for kind, name in tensors:
             names.setdefault(kind, set()).add(name)
@@ -357,11 +363,11 @@ def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], lis
 
 def _gathered(optimizer: ShardedOptimizer, kind: str, names: set[str]) -> dict[str, Tensor]:
     """Gather the states of a kind in the shapes of their parameters. Collective over the data axis."""
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     for bucket in optimizer.buckets:
         whole = bucket.partition.gathered(_flat(optimizer, bucket, kind))
-        found |= {name: part for name, part in bucket.unflattened(whole).items() if name in names}
-    return found
+        states |= {name: state for name, state in bucket.unflattened(whole).items() if name in names}
+    return states
 
 
 def _flat(optimizer: ShardedOptimizer, bucket: Bucket, kind: str) -> Tensor:

@@ -85,26 +85,26 @@ class RoutingCheck:
         microbatches = microbatches_of(batches[mesh.rank("dp")], number, config)
         expected = _recorded(self._alone, self._sizes)
         with torch.no_grad():
-            for each in microbatches:
-                self._alone(**reference.converted(each, next(self._alone.parameters())))
+            for microbatch in microbatches:
+                self._alone(**reference.converted(microbatch, next(self._alone.parameters())))
         axis = next(filter(None, map(axis_of, model.module.modules())), None) if mesh.size("sp") > 1 else None
         total = flipped = 0
         for path in self._choices if mesh.rank("tp") == 0 else ():  # its neighbours have the same tokens
-            for found, alone, batch in zip(self._choices[path], expected[path], microbatches, strict=False):
+            for choices, alone, batch in zip(self._choices[path], expected[path], microbatches, strict=False):
                 if axis is not None:
                     alone_BSK = alone.unflatten(0, (batch_size(batch), -1))
                     alone = axis.own(alone_BSK, 1, padding=_PADDING).flatten(0, 1)
                 is_token = (alone != _PADDING).all(-1)
                 total += int(is_token.sum())
-                flipped += int(((found != alone).any(-1) & is_token).sum())
+                flipped += int(((choices != alone).any(-1) & is_token).sum())
         counts = gather_objects((total, flipped))
         return Routing(
-            num_tokens=sum(each for each, _ in counts), num_flipped=sum(each for _, each in counts)
+            num_tokens=sum(tokens for tokens, _ in counts), num_flipped=sum(flips for _, flips in counts)
         )
 
 
 def _experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
-    return {path: (each, kind) for path, each in model.named_modules() if (kind := interface_of(each))}
+    return {path: (module, kind) for path, module in model.named_modules() if (kind := interface_of(module))}
 
 
 def _recorded(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, list[Tensor]]:

@@ -76,7 +76,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
 
 _ADVICE = (
     "one that updates every element independently, such as torch.optim's "
-    f"{', '.join(sorted(each.__name__ for each in KNOWN))}"
+    f"{', '.join(sorted(kind.__name__ for kind in KNOWN))}"
 )
 
 

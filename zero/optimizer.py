@@ -326,7 +326,10 @@ class ShardedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_steppable()
+        self._calls.require_all()
+        self.parameter_gather.wait()
+        self._require_same_parameters()
+        self._compare_call("step()")
         self._reduce()
         norm = self._measure()
         if isfinite(norm):
@@ -341,10 +344,8 @@ class ShardedOptimizer(OptimizerWrapper):
             self._after_step()
         return loss
 
-    def _require_steppable(self) -> None:
-        """Raise RuntimeError if calls are missing, ranks make different calls, or parameters were replaced or moved."""
-        self._calls.require_all()
-        self.parameter_gather.wait()
+    def _require_same_parameters(self) -> None:
+        """Raise RuntimeError if a parameter was moved out of its bucket, or unfrozen, since boost."""
         for slot in self.reducer.slots:
             if not slot.is_in_place:
                 raise RuntimeError(
@@ -357,7 +358,6 @@ class ShardedOptimizer(OptimizerWrapper):
                     f"{managed.name} was frozen at boost and requires a gradient now, but nothing would "
                     "update it: set requires_grad before boost"
                 )
-        self._compare_call("step()")
 
     def _compare_call(self, call: str) -> None:
         self._agreement.compare_reductions(call, is_reduced=self.reducer.is_reduced)

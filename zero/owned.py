@@ -12,7 +12,7 @@ parameters, as every group of `zero_size` ranks does. In a team of one rank the 
 nothing is sent. A piece that several ranks of a team have is sent by one of them, and returned to all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from math import lcm, prod
@@ -118,33 +118,30 @@ class OwnedParameters:
             bucket.unrounded = None
 
     def _plan(self, places: Sequence[MeshLayout]) -> None:
-        """Choose the owners, and list the parts that this rank sends and receives."""
+        """Choose the owners, and list the boxes that this rank exchanges with every rank of its team.
+
+        Args:
+            places: the coordinates of the ranks of the team, in order.
+        """
         team_rank, tp = self._team.rank(), places[0].size("tp")
         pairs = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
         shapes = {
             slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, places[0])) for _, slot in pairs
         }
         owners = balanced([prod(shapes[slot]) for _, slot in pairs], len(places))
-        self._shapes: dict[Slot, tuple[int, ...]] = {}
-        self._host_gradients: dict[Slot, Tensor] = {}
+        self._shapes: dict[Slot, tuple[int, ...]] = {}  # full shapes of this rank's `slots`
+        self._host_gradients: dict[Slot, Tensor] = {}  # of `slots` that are stepped on the CPU
         self._collect = _Route([[] for _ in places], [[] for _ in places])
         self._spread = _Route([[] for _ in places], [[] for _ in places])
         for (bucket, slot), owner in zip(pairs, owners, strict=True):
             if owner == team_rank:
                 self.slots.append(slot)
                 self._shapes[slot] = shapes[slot]
-            holders: dict[tuple[Box, ...], list[tuple[int, list[PlacedBox]]]] = {}
-            for index, place in enumerate(places):
-                if parts := list(_parts(bucket, slot, place)):
-                    holders.setdefault(tuple(part.box for part in parts), []).append((index, parts))
-            for holders_of_equal in holders.values():
-                # One of the owner's tensor rank, if there is one, and the nearest of these.
-                sender, parts = min(
-                    holders_of_equal,
-                    key=lambda holder: (holder[0] % tp != owner % tp, abs(holder[0] - owner), holder[0]),
-                )
-                _add(self._collect, team_rank, sender, owner, parts)
-                for holder, parts in holders_of_equal:
+            for replicas in _replicas(bucket, slot, places):
+                # Prefer a sender of the owner's tensor rank, and of these the nearest.
+                sender = min(replicas, key=lambda rank: (rank % tp != owner % tp, abs(rank - owner), rank))
+                _add(self._collect, team_rank, sender, owner, replicas[sender])
+                for holder, parts in replicas.items():
                     _add(self._spread, team_rank, holder, owner, parts)
 
     @property
@@ -244,6 +241,21 @@ def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
         owners[index] = load.index(min(load))
         load[owners[index]] += sizes[index]
     return owners
+
+
+def _replicas(
+    bucket: Bucket, slot: Slot, places: Sequence[MeshLayout]
+) -> Iterable[dict[int, list[PlacedBox]]]:
+    """Group the team's ranks by the boxes of a parameter that they have; ranks with none are left out.
+
+    Returns:
+        For each group, its boxes by rank of the team.
+    """
+    replicas: dict[tuple[Box, ...], dict[int, list[PlacedBox]]] = {}
+    for rank, place in enumerate(places):
+        if parts := list(_parts(bucket, slot, place)):
+            replicas.setdefault(tuple(part.box for part in parts), {})[rank] = parts
+    return replicas.values()
 
 
 def _parts(bucket: Bucket, slot: Slot, place: MeshLayout) -> Iterator[PlacedBox]:

@@ -80,8 +80,8 @@ def router_formats(model: nn.Module, dtype: torch.dtype) -> dict[Parameter, torc
     """Return the parameters that routers cast to a format other than `dtype`, with this format."""
     routers: list[Any] = []
     if hasattr(getattr(model, "config", None), ROUTER_FORMAT):
-        routers = [each for each in model.modules() if vars(each).get("dtype", dtype) is not dtype]
-    return {parameter: each.dtype for each in routers for parameter in each.parameters()}
+        routers = [module for module in model.modules() if vars(module).get("dtype", dtype) is not dtype]
+    return {parameter: router.dtype for router in routers for parameter in router.parameters()}
 
 
 def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
@@ -135,7 +135,7 @@ def format_errors(model: nn.Module, dtype: torch.dtype) -> list[str]:
         for each in dict.fromkeys(router_formats(model, dtype).values())
         if each is not torch.float32
     ]
-    wide = [name for name, each in model.named_parameters() if each.dtype is torch.float64]
+    wide = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float64]
     if not wide:
         return errors
     return [

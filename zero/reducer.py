@@ -89,7 +89,9 @@ class Reducer:
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
         self.num_contexts = 0
-        self._zeros: list[Slot] = []  # had a gradient of zeros after the last drop; empty after a reduction
+        self._zeroed_slots: list[
+            Slot
+        ] = []  # had a gradient of zeros after the last drop; empty after a reduction
         self._before_plain_backward = before_plain_backward
         self._group, self._device, self._scaler = group, device, scaler
         # The last gradient of a bucket is that of its first parameter in the model: backward reaches it last.
@@ -232,7 +234,7 @@ class Reducer:
         self._wait_for_averages()
         if self.slots and self._group.size() > 1:
             dist.all_reduce(has_gradients, op=dist.ReduceOp.MAX, group=self._group)
-        self.is_reduced, self.has_gradients, self._zeros = True, has_gradients, []
+        self.is_reduced, self.has_gradients, self._zeroed_slots = True, has_gradients, []
         self.unscale_factor = 1 / self.loss_scale
         self.writes.accept()
 
@@ -294,18 +296,18 @@ class Reducer:
         self.unscale_factor = 1.0
 
     def drop(self, *, to_zeros: bool) -> None:
-        """Drop all gradients; with `to_zeros`, parameters with a gradient get a gradient of zeros."""
+        """Drop all gradients, and averages in flight; with `to_zeros`, parameters with one get a gradient of zeros."""
         self._awaited.clear()
         self._wait_for_averages()
         self.writes.forget()
         self.is_reduced = False
         for bucket in self._buckets:
             bucket.drop(to_zeros=to_zeros)
-        self._zeros = [slot for slot in self.slots if slot.has_gradient] if to_zeros else []
+        self._zeroed_slots = [slot for slot in self.slots if slot.has_gradient] if to_zeros else []
 
     def drop_since_zeros(self) -> None:
         """Drop all gradients that were not reduced; those that the last drop set to zeros are zeros again."""
-        zeros = self._zeros
+        zeros = self._zeroed_slots
         self.drop(to_zeros=False)
         for slot in zeros:
             slot.was_reduced = True

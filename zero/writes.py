@@ -35,6 +35,7 @@ class WriteWatch:
         self._plain_backward = -1
         self._buckets = buckets
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        # As of the last `accept`: versions of the buckets, None to accept all writes; and the slots with a gradient.
         self._versions: list[int | None] | None = None
         self._had = [False] * len(self._slots)
 

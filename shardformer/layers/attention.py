@@ -148,27 +148,27 @@ class Kernel:
     """An attention kernel.
 
     Args:
-        words: its description.
+        description: its description.
         flag: the attribute of model classes that tells if they support it; None is not checked.
         module: the module that it imports.
         package: the package of that module, and how to install it.
         needs_cuda: it runs on CUDA only.
-        is_short: it computes in 16-bit formats only.
+        is_16_bit_only: it computes in 16-bit formats only.
         capability: the minimum compute capability of a CUDA device.
-        drops: it supports attention dropout.
-        caps: it supports capped scores (softcap).
+        supports_dropout: it supports attention dropout.
+        supports_softcap: it supports capped scores (softcap).
         attend: for kernels that transformers does not have, the function to call, with sdpa's masks.
     """
 
-    words: str
+    description: str
     flag: str | None = None
     module: str | None = None
     package: str = ""
     needs_cuda: bool = True
-    is_short: bool = False
+    is_16_bit_only: bool = False
     capability: tuple[int, int] = (0, 0)
-    drops: bool = True
-    caps: bool = True
+    supports_dropout: bool = True
+    supports_softcap: bool = True
     attend: Callable[..., tuple[Tensor, None]] | None = None
 
     def errors(self, device: torch.device, dtype: torch.dtype | None, option: str) -> list[str]:
@@ -190,7 +190,7 @@ class Kernel:
                 f"needs the package {self.package}, or use {instead}",
             ),
             (
-                self.is_short and dtype not in (torch.float16, torch.bfloat16, None),
+                self.is_16_bit_only and dtype not in (torch.float16, torch.bfloat16, None),
                 f"computes only in 16 bits: use precision='bf16' or 'fp16', or {instead}",
             ),
             (
@@ -199,52 +199,54 @@ class Kernel:
                 f"this one has {'.'.join(map(str, capability or ()))}: use {instead}",
             ),
         )
-        return [f"{option}: {self.words} {message}" for is_wrong, message in rows if is_wrong]
+        return [f"{option}: {self.description} {message}" for is_wrong, message in rows if is_wrong]
 
 
-_SDPA = Kernel(words="sdpa (torch's fused attention)", flag=SUPPORTS_SDPA, needs_cuda=False, caps=False)
-_PACKAGE = Kernel(words="", flag=SUPPORTS_FLASH, is_short=True, capability=_AMPERE)
-_TORCH = replace(_SDPA, needs_cuda=True, is_short=True, capability=_AMPERE)
+_SDPA = Kernel(
+    description="sdpa (torch's fused attention)", flag=SUPPORTS_SDPA, needs_cuda=False, supports_softcap=False
+)
+_PACKAGE = Kernel(description="", flag=SUPPORTS_FLASH, is_16_bit_only=True, capability=_AMPERE)
+_TORCH = replace(_SDPA, needs_cuda=True, is_16_bit_only=True, capability=_AMPERE)
 
 # By the names of transformers, except for three that transformers does not have.
 KERNELS = {
-    EAGER: Kernel(words="eager (the model's own code)", needs_cuda=False),
+    EAGER: Kernel(description="eager (the model's own code)", needs_cuda=False),
     SDPA: _SDPA,
     SDPA_FA: replace(
         _TORCH,
-        words="sdpa_fa (torch's flash kernel)",
+        description="sdpa_fa (torch's flash kernel)",
         attend=partial(torch_attention, backend=SDPBackend.FLASH_ATTENTION),
     ),
     SDPA_CUDNN: replace(
         _TORCH,
-        words="sdpa_cudnn (cuDNN's kernel)",
+        description="sdpa_cudnn (cuDNN's kernel)",
         attend=partial(torch_attention, backend=SDPBackend.CUDNN_ATTENTION),
     ),
     FLASH_ATTENTION_2: replace(
         _PACKAGE,
-        words="flash_attention_2 (the flash-attn package)",
+        description="flash_attention_2 (the flash-attn package)",
         module="flash_attn",
         package="flash-attn (pip install flash-attn --no-build-isolation)",
     ),
     FLASH_ATTENTION_3: replace(
         _PACKAGE,
-        words="flash_attention_3 (the flash-attn-3 package)",
+        description="flash_attention_3 (the flash-attn-3 package)",
         module="flash_attn_interface",
         package="flash-attn-3 (install it from the folder hopper of github.com/Dao-AILab/flash-attention)",
-        drops=False,
+        supports_dropout=False,
     ),
     FLEX_ATTENTION: Kernel(
-        words="flex_attention (torch's FlexAttention)",
+        description="flex_attention (torch's FlexAttention)",
         flag=SUPPORTS_FLEX,
         module="triton",
         package="triton (pip install triton)",
-        drops=False,
+        supports_dropout=False,
     ),
     XFORMERS: Kernel(
-        words="xFormers",
+        description="xFormers",
         module="xformers",
         package="xformers (pip install xformers)",
-        caps=False,
+        supports_softcap=False,
         attend=xformers_attention,
     ),
 }
@@ -280,7 +282,7 @@ def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
     return [
         f"{option}: {type(part).__name__}{f' ({path})' if path else ''} {reason}: {advice}leave {option} out"
         for path, part in parts.items()
-        for reason, advice in _reasons(part, kernel)
+        for reason, advice in _kernel_reasons(part, kernel)
     ]
 
 
@@ -315,38 +317,45 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
     ]
 
 
-def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
-    """Yield reasons why a sub-model cannot use a kernel, each with a remedy other than leaving the option out."""
+def _kernel_reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the reasons why a sub-model cannot use a kernel.
+
+    Yields:
+        A reason, to follow the sub-model's name, and a remedy that ends with ", or "; empty if there is none.
+    """
     kernel, config = KERNELS[name], part.config
-    build = f"build it with attn_implementation={name!r}, or " if kernel.attend is None else ""
+    rebuild = f"build it with attn_implementation={name!r}, or " if kernel.attend is None else ""
     present = {type(module) for module in part.modules()}
-    fixed = [
+    other_classes = [
         classes
         for classes in _fixed_classes(part)
         if present & set(classes.values()) and classes.get(name) not in present
     ]
     if kernel.flag is not None and not getattr(part, kernel.flag):
-        yield f"cannot compute attention with {kernel.words}, according to its class in transformers", ""
-    elif fixed:
-        names = sorted(kind.__name__ for kind in present & set(fixed[0].values()))
         yield (
-            f"was built with {', '.join(names)}, which is not {kernel.words}",
-            build if name in fixed[0] else "",
+            f"cannot compute attention with {kernel.description}, according to its class in transformers",
+            "",
+        )
+    elif other_classes:
+        names = sorted(kind.__name__ for kind in present & set(other_classes[0].values()))
+        yield (
+            f"was built with {', '.join(names)}, which is not {kernel.description}",
+            rebuild if name in other_classes[0] else "",
         )
     elif attention_name(config) != name and not can_set_attention(part):
-        yield "has the attention that was chosen when it was built, which cannot be changed", build
-    if not kernel.caps and (caps := _settings(part, "attn", "softcap")):
-        yield f"caps its attention scores ({caps}), which {kernel.words} does not support", ""
-    if not kernel.drops and (dropout := _settings(part, "att", "drop")):
+        yield "has the attention that was chosen when it was built, which cannot be changed", rebuild
+    if not kernel.supports_softcap and (caps := _settings(part, "attn", "softcap")):
+        yield f"caps its attention scores ({caps}), which {kernel.description} does not support", ""
+    if not kernel.supports_dropout and (dropout := _settings(part, "att", "drop")):
         yield (
-            f"uses attention dropout ({dropout}), which {kernel.words} does not support",
+            f"uses attention dropout ({dropout}), which {kernel.description} does not support",
             "set that to 0 in the config, or ",
         )
     if name in FLASH_PACKAGES and (lost := _lost_mask(part)):
         yield lost, ""
     if name != EAGER and getattr(config, "output_attentions", False):
         yield (
-            f"has output_attentions=True, but {kernel.words} does not compute",
+            f"has output_attentions=True, but {kernel.description} does not compute",
             "set config.output_attentions=False, or ",
         )
 

@@ -104,10 +104,10 @@ _OWN: dict[type, Any] = {
 }
 
 
-def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStatistics":
-    """Convert a model's batch norms to the classes above; torch's SyncBatchNorm normalizes over a group.
+def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStatistics":
+    """Convert batch norms in place, so that recomputation counts no batch twice and running statistics are float32.
 
-    The class of each module changes in place, and 16-bit running statistics become float32.
+    torch's SyncBatchNorm normalizes over its own process group, or else over the given one.
 
     Args:
         model: materialized.

@@ -208,7 +208,7 @@ class ExpertParallel:
             output_RH = output_RH.detach() + 0 * unused_RH
         if self._interface.is_apart and torch.is_grad_enabled():
             output_RH = _Passed.apply(
-                output_RH, *(each for each in module.parameters() if each.requires_grad)
+                output_RH, *(parameter for parameter in module.parameters() if parameter.requires_grad)
             )
         if in_output is not None:
             output_RH = output_RH[in_output]

@@ -127,7 +127,7 @@ def tensor_inputs(module: nn.Module) -> list[str]:
 def takes_named_inputs(module: nn.Module) -> bool:
     """Return True if the signature of a module's forward names its inputs."""
     inputs = inspect.signature(module.forward).parameters.values()
-    return all(each.kind is not each.VAR_POSITIONAL for each in inputs)
+    return all(argument.kind is not argument.VAR_POSITIONAL for argument in inputs)
 
 
 def says_tuple(module: nn.Module) -> bool:
@@ -163,12 +163,14 @@ def is_by_position_behind_loops(module: nn.Module) -> bool:
     return bool(_statements(module)) and not any(map(_MIXING.fullmatch, names))
 
 
-def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
-    """Return the reasons why a layer may not compute on a sequence shard; empty if it can. Reads its code.
+def mixing_errors(layer: nn.Module, exempt: Sequence[str]) -> list[str]:
+    """Return the modules of a layer that may mix positions, so that it cannot compute on a sequence shard.
+
+    Modules with children are judged by the code of their forward, others by the names of their classes.
 
     Args:
         layer: the native layer.
-        apart: paths of sub-modules that receive full sequences, or support sequence shards.
+        exempt: paths of sub-modules that receive full sequences, or support sequence shards.
     """
     kind = type(layer).__name__
     errors = []
@@ -178,19 +180,19 @@ def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
             "0"
         )
     for name, module in layer.named_modules():
-        if any(is_within(name, path) for path in apart):
+        if any(is_within(name, path) for path in exempt):
             continue
         where = f"{kind}.{name}" if name else kind
         if list(module.children()):
-            if code := _mixing(module):
-                errors.append(f"the code of {where} {code}, and may depend on the full sequence: {INSTEAD}")
+            if mixing := _described_mixing(module):
+                errors.append(f"the code of {where} {mixing}, and may depend on the full sequence: {INSTEAD}")
         elif not is_by_position(module):
             errors.append(f"{where} is a {type(module).__name__}, which may mix positions: {INSTEAD}")
     return errors
 
 
-def _mixing(module: nn.Module) -> str:
-    """Describe the code of a module that may mix positions; empty if there is none."""
+def _described_mixing(module: nn.Module) -> str:
+    """Return the end of a sentence that begins with "the code of": how it may mix positions; empty if it does not."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).__name__ in _CHECKED:
         return ""
     if not (statements := _statements(module)):
@@ -211,7 +213,11 @@ def is_by_position(module: nn.Module) -> bool:
 
 def _returned(statements: list[ast.stmt]) -> list[ast.expr]:
     """Return the expressions that these statements return."""
-    return [each.value for each in statements if isinstance(each, ast.Return) and each.value is not None]
+    return [
+        statement.value
+        for statement in statements
+        if isinstance(statement, ast.Return) and statement.value is not None
+    ]
 
 
 def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:

@@ -182,7 +182,7 @@ class PrefetchOrder:
     """
 
     def __init__(self) -> None:
-        self._after: dict[Use, Use | None] = {}
+        self._after: dict[Use, Use | None] = {}  # None if the pass ends there, or the next use varies
         self._last: Use | None = None
         self._pass: set[Use] = set()  # uses since its begin; a repeated use begins the next pass
 

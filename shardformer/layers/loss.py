@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from ...cluster.collectives import all_reduce, once_differentiable
 from ...cluster.transformers_api import ForCausalLMLoss
-from ...pipeline.counted_loss import divided
+from ...pipeline.counted_loss import divide_by_count
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .parallel_module import require_all
 
@@ -257,10 +257,10 @@ def _causal_lm_loss(
     shift_labels = shift_labels.to(logits.device)
     loss_sum = total(logits, shift_labels, vocab_size=vocab_size, ignore_index=ignore_index)
     if num_items_in_batch is None:
-        return divided(loss_sum, (shift_labels != ignore_index).sum())
+        return divide_by_count(loss_sum, (shift_labels != ignore_index).sum())
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(logits.device)
-    return divided(loss_sum, num_items_in_batch, adds_up=True)  # the count of all microbatches
+    return divide_by_count(loss_sum, num_items_in_batch, adds_up=True)  # the count of all microbatches
 
 
 def _keep_logits_sharded(

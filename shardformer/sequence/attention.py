@@ -284,7 +284,7 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, An
 
 def _first(module: nn.Module, name: str) -> Any:
     """Return the object with this name from the file of the module's class or of a base class; else None."""
-    files = (sys.modules[each.__module__] for each in type(module).__mro__)
+    files = (sys.modules[base.__module__] for base in type(module).__mro__)
     return next((found for file in files if (found := getattr(file, name, None)) is not None), None)
 
 
@@ -340,7 +340,7 @@ def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
         if "arange(" in _code(type(module)) and module not in mixers:
             yield f"{type(module).__name__} computes positions itself, and would compute only those of one rank"
     for attention in attentions:
-        yield from _argument_reasons(attention, mode)
+        yield from _attention_reasons(attention, mode)
 
 
 def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
@@ -351,17 +351,20 @@ def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
     return is_named_so and id(module) not in inside and not any(map(_is_attention, module.modules()))
 
 
-def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
-    """Yield errors of arguments that the module passes to attention and that would be ignored there."""
+def _attention_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
+    """Yield the reasons why an attention module cannot compute on a sequence shard, judging by its source code.
+
+    It may call a function that cannot be replaced, use the mask itself, or pass arguments that would be ignored.
+    """
     name, code = type(attention).__name__, _code(type(attention))
     passed = {argument for call in CALLS_ATTENTION.findall(code) for argument in _ARGUMENT.findall(call)}
     known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
     if getattr(attention, "sinks", None) is None:
         known |= {"s_aux"}  # None without sinks
-    others = set(DEFAULT_ATTENTION.findall(code)) - {EAGER_FUNCTION}
-    if mode == ALL_TO_ALL and others and attention_name(attention.config) == EAGER:
+    other_functions = set(DEFAULT_ATTENTION.findall(code)) - {EAGER_FUNCTION}
+    if mode == ALL_TO_ALL and other_functions and attention_name(attention.config) == EAGER:
         yield (
-            f"{name} computes attention by {', '.join(sorted(others))}, not by {EAGER_FUNCTION}, and "
+            f"{name} computes attention by {', '.join(sorted(other_functions))}, not by {EAGER_FUNCTION}, and "
             "cannot be replaced"
         )
     if _READS_MASK.search(code):

@@ -112,7 +112,7 @@ class BlockMask(Mask):
         self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
         self.is_plain = self._padding_BS is None and function in _PLAIN
         self.levels = levels and not self.is_plain
-        self._uniform_queries: dict[range, Tensor | None] = {}
+        self._uniform_queries: dict[range, Tensor | None] = {}  # (B, 1, Q) by range of queries
         self.flex_masks: dict[int, Any] = {}
 
     def classify(self, blocks: Iterable[tuple[range, range]]) -> None:

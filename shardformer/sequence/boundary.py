@@ -69,12 +69,12 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     raise_errors(_errors(model, plan, split))
     stacks = plan.stacks(model)
     layers = [layer for stack in stacks for layer in _shard_stack(model, stack, split)]
-    outer = _around(model, [path for stack in stacks for path in stack.paths])
-    running = _track_running(outer)
+    containers = _containers_of(model, [path for stack in stacks for path in stack.paths])
+    running = _track_running(containers)
     for layer in layers:
         layer.register_forward_pre_hook(partial(_refuse_outside, running=running))
     if split.settings.is_on_sequence_axis:
-        _average_entering_gradients(outer, running, split.group)
+        _average_entering_gradients(containers, running, split.group)
         _shard_attention(model, split)
     refuse = partial(_refuse_collecting, names=refused_settings(model))
     model.register_forward_pre_hook(refuse, with_kwargs=True)
@@ -162,18 +162,18 @@ def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
     return list(dict.fromkeys(modules))
 
 
-def _around(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+def _containers_of(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     """Return the modules that contain the modules at these paths, the model first."""
-    outer = {
+    containers = {
         ".".join(names[:count])
         for names in (path.split(".") for path in paths)
         for count in range(len(names))
     }
-    return [model.get_submodule(path) for path in sorted(outer)]
+    return [model.get_submodule(path) for path in sorted(containers)]
 
 
 def _track_running(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return a list to which hooks add those of these modules that run, the outermost first."""
+    """Return a list that hooks keep up to date: those of these modules whose forward runs now, the outermost first."""
     running: list[nn.Module] = []
 
     def leave(module: nn.Module, args: tuple, output: Any) -> None:

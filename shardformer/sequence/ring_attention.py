@@ -157,12 +157,19 @@ class OnlineSoftmax:
 
 
 class _Call(NamedTuple):
-    """State shared by forward and backward of one call; `view_of_all` has all settings except the mask."""
+    """State shared by forward and backward of one call.
+
+    Attributes:
+        mask: for the full sequence.
+        axis: the sequence axis.
+        length: the length of the sequence, without padding.
+        settings: the kernel's arguments for all keys; `view` adds the mask and the seed of a piece.
+    """
 
     mask: Mask
     axis: SequenceAxis
     length: int
-    view_of_all: View
+    settings: View
 
     def classify_blocks(self, q: Tensor, v: Tensor) -> None:
         """Determine the kinds of all blocks of this rank's queries at once: at most one host read."""
@@ -178,21 +185,26 @@ class _Call(NamedTuple):
         self.mask.classify(product(queries, keys))
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
-        """Return the pieces of this rank's queries and another rank's keys."""
-        if self._is_flex(q, v):
-            everything = slice(None)
+        """Return the blocks of queries and keys that each need one call of a kernel; see `Piece`.
+
+        Args:
+            q, v: this rank's queries and values, (B, N, S, D).
+            source: the rank of the keys.
+        """
+        if self._is_flex(q, v):  # one call for all queries and keys
             mask = self._flex_mask(source, q.device)
-            return iter([Piece(everything, everything, range(0), range(0), mask)])
+            no_positions = range(0)  # they seed dropout, which FlexAttention does not support here
+            return iter([Piece(slice(None), slice(None), no_positions, no_positions, mask)])
         order, rank, size = self.axis.order, self.axis.rank, self._size(q, v)
         return pieces(self.mask, order, self.length, rank=rank, source=source, size=size)
 
     def _size(self, q: Tensor, v: Tensor) -> int:
         """Return the largest number of queries, and of keys, in a piece."""
-        return sys.maxsize if self.mask.is_plain and is_fused(q, v, self.view_of_all) else _TILE
+        return sys.maxsize if self.mask.is_plain and is_fused(q, v, self.settings) else _TILE
 
     def _is_flex(self, q: Tensor, v: Tensor) -> bool:
         """Return True for masks that are functions of positions and that no fused kernel supports."""
-        if not isinstance(self.mask, BlockMask) or self.mask.levels or self.view_of_all.dropout:
+        if not isinstance(self.mask, BlockMask) or self.mask.levels or self.settings.dropout:
             return False
         return self._size(q, v) == _TILE and flex.fits(q, v)
 
@@ -215,8 +227,8 @@ class _Call(NamedTuple):
     def view(self, piece: Piece) -> View:
         """Return the arguments of the kernel for a piece."""
         # The seed depends on global positions, so that ranks with equal random states drop different keys.
-        seed = hash((self.view_of_all.seed, piece.queries.start, piece.keys.start)) % 2**63
-        return replace(self.view_of_all, seen=piece.seen, seed=seed, is_uniform=piece.is_uniform)
+        seed = hash((self.settings.seed, piece.queries.start, piece.keys.start)) % 2**63
+        return replace(self.settings, seen=piece.seen, seed=seed, is_uniform=piece.is_uniform)
 
 
 class _RingAttention(Function):

@@ -105,7 +105,7 @@ def attention_rows() -> dict[str, ParityRow]:
         kinds = ["whole"] if name in TAKE_NO_MASK else list(BATCHES)
         if name == MEAN_OF_NOTHING:
             kinds.remove("padded left")
-        for precision, kind in product(PRECISIONS[1:] if kernel.is_short else PRECISIONS, kinds):
+        for precision, kind in product(PRECISIONS[1:] if kernel.is_16_bit_only else PRECISIONS, kinds):
             if kind == kinds[0] or precision == "bf16":
                 found[f"attention by {name}, {kind}, {precision}"] = ParityRow(
                     choice=LLAMA,

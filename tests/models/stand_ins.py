@@ -192,7 +192,7 @@ def installed_flash_attn() -> Iterator[list[str]]:
         mock.patch("echelon.shardformer.fused.flash_kernel", lambda device: FLASH_ATTENTION_2),
         mock.patch.dict(
             KERNELS,
-            {FLASH_ATTENTION_2: replace(KERNELS[FLASH_ATTENTION_2], is_short=False, needs_cuda=False)},
+            {FLASH_ATTENTION_2: replace(KERNELS[FLASH_ATTENTION_2], is_16_bit_only=False, needs_cuda=False)},
         ),
         ExitStack() as stack,
     ):

@@ -261,7 +261,7 @@ def test_ring_attention_has_its_own_kernels() -> None:
     assert "enable_xformers=True with sequence_parallelism_mode='ring_attn'" in error
 
 
-@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.drops])
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.supports_dropout])
 def test_attention_dropout_is_refused_where_it_would_be_lost(name: str) -> None:
     choice = ModelChoice(model_type="llama", settings=(("attention_dropout", 0.1),))
     (error,) = attention_errors(choice.build_on_meta(), name, "enable_it")

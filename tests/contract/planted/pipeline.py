@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.pipeline.known_masks import KnownTensor
+from echelon.pipeline.host_masks import TensorWithHostCopy
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
-from ...pipeline.test_known_masks import (
+from ...pipeline.test_host_masks import (
     test_a_change_in_place_is_seen,
     test_mask_functions_that_are_compiled_get_plain_masks,
     test_microbatches_have_answers_of_their_own,
@@ -38,7 +38,7 @@ def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
 def of_known_kind(args: Any, kwargs: Any) -> bool:
     """Answer masks that were changed in place as before."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    return all(isinstance(each, KnownTensor) for each in tensors)
+    return all(isinstance(each, TensorWithHostCopy) for each in tensors)
 
 
 def at_the_start(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -49,7 +49,7 @@ def at_the_start(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def answered(target: str, change: Any, check: Callable[..., None], **further: Any) -> Mutation:
     """Make a fault in the host's answers about masks, which a test of them notices."""
     further = {"num_ranks": 1, "notice": "^AssertionError", **further}
-    return fault(f"pipeline.known_masks:{target}", change, check=check, **further)
+    return fault(f"pipeline.host_masks:{target}", change, check=check, **further)
 
 
 ASK = {"check": test_transformers_reads_no_mask_and_computes_the_same, "args": ("LlamaForCausalLM", "sdpa")}
@@ -114,7 +114,7 @@ FAULTS = {
         "pipeline.stage:_Casting.seats", returning([]), "llama", Layout(pp=2, schedule="zbv")
     ),
     "masks are answered as if nothing were padding": answered(
-        "KnownTensor.of",
+        "TensorWithHostCopy.of",
         around(lambda of: lambda tensor, host: of(tensor, torch.ones_like(host))),
         notice="^AssertionError: padded",
         quick=True,
@@ -123,10 +123,10 @@ FAULTS = {
     "masks are read from the device": answered("_ANSWERED", frozenset(), **ASK),
     "operands of a read of a mask are only computed on the device": answered("_LEADING", frozenset(), **ASK),
     "a microbatch's mask is answered by the first one's": answered(
-        "KnownTensor.of", around(at_the_start), test_microbatches_have_answers_of_their_own
+        "TensorWithHostCopy.of", around(at_the_start), test_microbatches_have_answers_of_their_own
     ),
     "a mask is answered as before a change in place": answered(
-        "_are_known", of_known_kind, test_a_change_in_place_is_seen
+        "_have_host_copies", of_known_kind, test_a_change_in_place_is_seen
     ),
     "compiled mask functions get masks that the host knows": answered(
         "compiles_masks", returning(False), test_mask_functions_that_are_compiled_get_plain_masks

@@ -51,7 +51,7 @@ FAULTS = {
         notice="running_mean",
     ),
     "DistributedDataParallel broadcasts the first replica's statistics": fault(
-        "plugins.torch_ddp:TorchDDPModel.leave_alone",
+        "plugins.torch_ddp:TorchDDPModel.exclude_buffers",
         returning(None),
         check=departing_statistics,
         args=("ddp",),

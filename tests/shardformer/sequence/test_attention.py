@@ -16,7 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import policy_for
 from echelon.shardformer.derived import derived_table
-from echelon.shardformer.layers.forward_code import part_errors
+from echelon.shardformer.layers.forward_code import mixing_errors
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.sequence.attention import all_to_all_attention, ring_attention_of
 from echelon.shardformer.sequence.block_mask import block_mask
@@ -215,8 +215,8 @@ class Reshapes(Layer):
     ],
 )
 def test_code_that_may_mix_positions_is_refused(layer: nn.Module, message: str) -> None:
-    assert any(message in error for error in part_errors(layer, ["mlp"]))
-    assert part_errors(Layer(nn.Identity()), ["mlp"]) == []
+    assert any(message in error for error in mixing_errors(layer, ["mlp"]))
+    assert mixing_errors(Layer(nn.Identity()), ["mlp"]) == []
 
 
 @pytest.mark.parametrize(

@@ -32,20 +32,20 @@ _LEADING = {  # to one
 }
 
 
-class KnownTensor(Tensor):
+class TensorWithHostCopy(Tensor):
     """A tensor on the device with a copy of its values on the host; see [Note: questions about masks]."""
 
     _host: Tensor
-    _known_version: int
+    _copied_version: int
 
     @classmethod
     def of(cls, tensor: Tensor, host: Tensor) -> Tensor:
         """Return the tensor with its host copy; unchanged if in-place changes could not be detected."""
         if tensor.is_inference():
             return tensor
-        known = tensor.as_subclass(cls)
-        known._host, known._known_version = host, tensor._version
-        return known
+        copied = tensor.as_subclass(cls)
+        copied._host, copied._copied_version = host, tensor._version
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +53,7 @@ class KnownTensor(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             is_of_interest = func in _ANSWERED or func in _LEADING
-            if torch.compiler.is_compiling() or not (is_of_interest and _are_known(args, kwargs)):
+            if torch.compiler.is_compiling() or not (is_of_interest and _have_host_copies(args, kwargs)):
                 return func(*args, **kwargs)
             if func in _ANSWERED:
                 return func(args[0]._host)
@@ -65,43 +65,48 @@ class KnownTensor(Tensor):
             return cls.of(result, host)
 
 
-def _host(tensor: KnownTensor) -> Tensor:
+def _host(tensor: TensorWithHostCopy) -> Tensor:
     return tensor._host
 
 
-def _are_known(args: Any, kwargs: Any) -> bool:
+def _have_host_copies(args: Any, kwargs: Any) -> bool:
     """Return True if all tensors among the arguments have a host copy."""
     return all(
-        isinstance(leaf, KnownTensor) and leaf._version == leaf._known_version
+        isinstance(leaf, TensorWithHostCopy) and leaf._version == leaf._copied_version
         for leaf in tree_leaves((args, kwargs))
         if isinstance(leaf, Tensor)
     )
 
 
-def with_known_masks(moved: Any, batch: Any, model: nn.Module) -> Any:
-    """Return the batch on the device with host copies of its masks.
+def with_host_copies(moved: Any, batch: Any, model: nn.Module) -> Any:
+    """Attach host copies to the masks of a batch, as far as the model's attention allows it.
+
+    See [Note: questions about masks].
 
     Args:
         moved: the batch on the device.
-        batch: the batch from the dataloader.
+        batch: the same batch as the dataloader gave it, of which masks on the host are the copies.
         model: the model that will get the batch.
+
+    Returns:
+        The batch on the device; other values than masks, and batches that are no dict, are unchanged.
     """
     if not isinstance(moved, dict) or is_compiled(model):
         return moved
-    masks = [name for name in moved if _is_known(name, batch[name])]
+    masks = [name for name in moved if _is_host_mask(name, batch[name])]
     if not masks:
         return moved
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    kernels = [attention_name(part.config) for part in parts]
+    transformers_models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    kernels = [attention_name(part.config) for part in transformers_models]
     if any(map(compiles_masks, kernels)):
         return moved
-    takes_all = all(kernel == "eager" or kernel.startswith("sdpa") for kernel in kernels)
-    known = {
-        name: KnownTensor.of(moved[name], batch[name])
+    keeps_masks_from_layers = all(kernel == "eager" or kernel.startswith("sdpa") for kernel in kernels)
+    copied = {
+        name: TensorWithHostCopy.of(moved[name], batch[name])
         for name in masks
-        if takes_all or bool(batch[name].all())
+        if keeps_masks_from_layers or bool(batch[name].all())
     }
-    return {**moved, **known}
+    return {**moved, **copied}
 
 
 def compiles_masks(kernel: str) -> bool:
@@ -118,10 +123,10 @@ def mask_of_all(ids: Tensor) -> Tensor:
     """Return a mask (B, S) that hides none of these tokens."""
     host = torch.ones(ids.shape, dtype=torch.long)
     moved = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
-    return KnownTensor.of(moved, host) if type(host) is Tensor else moved
+    return TensorWithHostCopy.of(moved, host) if type(host) is Tensor else moved
 
 
-def _is_known(name: Any, host: Any) -> bool:
+def _is_host_mask(name: Any, host: Any) -> bool:
     """Return True if an argument is a mask with values on the host; fake tensors have none."""
     is_mask = isinstance(name, str) and name.endswith("mask") and type(host) is Tensor and host.dim() == 2
     return is_mask and host.device.type == "cpu"

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from echelon.pipeline.known_masks import KnownTensor, mask_of_all, with_known_masks
+from echelon.pipeline.host_masks import TensorWithHostCopy, mask_of_all, with_host_copies
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.stage import Stage
 
@@ -39,7 +39,7 @@ MODELS: dict[str, Any] = {
 
 def known(host: Tensor) -> Tensor:
     batch = {"attention_mask": host}
-    moved: Tensor = with_known_masks({"attention_mask": host.clone()}, batch, nn.Linear(1, 1))[
+    moved: Tensor = with_host_copies({"attention_mask": host.clone()}, batch, nn.Linear(1, 1))[
         "attention_mask"
     ]
     return moved
@@ -67,7 +67,7 @@ def test_transformers_reads_no_mask_and_computes_the_same(name: str, kernel: str
     stage = Stage(model)
     for texts in ("plain", "whole", "padded", *["packed"] * (name != "T5ForConditionalGeneration")):
         batch = batch_of(texts)
-        moved = with_known_masks({name: each.clone() for name, each in batch.items()}, batch, model)
+        moved = with_host_copies({name: each.clone() for name, each in batch.items()}, batch, model)
         if name != "BertForMaskedLM" and texts != "packed":  # masks with a cache, which models use by default
             batch["use_cache"], moved["use_cache"] = False, False  # type: ignore[assignment]
         with host_reads() as reads:
@@ -82,7 +82,7 @@ def test_results_of_other_operations_are_plain_tensors() -> None:
     assert type(mask.float()) is Tensor
     assert type(mask[torch.tensor([0])]) is Tensor
     assert type(mask == torch.ones(2, 4)) is Tensor
-    assert isinstance(mask.to(torch.bool)[:, :2], KnownTensor)
+    assert isinstance(mask.to(torch.bool)[:, :2], TensorWithHostCopy)
 
 
 def test_values_are_read_from_the_hosts_copy() -> None:
@@ -117,20 +117,20 @@ def test_mask_functions_that_are_compiled_get_plain_masks() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     batch = {"attention_mask": torch.tensor([[1, 0]]), "decoder_attention_mask": torch.ones(1, 2)}
     for kernel, kinds in (
-        ("sdpa", [KnownTensor, KnownTensor]),
+        ("sdpa", [TensorWithHostCopy, TensorWithHostCopy]),
         ("flex_attention", [Tensor, Tensor]),
-        ("flash_attention_2", [Tensor, KnownTensor]),
-        ("echelon_ring_attn", [Tensor, KnownTensor]),
+        ("flash_attention_2", [Tensor, TensorWithHostCopy]),
+        ("echelon_ring_attn", [Tensor, TensorWithHostCopy]),
     ):
         model.config._attn_implementation = {"": kernel}
-        assert [type(each) for each in with_known_masks(batch, batch, model).values()] == kinds, kernel
+        assert [type(each) for each in with_host_copies(batch, batch, model).values()] == kinds, kernel
 
 
 def test_a_compiled_model_gets_plain_tensors() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     model.compile(backend="aot_eager")
     batch = batch_of("padded")
-    assert with_known_masks(batch, batch, model) is batch
+    assert with_host_copies(batch, batch, model) is batch
     assert type(Stage(model).forward(batch, ()).loss) is Tensor
 
 
@@ -139,7 +139,7 @@ def test_tensors_without_a_copy_on_the_host_are_unchanged() -> None:
     with torch.inference_mode():
         assert type(mask_of_all(torch.ones(1, 3))) is Tensor
     for batch in (torch.ones(1, 3), [torch.ones(1, 3)], {"input_ids": torch.ones(1, 3)}):
-        found = with_known_masks(batch, batch, model)
+        found = with_host_copies(batch, batch, model)
         assert found is batch or type(found["input_ids"]) is Tensor
     on_meta = {"attention_mask": torch.ones(1, 3, device="meta")}
-    assert type(with_known_masks(on_meta, on_meta, model)["attention_mask"]) is Tensor
+    assert type(with_host_copies(on_meta, on_meta, model)["attention_mask"]) is Tensor
