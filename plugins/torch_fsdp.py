@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..shardformer.refusals import is_partial, mark_parallelized, refuse_partial
 from ..zero.combined import members_of
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.kinds import require_elementwise
-from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision
+from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision, routers_of
 from .base import optimizer_errors, taking
 from .colossalai import FSDP
 from .scaled_optimizer import ScaledOptimizer
@@ -196,6 +196,10 @@ class TorchFSDPModel(TorchModel):
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()
+        formats = policy["mp_policy"]
+        for router in routers_of(module, formats.param_dtype or torch.float32):
+            # It casts its weights itself: in a group of their own, since a group has gradients of one format.
+            fully_shard(router, **{**policy, "mp_policy": replace(formats, param_dtype=router.dtype)})
         layers = separable_layers(module)
         for layer in layers:
             fully_shard(layer, **policy)

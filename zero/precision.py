@@ -76,12 +76,18 @@ class PrecisionConfig(ScaleOptions):
         return DTYPES[self.precision]
 
 
+def routers_of(model: nn.Module, dtype: torch.dtype) -> list[Any]:
+    """Return the routers that cast their weights to a format other than `dtype`: to `router.dtype`."""
+    if not hasattr(getattr(model, "config", None), ROUTER_FORMAT):
+        return []
+    return [module for module in model.modules() if vars(module).get("dtype", dtype) is not dtype]
+
+
 def router_formats(model: nn.Module, dtype: torch.dtype) -> dict[Parameter, torch.dtype]:
     """Return the parameters that routers cast to a format other than `dtype`, with this format."""
-    routers: list[Any] = []
-    if hasattr(getattr(model, "config", None), ROUTER_FORMAT):
-        routers = [module for module in model.modules() if vars(module).get("dtype", dtype) is not dtype]
-    return {parameter: router.dtype for router in routers for parameter in router.parameters()}
+    return {
+        parameter: router.dtype for router in routers_of(model, dtype) for parameter in router.parameters()
+    }
 
 
 def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:

@@ -5,8 +5,10 @@ Parity rows are in tests/contract and tests/derive.
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from echelon.verify.batch import loss_of
+from echelon import Booster, TorchFSDPPlugin
+from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
 
 from ..pool import Pool
@@ -78,3 +80,26 @@ def format_of(choice: ModelChoice, buffer: str) -> torch.dtype:
     booster, model = hybrid(precision="bf16"), choice.build()
     booster.boost(model, sgd(model))
     return next(each.dtype for name, each in model.named_buffers() if name.endswith(buffer))
+
+
+def losses_under_fsdp(precision: str) -> list[float]:
+    """Return the losses of a rank in three steps of a model whose routers cast their weights to float32."""
+    plain = SWITCH.build()
+    booster = Booster(plugin=TorchFSDPPlugin(precision=precision))
+    model, optimizer, *_ = booster.boost(plain, sgd(plain))
+    batch, losses = make_batch(SWITCH, num_samples=4, seed=dist.get_rank()), []
+    for _ in range(3):
+        loss = model(**batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_routers_compute_in_float32_under_fsdp(pool: Pool) -> None:
+    for in_bf16, in_fp32 in zip(
+        pool.run(2, losses_under_fsdp, "bf16"), pool.run(2, losses_under_fsdp, "fp32"), strict=True
+    ):
+        assert in_bf16 == pytest.approx(in_fp32, rel=0.01)
+        assert in_fp32[2] < in_fp32[0]
