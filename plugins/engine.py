@@ -366,7 +366,7 @@ def _described(kinds: Sequence[float]) -> str:
 
 
 def _refuse_gradients_of(batch: Any) -> None:
-    """Raise ValueError for a batch with gradients: they would be scaled, and under a pipeline those of some stages."""
+    """Raise ValueError for a batch that requires gradients: they would be scaled, and incomplete under a pipeline."""
     if paths := paths_with_gradient(batch):
         names = ", ".join(path or "the tensor" for path in paths)
         raise ValueError(
