@@ -205,7 +205,7 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
     return arguments | {name: value for name, value in others.items() if name not in sections}
 
 
-def in_its_words(error: str, arguments: Mapping[str, Any]) -> str:
+def with_configuration_keys(error: str, arguments: Mapping[str, Any]) -> str:
     """Add the configuration keys of the arguments that an error of the plugin names.
 
     Args:

@@ -160,10 +160,10 @@ def enable_lora(
     raise_errors([message for is_wrong, message in rules if is_wrong])
     if lora_config is not None:
         raise_errors(_config_errors(model, lora_config, peft))
-    with _quiet():
+    with _silence_peft_warnings():
         if pretrained_dir is None:
             return peft.get_peft_model(model, lora_config)
-        return _loaded(model, Path(pretrained_dir), peft)
+        return _load_adapters(model, Path(pretrained_dir), peft)
 
 
 def _config_errors(model: nn.Module, config: Any, peft: Any) -> list[str]:
@@ -201,7 +201,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
-def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
+def _load_adapters(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
     """Return a model with the adapters of a folder, for further training. Each rank reads the folder."""
     peft_model: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     raise_errors(peft_model_errors(peft_model))
@@ -224,7 +224,7 @@ def _stored_names(folder: Path) -> list[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_peft_warnings() -> Iterator[None]:
     """Silence warnings of peft that the caller cannot act on, or that are raised as errors here."""
     with warnings.catch_warnings():
         # peft 0.21 reads a property that transformers 5.23 has renamed; it can go when peft reads the new one.

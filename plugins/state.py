@@ -1,6 +1,7 @@
 """This rank's shards of a model and its optimizer, as checkpoints save them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,33 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.slot import Slot
 
 
-def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
+@dataclass(frozen=True)
+class ParameterNames:
+    """Hugging Face's names of the full model's tensors, read before it is cut.
+
+    Args:
+        first: the first name of every parameter; a tied one has several.
+        order: these names in the model's order.
+        state: all names of parameters and buffers, for saving.
+    """
+
+    first: Mapping[Parameter, str]
+    order: tuple[str, ...]
+    state: TensorNames
+
+    @staticmethod
+    def of(model: nn.Module) -> "ParameterNames":
+        """Read the names of a full model."""
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
+
+    def local(self, model: nn.Module) -> dict[str, Parameter]:
+        """Return the parameters of a cut model, by their first name in the full model, in its order."""
+        local = {self.first[parameter]: parameter for parameter in model.parameters()}
+        return {name: local[name] for name in self.order if name in local}
+
+
+def local_tensor(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
     """Describe this rank's shard of a tensor with the placement of a parameter. Any rank may save a replicated one."""
     if isinstance(tensor, DTensor):
         return local_dtensor(name, tensor)
@@ -44,7 +71,7 @@ def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> 
 
 def local_shards(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
     """Describe this rank's shards of a model's tensors, by name."""
-    return {name: local_of(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
+    return {name: local_tensor(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
 def local_module(
@@ -123,7 +150,7 @@ def trained_parameters(
     groups = [
         [
             TrainedPiece(
-                names[parameter], parameter, partial(local_of, like=parameter, mesh=mesh), is_full=is_full
+                names[parameter], parameter, partial(local_tensor, like=parameter, mesh=mesh), is_full=is_full
             )
             for parameter in group["params"]
             if parameter.requires_grad and parameter.numel()

@@ -27,7 +27,7 @@ from ..pipeline.stage import with_known_cache_name
 from ..shardformer.layers.batch_norm import convert_batch_norms
 from ..shardformer.refusals import given_errors, mark_parallelized
 from ..zero.precision import DTYPES, default_precision
-from .base import BoostedModule, Plugin, require_boosted, taking
+from .base import BoostedModule, Plugin, init_from_options, require_boosted
 from .colossalai import DDP
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
@@ -52,7 +52,7 @@ class TorchModel(BoostedModule):
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients add up on each rank until a backward outside of the block."""
 
-    def free_whole_parameters(self) -> None:
+    def free_unsharded_parameters(self) -> None:
         """Free gathered parameters; keep this rank's shards."""
 
     def exclude_buffers(self, names: Collection[str]) -> None:
@@ -127,7 +127,7 @@ class TorchPlugin(Plugin):
     def local_model(self, model: nn.Module) -> LocalModel:
         """Return this rank's shard of a boosted model, in the format that the optimizer updates."""
         boosted = self._boosted(model, "saving and loading")
-        boosted.free_whole_parameters()
+        boosted.free_unsharded_parameters()
         return local_module(boosted.module, self.mesh, boosted.adapters, boosted.random)
 
     def _boosted(self, model: nn.Module, call: str) -> "TorchModel":
@@ -200,7 +200,7 @@ class TorchDDPPlugin(TorchPlugin):
 
     precision_option = "mixed_precision"
 
-    @taking(DDPConfig, DDP)
+    @init_from_options(DDPConfig, DDP)
     def __init__(self, config: DDPConfig, errors: list[str]) -> None:
         raise_errors([*errors, *option_errors(config)])
         # torch warns of some deprecated arguments even if they are given with their default values.

@@ -35,7 +35,7 @@ from ..zero.combined import members_of
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.kinds import require_elementwise
 from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision
-from .base import optimizer_errors, taking
+from .base import init_from_options, optimizer_errors
 from .colossalai import FSDP
 from .scaled_optimizer import ScaledOptimizer
 from .torch_ddp import TorchModel, TorchPlugin
@@ -83,7 +83,7 @@ class TorchFSDPPlugin(TorchPlugin):
             communication.
     """
 
-    @taking(FSDPConfig, FSDP)
+    @init_from_options(FSDPConfig, FSDP)
     def __init__(self, config: FSDPConfig, errors: list[str]) -> None:
         self._settings = vars(config)
         self._precision = given_precision(config.precision)
@@ -236,7 +236,7 @@ class TorchFSDPModel(TorchModel):
         finally:
             self.root[0].set_requires_gradient_sync(True)
 
-    def free_whole_parameters(self) -> None:
+    def free_unsharded_parameters(self) -> None:
         """Free gathered parameters, also after a forward without a backward; keep this rank's shards."""
         for module in self._sharded_modules():
             module.reshard()
@@ -244,7 +244,7 @@ class TorchFSDPModel(TorchModel):
     def unreduced_gradients(self) -> list[Tensor]:
         """Return the unsharded gradients that `no_sync` blocks accumulated on this rank."""
         gradients = []
-        for record, unsharded in self._whole_parameters():
+        for record, unsharded in self._unsharded_parameters():
             accumulated = (
                 record.unsharded_accumulated_grad
             )  # since torch 2.15 another name of `unsharded.grad`
@@ -255,7 +255,7 @@ class TorchFSDPModel(TorchModel):
 
     def drop_unreduced_gradients(self) -> None:
         """Drop the gradients that `no_sync` blocks accumulated."""
-        for record, unsharded in self._whole_parameters():
+        for record, unsharded in self._unsharded_parameters():
             unsharded.grad = None
             if record.unsharded_accumulated_grad is not None:  # before torch 2.15 it was kept apart
                 record.unsharded_accumulated_grad = None
@@ -263,7 +263,7 @@ class TorchFSDPModel(TorchModel):
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
-    def _whole_parameters(self) -> Iterator[tuple[Any, Parameter]]:
+    def _unsharded_parameters(self) -> Iterator[tuple[Any, Parameter]]:
         """Yield every unsharded parameter that exists, with fully_shard's record of it. Uses private API of torch."""
         for module in self._sharded_modules():
             state: Any = module._get_fsdp_state()
@@ -340,7 +340,7 @@ class FSDPOptimizer(ScaledOptimizer):
         def prepare() -> Any:
             loss = None if closure is None else closure()
             self._require_reduced("step()")
-            self.model.free_whole_parameters()
+            self.model.free_unsharded_parameters()
             return loss
 
         return super().step(prepare)
