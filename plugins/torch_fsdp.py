@@ -377,7 +377,7 @@ class FSDPOptimizer(ScaledOptimizer):
         return super()._has_gradients() or bool(self.model.unreduced_gradients())
 
     def _norms(self) -> Tensor:
-        """Return the norms of all gradients, then one norm of all gradients that `no_sync` accumulated, kept elsewhere."""
+        """Return the norms of all gradients, then one of those together that `no_sync` accumulated, kept elsewhere."""
         reduced = super()._norms()
         unreduced = torch.stack([reduced.new_zeros(()), *map(self._norm, self.model.unreduced_gradients())])
         return torch.cat([reduced, unreduced.norm().unsqueeze(0)])

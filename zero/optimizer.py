@@ -21,7 +21,7 @@ from ..cluster.device import numbers_on, wait_for_stream
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
-from .bucket import gathered, make_buckets
+from .bucket import gather_by_name, make_buckets
 from .buffers import BufferPool
 from .calls import CallsOfStep
 from .clipping import require_clip_norm, require_clip_value, require_finite_norm
@@ -198,7 +198,7 @@ class ShardedOptimizer(OptimizerWrapper):
             if is_collective and name is not None:
                 self._compare_call(name)
             if is_collective:
-                reducer.open()
+                reducer.begin_accumulation()
             else:
                 reducer.require_untouched()
             try:
@@ -223,7 +223,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Begin no reduction inside: more backwards follow before the next step. See `accumulate_and_reduce`."""
-        return self.reducer.held_back()
+        return self.reducer.postponing_averages()
 
     def get_grad_norm(self) -> float | None:
         """Return `last_norm`, under ColossalAI's name."""
@@ -391,7 +391,7 @@ class ShardedOptimizer(OptimizerWrapper):
         for bucket in self.buckets:
             if bucket.was_written:
                 bucket.refresh_()
-            bucket.send_gradients()
+            bucket.offload_gradients()
         if any(self._gradients.flags):
             self._owned.refresh()
         self._owned.collect_gradients()
@@ -402,7 +402,7 @@ class ShardedOptimizer(OptimizerWrapper):
             wait_for_stream(self._mesh.device)
         with self._guard:
             self.inner.step()
-        self._owned.return_to_slices()
+        self._owned.scatter_masters()
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -419,7 +419,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if not self.reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
-        named = gathered(self.buckets, lambda bucket: bucket.own_gradients * multiplier)
+        named = gather_by_name(self.buckets, lambda bucket: bucket.gradient_slice * multiplier)
         flags = self.reducer.has_gradients.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
@@ -431,7 +431,7 @@ class ShardedOptimizer(OptimizerWrapper):
     def masters(self) -> dict[str, Tensor]:
         """Return unsharded copies of the float32 weights by name. Collective over the data axis, and over teams."""
         owned, device = self._owned.slices(), self._mesh.device
-        return gathered(self.buckets, lambda bucket: owned.get(bucket, bucket.masters).to(device))
+        return gather_by_name(self.buckets, lambda bucket: owned.get(bucket, bucket.masters).to(device))
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -495,6 +495,6 @@ class ShardedOptimizer(OptimizerWrapper):
             self.parameter_gather.wait()
             load_local_masters(self.local_masters(), state_dict)
             load_local_state(self.inner, self._scaler, state_dict, device=self._step_device)
-            self._owned.return_to_slices()
+            self._owned.scatter_masters()
             self.parameter_gather.gather()
         self.skipped_steps = state_dict["skipped_steps"]

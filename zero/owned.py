@@ -52,11 +52,11 @@ class PlacedBox(NamedTuple):
     size: tuple[int, ...]
     inside: tuple[slice, ...]
 
-    def of_slice(self, flat: Tensor) -> Tensor:
+    def view_in_slice(self, flat: Tensor) -> Tensor:
         """Return the view of these entries in a slice of the bucket."""
         return flat[self.start : self.start + prod(self.size)].view(self.size)[self.inside]
 
-    def of_full(self, full: Tensor) -> Tensor:
+    def view_in_full(self, full: Tensor) -> Tensor:
         """Return the view of these entries in a tensor of the full parameter's shape."""
         return full[self.box.within(Box.whole(full.shape))]
 
@@ -110,7 +110,7 @@ class OwnedParameters:
         self._dtype = reduce(torch.promote_types, (bucket.parameters.dtype for bucket in self.buckets))
         places = [mesh.layout.at(rank) for rank in get_process_group_ranks(team)]
         self._plan(places)
-        for slot, values in self._collected(_unrounded).items():
+        for slot, values in self._gather_full(_unrounded).items():
             slot.piece = Parameter(values if device == values.device else host_copy(values))
             if device != values.device:
                 self._host_gradients[slot] = host_copy(values)
@@ -128,21 +128,21 @@ class OwnedParameters:
         shapes = {
             slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, places[0])) for _, slot in pairs
         }
-        owners = balanced([prod(shapes[slot]) for _, slot in pairs], len(places))
+        owners = assign_owners([prod(shapes[slot]) for _, slot in pairs], len(places))
         self._shapes: dict[Slot, tuple[int, ...]] = {}  # full shapes of this rank's `slots`
         self._host_gradients: dict[Slot, Tensor] = {}  # of `slots` that are stepped on the CPU
-        self._collect = _Route([[] for _ in places], [[] for _ in places])
-        self._spread = _Route([[] for _ in places], [[] for _ in places])
+        self._to_owners = _Route([[] for _ in places], [[] for _ in places])
+        self._to_slices = _Route([[] for _ in places], [[] for _ in places])
         for (bucket, slot), owner in zip(pairs, owners, strict=True):
             if owner == team_rank:
                 self.slots.append(slot)
                 self._shapes[slot] = shapes[slot]
-            for replicas in _replicas(bucket, slot, places):
+            for replicas in _ranks_by_boxes(bucket, slot, places):
                 # Prefer a sender of the owner's tensor rank, and of these the nearest.
                 sender = min(replicas, key=lambda rank: (rank % tp != owner % tp, abs(rank - owner), rank))
-                _add(self._collect, team_rank, sender, owner, replicas[sender])
+                _add(self._to_owners, team_rank, sender, owner, replicas[sender])
                 for holder, parts in replicas.items():
-                    _add(self._spread, team_rank, holder, owner, parts)
+                    _add(self._to_slices, team_rank, holder, owner, parts)
 
     @property
     def flags(self) -> list[float]:
@@ -165,14 +165,14 @@ class OwnedParameters:
         """Gather the full reduced gradients at the owners. One all-to-all over the team."""
         if not self.buckets:
             return
-        for slot, gradient in self._collected(lambda bucket: bucket.own_gradients).items():
+        for slot, gradient in self._gather_full(lambda bucket: bucket.gradient_slice).items():
             host = self._host_gradients.get(slot)
             slot.piece_gradient = gradient if host is None else host.copy_(gradient, non_blocking=True)
 
-    def return_to_slices(self) -> None:
+    def scatter_masters(self) -> None:
         """Copy the masters into the slices of the parameters. One all-to-all over the team. Drop the gradients."""
         if self.buckets:
-            self._spread_into(lambda bucket: bucket.masters, self._dtype)
+            self._scatter_masters(lambda bucket: bucket.masters, self._dtype)
         for slot in self.slots:
             assert slot.piece is not None
             slot.piece.grad = slot.piece_gradient = None
@@ -181,7 +181,7 @@ class OwnedParameters:
         """Return this rank's slices of the float32 masters. One all-to-all over the team."""
         slices = {bucket: torch.zeros_like(bucket.masters, dtype=torch.float32) for bucket in self.buckets}
         if slices:
-            self._spread_into(lambda bucket: slices[bucket], torch.float32)
+            self._scatter_masters(lambda bucket: slices[bucket], torch.float32)
         return slices
 
     def refresh(self) -> None:
@@ -191,36 +191,40 @@ class OwnedParameters:
         """
         if not self.buckets:
             return
-        for slot, present in self._collected(lambda bucket: bucket.masters.to(self._dtype)).items():
+        for slot, present in self._gather_full(lambda bucket: bucket.masters.to(self._dtype)).items():
             assert slot.piece is not None
             present = present.to(slot.piece.device)
             stays = slot.piece.to(slot.weight.dtype) == present
             slot.piece.copy_(torch.where(stays, slot.piece, present.float()))
 
-    def _collected(self, slice_of: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
+    def _gather_full(self, slice_of: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
         """Return the full tensors of owned parameters, from the slices of all ranks. One all-to-all over the team.
 
         Args:
             slice_of: returns this rank's slice of a bucket, of gradients or of masters.
         """
-        route = self._collect
-        sent = [part.of_slice(slice_of(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
+        route = self._to_owners
+        sent = [
+            part.view_in_slice(slice_of(part.bucket)).reshape(-1) for parts in route.slices for part in parts
+        ]
         like = slice_of(self.buckets[0])
         full = {slot: like.new_empty(self._shapes[slot]) for slot in self.slots}
-        arrived = exchange_rows(_joined(sent, like), route.in_slices, route.in_owned, self._team)
-        targets = [(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts]
+        arrived = exchange_rows(_concatenate(sent, like), route.in_slices, route.in_owned, self._team)
+        targets = [(part.view_in_full(full[part.slot]), part) for parts in route.owned for part in parts]
         _copy(targets, arrived)
         return full
 
     @torch.no_grad()
-    def _spread_into(self, slice_of: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
+    def _scatter_masters(self, slice_of: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
         """Copy the masters of all owners into this rank's slices of this format. One all-to-all over the team."""
-        route = self._spread
-        rows = [_part_of_master(part).reshape(-1) for parts in route.owned for part in parts]
-        sent = _joined(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
+        route = self._to_slices
+        rows = [_master_box(part).reshape(-1) for parts in route.owned for part in parts]
+        sent = _concatenate(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
         sent = sent.to(self._device, dtype, non_blocking=True)
         arrived = exchange_rows(sent, route.in_owned, route.in_slices, self._team)
-        targets = [(part.of_slice(slice_of(part.bucket)), part) for parts in route.slices for part in parts]
+        targets = [
+            (part.view_in_slice(slice_of(part.bucket)), part) for parts in route.slices for part in parts
+        ]
         _copy(targets, arrived)
 
 
@@ -234,7 +238,7 @@ def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup
     )
 
 
-def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], num_owners: int) -> list[int]:
     """Return an owner for each parameter: the largest first, each to the owner with the fewest entries so far."""
     load, owners = [0] * num_owners, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -243,7 +247,7 @@ def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
     return owners
 
 
-def _replicas(
+def _ranks_by_boxes(
     bucket: Bucket, slot: Slot, places: Sequence[MeshLayout]
 ) -> Iterable[dict[int, list[PlacedBox]]]:
     """Group the team's ranks by the boxes of a parameter that they have; ranks with none are left out.
@@ -253,15 +257,15 @@ def _replicas(
     """
     replicas: dict[tuple[Box, ...], dict[int, list[PlacedBox]]] = {}
     for rank, place in enumerate(places):
-        if parts := list(_parts(bucket, slot, place)):
+        if parts := list(_placed_boxes(bucket, slot, place)):
             replicas.setdefault(tuple(part.box for part in parts), {})[rank] = parts
     return replicas.values()
 
 
-def _parts(bucket: Bucket, slot: Slot, place: MeshLayout) -> Iterator[PlacedBox]:
+def _placed_boxes(bucket: Bucket, slot: Slot, place: MeshLayout) -> Iterator[PlacedBox]:
     """Yield the boxes of a parameter that are in the bucket's slice of the rank at a place."""
     length = bucket.masters.numel()
-    slice_start = bucket.partition.index_of(place.coordinate("data")) * length
+    slice_start = bucket.partition.slice_index_of(place.coordinate("data")) * length
     begin, end = max(slot.start, slice_start), min(slot.stop, slice_start + length)
     shards = shards_of(slot.parameter, place)
     for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape) if begin < end else ():
@@ -283,16 +287,16 @@ def _unrounded(bucket: Bucket) -> Tensor:
     return bucket.unrounded
 
 
-def _part_of_master(part: PlacedBox) -> Tensor:
+def _master_box(part: PlacedBox) -> Tensor:
     assert part.slot.piece is not None
-    return part.of_full(part.slot.piece)
+    return part.view_in_full(part.slot.piece)
 
 
 def _lengths(of_ranks: list[list[PlacedBox]]) -> list[int]:
     return [sum(part.box.numel for part in parts) for parts in of_ranks]
 
 
-def _joined(rows: list[Tensor], like: Tensor) -> Tensor:
+def _concatenate(rows: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(rows) if rows else like.new_empty(0)
 
 
