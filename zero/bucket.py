@@ -392,7 +392,7 @@ def make_buckets(
     pool: BufferPool | None = None,
     communication_dtype: torch.dtype = torch.float32,
     is_offloaded: bool = False,
-    full: Collection[int] = (),
+    full_groups: Collection[int] = (),
     is_owned: bool = False,
 ) -> list[Bucket]:
     """Make buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
@@ -405,7 +405,7 @@ def make_buckets(
         bucket_size: in elements.
         dtype: the format of parameters without one of their own.
         pool, communication_dtype, is_offloaded: see `Bucket`.
-        full: indices of the groups whose parameters are stepped in full.
+        full_groups: indices of the groups whose parameters are stepped in full.
         is_owned: True if owners step them; see `Bucket`.
     """
     buckets = []
@@ -427,8 +427,8 @@ def make_buckets(
                     pool=pool,
                     communication_dtype=communication_dtype,
                     is_offloaded=is_offloaded,
-                    is_full=index in full,
-                    is_owned=is_owned and index in full,
+                    is_full=index in full_groups,
+                    is_owned=is_owned and index in full_groups,
                 )
                 buckets.append(bucket)
     return buckets
