@@ -49,7 +49,7 @@ class EchelonZero(DataParallel):
         """Return this rank's tensors, by kind; at stage 2 `parameter.grad` is a placeholder for the ranks' slices."""
         found = super().tensors()
         whole = [each for each in found["gradients"] if not isinstance(each, ShardedGradient)]
-        return {**found, "gradients": [*whole, *(each.own_gradients for each in self._optimizer.buckets)]}
+        return {**found, "gradients": [*whole, *(each.gradient_slice for each in self._optimizer.buckets)]}
 
     def held(self) -> dict[str, int]:
         """Return the bytes that the ledger counts on this rank, after a step.

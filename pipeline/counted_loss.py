@@ -3,7 +3,7 @@
 [Note: counted losses] The loss of a batch is the mean over everything that its microbatches counted, so a microbatch
 weighs as much as it counted. That is known only where the loss is computed: labels may be shifted, and some ignored. A
 `TorchFunctionMode` sees the calls of torch's loss functions between the last layer and the end of the forward; it never
-slows down a layer. `Observed` has the loss tensors with what they counted, on the device, and nothing waits for it.
+slows down a layer. `LossObserver` has the loss tensors with what they counted, on the device, and nothing waits for it.
 
 [Note: separate terms] A model may add several losses, even in place, and scale the sum. In `separate` mode the model
 gets a copy of each loss, and the loss itself is kept as a term. The graph between them has the coefficients. Without
@@ -24,30 +24,30 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .label_functions import LabelFunction, LabelFunctions, OfMicrobatch, version_of
+from .label_functions import LabelEvaluator, LabelFunction, LabelFunctions, version_of
 from .runner import StageLike
 
 
-class Counted(NamedTuple):
-    """A loss and what it counted.
+class CountedLoss(NamedTuple):
+    """Record of one call of a loss function.
 
     Args:
-        loss: as the model got it.
-        number: the number that its mean divides by, 0-d; None for a sum, which is divided by nothing.
-        term: the loss itself in `separate` mode, with a graph; else the same tensor.
-        recount: returns `number` for another microbatch; None if it is no function of labels.
-        version: of `loss`, which changes if another term is added in place.
-        has_graph: the term had one of itself.
-        of_batch: False if its target is known to be no function of the batch: positions of pairs.
+        loss: the result that the model got, 0-d.
+        denominator: what its mean divides by, 0-d: the number of labels, entries or samples; None for a sum.
+        term: in `separate` mode the result itself, of which `loss` is a copy; else `loss`.
+        version: the version counter of `loss`, which changes if another term is added in place.
+        recount: returns `denominator` for another microbatch; None if it is not a function of labels.
+        has_graph: the result had a graph; False if `separate` mode made a leaf of it.
+        depends_on_batch: False if its target is known to be independent of the batch: positions of pairs.
     """
 
     loss: Tensor
-    number: Tensor | None
+    denominator: Tensor | None
     term: Tensor
     version: int
-    recount: Callable[[OfMicrobatch], Tensor] | None = None
+    recount: Callable[[LabelEvaluator], Tensor] | None = None
     has_graph: bool = True
-    of_batch: bool = True
+    depends_on_batch: bool = True
 
 
 def divide_by_count(total: Tensor, count: Tensor | int, *, adds_up: bool = False) -> Tensor:
@@ -64,34 +64,35 @@ def divide_by_count(total: Tensor, count: Tensor | int, *, adds_up: bool = False
 
 
 def unobserved() -> AbstractContextManager[Any]:
-    """Return a context in which no loss is recorded: those of slices, of which one is made."""
+    """Return a context in which no loss is recorded, for losses of slices that are added to one loss."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return context
 
 
-class Observed(TorchFunctionMode):
-    """A context in which losses are recorded.
+class LossObserver(TorchFunctionMode):
+    """A context in which the results of torch's loss functions are recorded; see [Note: counted losses].
 
     Args:
-        separate: keep several losses apart; see [Note: separate terms].
-        microbatch: whose labels they count.
+        microbatch: whose labels they count; needed with `separate`.
+        separate: keep several losses separate; see [Note: separate terms].
 
     Attributes:
-        losses: the losses in order.
+        losses: the records, in the order of the calls.
     """
 
     def __init__(self, microbatch: Any = None, *, separate: bool = False) -> None:
         super().__init__()
-        self.losses: list[Counted] = []
+        self.losses: list[CountedLoss] = []
         self.separate = separate
-        self._makes_graph = separate and not torch.is_grad_enabled()  # of the losses alone
+        # Without gradients, a graph of the losses alone gives the coefficients of the terms.
+        self._makes_graph = separate and not torch.is_grad_enabled()
         self._functions = LabelFunctions(microbatch) if separate else None
 
     @torch.compiler.disable  # a compiled model has a graph up to its loss, and another after it
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function. Record the loss of a loss function, and the number that its mean divides by.
+        """Call a function of torch; if it is a loss function with a mean or a sum, record its result.
 
-        With the loss goes a function that returns this number for other labels: see `Counted`.
+        In `separate` mode also record the functions by which a model makes targets of labels.
         """
         kwargs = kwargs or {}
         if func is divide_by_count:
@@ -101,20 +102,23 @@ class Observed(TorchFunctionMode):
         bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        if arguments["reduction"] == "none" or _divides_otherwise(func, arguments):
+        if arguments["reduction"] == "none" or _has_other_denominator(func, arguments):
             return func(*args, **kwargs)
-        loss, number = _evaluate(func, arguments)
+        loss, denominator = _evaluate(func, arguments)
         target = arguments["target_lengths" if func is F.ctc_loss else "target"]
         label_function = self._function_of(target)
         if func in _WITH_LABELS and not target.is_floating_point():
             return self._add(
-                loss, number, label_function, partial(_recount_labels, {**arguments, "input": None})
+                loss, denominator, label_function, partial(_recount_labels, {**arguments, "input": None})
             )
-        recount = None if number is None else partial(_in_proportion, number, target.numel())
-        return self._add(loss, number, label_function, recount)
+        recount = None if denominator is None else partial(_in_proportion, denominator, target.numel())
+        return self._add(loss, denominator, label_function, recount)
 
     def _call_other(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call another function; record it if it makes a label of labels."""
+        """Call a function that is not a loss function, in `separate` mode; record it if it makes labels of labels.
+
+        Without gradients, functions of recorded losses run with gradients enabled, so that these get a graph.
+        """
         assert self._functions is not None
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if self._makes_graph and any(tensor.grad_fn is not None for tensor in tensors):
@@ -128,8 +132,8 @@ class Observed(TorchFunctionMode):
     def _divide_by_count(self, total: Tensor, count: Tensor | int, *, adds_up: bool) -> Tensor:
         if adds_up:
             return self._add(total / count, None)
-        number = torch.as_tensor(count, device=total.device)
-        return self._add(total / number.clamp_min(1), number, self._function_of(count), _unchanged)
+        denominator = torch.as_tensor(count, device=total.device)
+        return self._add(total / denominator.clamp_min(1), denominator, self._function_of(count), _unchanged)
 
     def _function_of(self, tensor: Any) -> LabelFunction | None:
         return None if self._functions is None else self._functions.of(tensor)
@@ -137,36 +141,47 @@ class Observed(TorchFunctionMode):
     def _add(
         self,
         loss: Tensor,
-        number: Tensor | None,
+        denominator: Tensor | None,
         label_function: LabelFunction | None = None,
         recount: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Record a loss; return it as the model gets it."""
+        """Record a loss; return what the model gets: the loss, or a copy of it in `separate` mode.
+
+        Args:
+            loss: the result of a loss function, 0-d.
+            denominator: what its mean divides by; None for a sum.
+            label_function: how its target was made of the batch; None if this is not known.
+            recount: returns `denominator` for another target.
+        """
         if not self.separate:
-            self.losses.append(Counted(loss, number, loss, version_of(loss)))
+            self.losses.append(CountedLoss(loss, denominator, loss, version_of(loss)))
             return loss
         has_graph = loss.requires_grad
         with torch.inference_mode(False):  # enables gradients
             term = loss if has_graph else loss.clone().detach().requires_grad_()
             loss = term.clone()
-        of_batch = label_function is None or label_function.of_batch
+        depends_on_batch = label_function is None or label_function.depends_on_batch
         recount_microbatch = None
-        if label_function is not None and label_function.of_batch and recount is not None:
+        if label_function is not None and label_function.depends_on_batch and recount is not None:
             recount_microbatch = partial(_recounted, label_function, recount)
         self.losses.append(
-            Counted(loss, number, term, version_of(loss), recount_microbatch, has_graph, of_batch)
+            CountedLoss(
+                loss, denominator, term, version_of(loss), recount_microbatch, has_graph, depends_on_batch
+            )
         )
         return loss
 
     @property
-    def lacks_graph(self) -> bool:
-        """True if losses have a graph only because they are kept apart."""
+    def has_only_added_graphs(self) -> bool:
+        """True if losses have a graph only because `separate` mode made leaves of them: nothing is trained."""
         return self.separate and torch.is_grad_enabled() and not any(loss.has_graph for loss in self.losses)
 
-    def counted(self, loss: Any) -> Counted | None:
-        """Return the record of this very tensor, unchanged; None if it is no loss function's result."""
-        same = (each for each in self.losses if each.loss is loss and version_of(loss) == each.version)
-        return next(same, None)
+    def record_of(self, loss: Any) -> CountedLoss | None:
+        """Return the record of a loss function's result; None for any other tensor, and if it was changed in place."""
+        records = (
+            record for record in self.losses if record.loss is loss and version_of(loss) == record.version
+        )
+        return next(records, None)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -174,7 +189,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _recounted(
-    label_function: LabelFunction, count: Callable[[Tensor], Tensor], microbatch: OfMicrobatch
+    label_function: LabelFunction, count: Callable[[Tensor], Tensor], microbatch: LabelEvaluator
 ) -> Tensor:
     return count(microbatch(label_function))
 
@@ -187,33 +202,39 @@ def _recount_labels(arguments: dict[str, Any], target: Tensor) -> Tensor:
     return _labels({**arguments, "target": target})
 
 
-def _in_proportion(number: Tensor, entries: int, target: Tensor) -> Tensor:
-    """Return a number that depends on shapes alone, for a target with other samples."""
-    return number.double() * target.numel() / max(entries, 1)
+def _in_proportion(denominator: Tensor, entries: int, target: Tensor) -> Tensor:
+    """Return the denominator for a target of another size, to which it is proportional."""
+    return denominator.double() * target.numel() / max(entries, 1)
 
 
-def _divides_otherwise(function: Any, given: dict[str, Any]) -> bool:
+def _has_other_denominator(function: Any, arguments: dict[str, Any]) -> bool:
     """Return True for weights per entry, by whose sum a regression divides, and for torch's deprecated arguments."""
-    has_weights = function in _REGRESSIONS and given.get("weight") is not None
-    return has_weights or given.get("size_average") is not None or given.get("reduce") is not None
+    has_weights = function in _REGRESSIONS and arguments.get("weight") is not None
+    return has_weights or arguments.get("size_average") is not None or arguments.get("reduce") is not None
 
 
 def _evaluate(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Call a loss function. Without counted labels a mean is 0, not NaN."""
+    """Call a loss function; return its result and what its mean divides by, None for a sum.
+
+    Without labels a mean is 0, not NaN, so that the microbatch adds nothing to the batch.
+    """
     if arguments["reduction"] == "sum":
         return function(**arguments), None
     if arguments["reduction"] == "batchmean":
         return function(**arguments), _number(arguments["input"], arguments["input"].shape[0])
-    number = _COUNTS[function](arguments)
+    count = _COUNTS[function](arguments)
     if arguments.get("label_smoothing"):
-        return function(**{**arguments, "reduction": "sum"}) / torch.where(number > 0, number, 1), number
+        return function(**{**arguments, "reduction": "sum"}) / torch.where(count > 0, count, 1), count
     loss = function(**arguments)
     # The kernels skip ignored labels in backward, so that a gradient of 0 stays one.
-    return _ZeroIfEmpty.apply(loss, number) if function in _WITH_LABELS else loss, number
+    return _ZeroIfEmpty.apply(loss, count) if function in _WITH_LABELS else loss, count
 
 
 class _ZeroIfEmpty(torch.autograd.Function):
-    """A mean, or 0 without labels. It saves no tensor, which checkpointing of the loss alone would miss."""
+    """The mean `loss`, or 0 if `number`, its count of labels, is 0. Backward passes the gradient.
+
+    It saves no tensor, which checkpointing of the loss alone would miss.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, number: Tensor) -> Tensor:
@@ -235,13 +256,13 @@ def _labels(arguments: dict[str, Any]) -> Tensor:
     return (weight[target.masked_fill(~is_counted, 0)] * is_counted).sum()
 
 
-def _entries(given: dict[str, Any]) -> Tensor:
-    shape = torch.broadcast_shapes(given["input"].shape, given["target"].shape)
-    return _number(given["input"], shape.numel())
+def _entries(arguments: dict[str, Any]) -> Tensor:
+    shape = torch.broadcast_shapes(arguments["input"].shape, arguments["target"].shape)
+    return _number(arguments["input"], shape.numel())
 
 
-def _samples(given: dict[str, Any]) -> Tensor:
-    scores = given["log_probs"]
+def _samples(arguments: dict[str, Any]) -> Tensor:
+    scores = arguments["log_probs"]
     return _number(scores, scores.shape[1] if scores.dim() > 2 else 1)
 
 
@@ -263,24 +284,25 @@ _SIGNATURES = {function: inspect.signature(function) for function in _COUNTS}
 
 
 class ObservedStage:
-    """The last stage, whose losses are observed.
+    """Wrapper of the model's last stage that observes the losses of its forwards. It hooks the last layer.
 
     Args:
-        stage: the stage.
-        model: the boosted model. Several losses of a compiled one are not kept apart.
-        last_layer: the losses are computed after it; None observes the complete forward.
+        stage: the last stage.
+        model: the boosted model. Several losses of a compiled one are not kept separate.
+        last_layer: losses are computed after it; None observes the complete forward.
 
     Attributes:
-        model: as given.
+        model: the boosted model.
         observed: the losses of the last forward.
-        separate: the next forwards keep several losses apart.
+        separate: if the next forwards keep several losses separate; set by `WeightedCriterion`.
     """
 
     def __init__(self, stage: StageLike, model: nn.Module, last_layer: nn.Module | None) -> None:
         self._stage, self.model = stage, model
         self.index, self.is_first, self.is_last = stage.index, stage.is_first, stage.is_last
-        self.observed, self.separate = Observed(), False
-        self._waits_for, self._state = last_layer, ""
+        self.observed, self.separate = LossObserver(), False
+        # "before" the last layer of a forward, "open" after it, and "" outside of a forward.
+        self._last_layer, self._state = last_layer, ""
         if last_layer is not None:
             last_layer.register_forward_hook(_Begin(self))
 
@@ -288,9 +310,9 @@ class ObservedStage:
         """Return the model's outputs; observe the loss functions that it calls after its last layer."""
         # A compiled graph ends where it gets a copy of a loss, so its losses stay as they are.
         separate = self.separate and self.model._compiled_call_impl is None
-        self.observed, self._state = Observed(microbatch, separate=separate), "before"
+        self.observed, self._state = LossObserver(microbatch, separate=separate), "before"
         try:
-            if self._waits_for is None:
+            if self._last_layer is None:
                 self._begin()
             return self._stage.forward(microbatch, received)
         finally:

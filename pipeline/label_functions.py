@@ -21,71 +21,79 @@ _RANDOM = ("rand", "bernoulli", "multinomial", "normal")
 
 @dataclass(frozen=True, eq=False)
 class LabelFunction:
-    """A call whose tensors are functions of the batch too.
+    """A recorded call of torch that makes a tensor of the batch's tensors.
 
     Args:
-        function: of torch.
-        args, kwargs: with label functions in place of tensors.
-        of_batch: the batch is among its inputs; False if it is a constant, as `torch.arange`.
+        function: the called function.
+        args, kwargs: its arguments; each tensor is replaced by the LabelFunction that made it.
+        depends_on_batch: a tensor of the batch is among its inputs; False if it is a constant, as `torch.arange`.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
-    of_batch: bool = True
+    depends_on_batch: bool = True
 
 
-_ENTRIES = LabelFunction(list)  # the tensors of the batch itself, in the order of its tree
+_BATCH_TENSORS = LabelFunction(list)  # the tensors of the batch itself, in the order of its tree
 
 
 class LabelFunctions:
-    """The functions of one microbatch's tensors that ran so far.
+    """The functions that ran so far on one microbatch's tensors, by their results; see [Note: label functions].
 
     Args:
         microbatch: a tree of tensors.
     """
 
     def __init__(self, microbatch: Any) -> None:
-        # By id the tensor, which is thereby kept, its version and its function.
+        # By id of a tensor: the tensor, which keeps its id in use, its version, and the function that made it.
         self._recorded: dict[int, tuple[Tensor, int, LabelFunction]] = {}
         for index, tensor in enumerate(_tensors(microbatch)):
-            self._add(tensor, LabelFunction(operator.getitem, (_ENTRIES, index)))
+            self._add(tensor, LabelFunction(operator.getitem, (_BATCH_TENSORS, index)))
 
     def of(self, tensor: Any) -> LabelFunction | None:
-        """Return the function that made a tensor, None if it is not known."""
-        known, version, made = self._recorded.get(id(tensor), (None, 0, None))
-        return made if known is tensor and version == version_of(known) else None
+        """Return the function that made a tensor; None if it was not recorded, or the tensor changed since."""
+        recorded, version, label_function = self._recorded.get(id(tensor), (None, 0, None))
+        return label_function if recorded is tensor and version == version_of(recorded) else None
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-        """Record a call, if all its tensors are functions of the batch."""
+        """Record a call and its result, if it is deterministic and all its tensors are recorded.
+
+        Args:
+            function: the called function of torch.
+            args, kwargs: its arguments.
+            result: a tensor, or a sequence with tensors; any other is not recorded.
+        """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         inputs = list(map(self.of, tensors))
         name = getattr(function, "__name__", "")
         if None in inputs or any(word in name for word in _RANDOM):
             return
         args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
-        of_batch = any(label_function is not None and label_function.of_batch for label_function in inputs)
-        call = LabelFunction(function, tuple(args), kwargs, of_batch)
+        depends_on_batch = any(
+            label_function is not None and label_function.depends_on_batch for label_function in inputs
+        )
+        call = LabelFunction(function, tuple(args), kwargs, depends_on_batch)
         if isinstance(result, Tensor):
             self._add(result, call)
         elif isinstance(result, (tuple, list)):
             for index, tensor in enumerate(result):
                 if isinstance(tensor, Tensor):
-                    self._add(tensor, LabelFunction(operator.getitem, (call, index), None, of_batch))
+                    self._add(tensor, LabelFunction(operator.getitem, (call, index), None, depends_on_batch))
 
-    def _add(self, tensor: Tensor, made: LabelFunction) -> None:
-        self._recorded[id(tensor)] = (tensor, version_of(tensor), made)
+    def _add(self, tensor: Tensor, label_function: LabelFunction) -> None:
+        self._recorded[id(tensor)] = (tensor, version_of(tensor), label_function)
 
 
-class OfMicrobatch:
-    """Computes label functions of a microbatch; each call once.
+class LabelEvaluator:
+    """Computes recorded label functions for another microbatch; each function once.
 
     Args:
         microbatch: a tree of the same structure as the recorded one.
     """
 
     def __init__(self, microbatch: Any) -> None:
-        self._results: dict[LabelFunction, Any] = {_ENTRIES: _tensors(microbatch)}
+        self._results: dict[LabelFunction, Any] = {_BATCH_TENSORS: _tensors(microbatch)}
 
     def __call__(self, label_function: LabelFunction) -> Any:
         """Return the result of a function."""

@@ -9,6 +9,8 @@ and joined along their batch dim, which is dim 0 except for the arguments of `_B
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
+from math import inf
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -85,6 +87,29 @@ def _require_equal_lengths(lengths: Mapping[str, int]) -> None:
         described = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
         raise ValueError(
             f"the tensors of a batch must be equally long along their batch dims, the samples: {described}"
+        )
+
+
+def has_num_items(inputs: Any) -> bool:
+    """Return True for a batch with the number of labels by which transformers' losses divide a sum."""
+    return isinstance(inputs, Mapping) and inputs.get("num_items_in_batch") is not None
+
+
+def require_num_items(batch: Any) -> None:
+    """Raise ValueError for a `num_items_in_batch` that is not a number above 0, or a 0-d tensor of one.
+
+    The value of a tensor on a device is not checked, since reading it would wait.
+    """
+    if not has_num_items(batch):
+        return
+    number = batch["num_items_in_batch"]
+    if isinstance(number, Tensor) and number.ndim == 0 and not number.is_cpu:
+        return
+    value = number.item() if isinstance(number, Tensor) and number.ndim == 0 else number
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < inf:
+        raise ValueError(
+            f"num_items_in_batch={number!r} in the batch must be a number above 0, or a 0-d tensor: give the number "
+            "of labels in the global batch, or leave it out"
         )
 
 

@@ -118,7 +118,11 @@ class Plugin(ABC):
         )
 
     def seed(self, model: nn.Module, seed: int) -> None:
-        """Begin anew with the random numbers of a boosted model's training forwards; see `Booster.seed`."""
+        """Restart the random numbers of a boosted model's training forwards. Collective; see `Booster.seed`.
+
+        Raises:
+            ValueError: the model is not boosted, or the seed is not an integer or differs between ranks.
+        """
         if not isinstance(model, BoostedModule):
             raise ValueError("booster.seed takes the model that booster.boost returned")
         if not isinstance(seed, int):
@@ -160,7 +164,7 @@ class Plugin(ABC):
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def log_releases_and_precision(self) -> None:
-        """Log newer releases and a default precision, and warn of fp16 on a CPU: once, on the first rank."""
+        """Log untried package releases and a default precision, and warn of fp16 on a CPU: once, on the first rank."""
         if self._has_logged or self.mesh.global_rank:
             return
         self._has_logged = True
@@ -245,17 +249,21 @@ class Plugin(ABC):
         )
 
 
-def taking(
-    options: Callable[Arguments, Options], known: Mapping[str, Unavailable]
+def init_from_options(
+    options: Callable[Arguments, Options], unavailable: Mapping[str, Unavailable]
 ) -> Callable[[Callable[[Any, Options, list[str]], None]], Callable[Concatenate[Any, Arguments], None]]:
-    """Decorate a plugin's `__init__`: its arguments are the fields of a dataclass of options.
+    """Decorate a plugin's `__init__(self, options, errors)`, so that users give the options as keyword arguments.
 
-    The decorated function gets the options and the errors of ColossalAI's arguments. Unknown arguments, and a missing
-    process group, raise before.
+    The decorated `__init__` makes a dataclass of its arguments. In `errors` it passes a message for each argument of
+    ColossalAI's plugin whose value is not supported. The signature and the docstring are those of the dataclass.
 
     Args:
         options: the dataclass.
-        known: ColossalAI's arguments.
+        unavailable: by name, the arguments of ColossalAI's plugin that are not options.
+
+    Raises (the decorated `__init__`):
+        TypeError: an argument is unknown, or options are given by position that must be given by name.
+        RuntimeError: no process group is started.
     """
     options_signature = signature(options)
     parameters = options_signature.parameters
@@ -264,30 +272,30 @@ def taking(
         init: Callable[[Any, Options, list[str]], None],
     ) -> Callable[Concatenate[Any, Arguments], None]:
         @wraps(init)
-        def taking_options(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-            others = {name: value for name, value in kwargs.items() if name not in parameters}
-            errors = unavailable_errors(taking_options, known, others)
+        def init_with_options(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+            not_options = {name: value for name, value in kwargs.items() if name not in parameters}
+            errors = unavailable_errors(init_with_options, unavailable, not_options)
             require_process_group()
-            for name in others:
+            for name in not_options:
                 del kwargs[name]
             try:
                 options_signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(
-                    f"{type(self).__name__}: {error}; {_by_position(options_signature)}"
+                    f"{type(self).__name__}: {error}; {_positional_options(options_signature)}"
                 ) from None
             init(self, options(*args, **kwargs), errors)
 
         self_parameter = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-        taking_options.__signature__ = Signature([self_parameter, *parameters.values()])  # type: ignore[attr-defined]
-        taking_options.__doc__ = "\n".join(f"{name}: {text}" for name, text in described(options).items())
-        return taking_options
+        init_with_options.__signature__ = Signature([self_parameter, *parameters.values()])  # type: ignore[attr-defined]
+        init_with_options.__doc__ = "\n".join(f"{name}: {text}" for name, text in described(options).items())
+        return init_with_options
 
     return decorate
 
 
-def _by_position(options: Signature) -> str:
-    """Return which options may be given by position."""
+def _positional_options(options: Signature) -> str:
+    """Return the end of an error: the options that may be given by position."""
     names = [
         name
         for name, argument in options.parameters.items()
@@ -306,17 +314,35 @@ def require_process_group() -> None:
         raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
 
 
-def require_boosted(optimizer: Optimizer, kind: type[AnyOptimizer], call: str) -> AnyOptimizer:
-    """Return the optimizer, if it is of the class that the plugin boosts.
+def require_boosted(optimizer: Optimizer, boosted_class: type[AnyOptimizer], call: str) -> AnyOptimizer:
+    """Return the optimizer, which must be one that `booster.boost` returned.
+
+    Args:
+        optimizer: the user's argument.
+        boosted_class: the class in which this plugin wraps optimizers.
+        call: the user's call, for the error.
 
     Raises:
         ValueError: it is of another class.
     """
-    if not isinstance(optimizer, kind):
+    if not isinstance(optimizer, boosted_class):
         raise ValueError(
             f"{call} takes the optimizer that booster.boost returned, not a {type(optimizer).__name__}"
         )
     return optimizer
+
+
+def refuse_pipeline(call: str, mesh: ParallelMesh) -> None:
+    """Refuse a call that needs all stages of the model on one rank.
+
+    Raises:
+        RuntimeError: the model is cut into several stages; names `execute_pipeline`.
+    """
+    if mesh.size("pp") > 1:
+        raise RuntimeError(
+            f"{call} under a pipeline (pp_size={mesh.size('pp')}): no rank has the full model. Call "
+            "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at pp_size=1 too"
+        )
 
 
 class BoostedModule(nn.Module, ABC):
@@ -345,7 +371,11 @@ class BoostedModule(nn.Module, ABC):
         """Return the ranks that must make the same call; None is all, () only this one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs. If a rank fails meanwhile, the ranks that wait for it raise its name."""
+        """Return the model's outputs.
+
+        Raises:
+            RankFailure: another rank failed during this call; names it.
+        """
         kwargs = with_known_cache_name(self.module, kwargs)
         if torch.compiler.is_compiling():  # torch.compile cannot trace the detection of failed ranks
             return self.compute(*args, **kwargs)
@@ -378,7 +408,13 @@ class BoostedModule(nn.Module, ABC):
 
 
 def optimizer_errors(model: nn.Module, optimizer: Optimizer | None, ep_size: int = 1) -> list[str]:
-    """List reasons why this optimizer cannot train this model."""
+    """List reasons why this optimizer cannot train this model; none without an optimizer.
+
+    Args:
+        model: the full model, before any change.
+        optimizer: the user's.
+        ep_size: the number of ranks over which experts are distributed.
+    """
     if optimizer is None:
         return []
     if isinstance(optimizer, ShardedOptimizer | ScaledOptimizer):
@@ -391,15 +427,19 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None, ep_size: int
             f"{foreign} of the optimizer's {len(optimized)} parameters are not in the model: build it on "
             "model.parameters() of the model given to booster.boost, after any change of its modules"
         ]
-    return [] if ep_size == 1 else _owner_errors(model, optimizer)
+    return [] if ep_size == 1 else _owned_expert_errors(model, optimizer)
 
 
-def _owner_errors(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """List the error of an optimizer of full parameters that steps experts which are modules on one rank each."""
+def _owned_expert_errors(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """List the error of an optimizer such as Muon for experts that `ep_size` places on one rank each.
+
+    Some model types have one module per expert, which only its owner keeps. An optimizer that needs full parameters
+    would step these on other ranks.
+    """
     experts = [
         module for module in model.modules() if (interface := interface_of(module)) and interface.is_apart
     ]
-    if not experts:  # a trial of the optimizer would be for nothing
+    if not experts:  # spares `update_kinds`, which tries the optimizer
         return []
     kinds = zip(optimizer.param_groups, update_kinds(optimizer), strict=True)
     full = {weight for group, kind in kinds if kind is UpdateKind.PARAMETER for weight in group["params"]}

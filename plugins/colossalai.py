@@ -70,27 +70,29 @@ FSDP = {
 
 
 def unavailable_errors(
-    init: Callable[..., None], known: Mapping[str, Unavailable], arguments: Mapping[str, Any]
+    init: Callable[..., None], unavailable: Mapping[str, Unavailable], arguments: Mapping[str, Any]
 ) -> list[str]:
-    """Return an error for each argument with a value that is not accepted.
+    """Return an error for each of ColossalAI's arguments whose value asks for what Echelon lacks.
 
     Args:
-        init: the constructor of the plugin.
-        known: ColossalAI's arguments.
-        arguments: those that are not in the constructor's signature.
+        init: the constructor of the plugin; an error of an unknown argument suggests similar names in its signature.
+        unavailable: by name, ColossalAI's arguments that are not in this signature.
+        arguments: the user's arguments that are not in this signature.
 
     Raises:
-        TypeError: an argument is unknown; with the nearest names, and with the errors of the others.
+        TypeError: an argument is in neither of both; the message also has the errors of the other arguments.
     """
     errors = [
-        f"{name}={value!r} of ColossalAI is not available: {known[name].instead}"
+        f"{name}={value!r} of ColossalAI is not available: {unavailable[name].instead}"
         for name, value in arguments.items()
-        if name in known and not any(_is_same(value, accepted) for accepted in known[name].accepted)
+        if name in unavailable
+        and not any(_is_same(value, accepted) for accepted in unavailable[name].accepted)
     ]
-    if unknown := unknown_arguments(init, arguments, known):
+    if unknown := unknown_arguments(init, arguments, unavailable):
         raise TypeError(str(ErrorList(*unknown, *errors)))
     return errors
 
 
 def _is_same(value: Any, accepted: Any) -> bool:
+    """Compare a value with an accepted one. Numbers may differ in type (25 and 25.0), but True is not 1."""
     return value is accepted or (type(value) in (int, float) and bool(value == accepted))

@@ -28,6 +28,7 @@ from ..pipeline.microbatch import (
     microbatch_lengths,
     num_bytes,
     paths_with_gradient,
+    require_num_items,
     split,
 )
 from ..pipeline.plan import setting_errors
@@ -44,15 +45,16 @@ from ..shardformer.router_loss import share_router_loss
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
-from .loss import BatchLoss, LossReducer, WeighedCriterion, model_loss, require_num_items, set_gradient_factor
+from .loss import WeightedCriterion, model_loss
+from .loss_reducer import BatchLoss, LossReducer, set_gradient_factor
 
-_HASHED_HERE = 2**20  # bytes of a batch; a CPU takes about a millisecond for as many
-_OTHER_KINDS = (
+_MAX_BYTES_HASHED_ON_HOST = 2**20  # of a batch: about a millisecond on a CPU
+_KINDS_DIFFER = (
     "the losses of data-parallel ranks cannot be added{}: let every criterion return (loss_sum, weight) or every one a "
     "plain loss, and give all batches the same num_items_in_batch, which is the number of labels in the global batch, "
     "or none"
 )
-_OTHER_COUNTS = (
+_COUNTS_DIFFER = (
     "the terms of the model's loss counted other labels than those of the batch, differ between replicas, or "
     "have factors that depend on the microbatch: give a criterion that returns the "
     'loss as (loss_sum, weight), or loss_reduction="microbatch_mean"'
@@ -80,6 +82,7 @@ class PipelineEngine:
         self._last_rank = config.stage_ranks[-1]
         self._router_loss = share_router_loss(module, self._stages.values(), mesh)
         last = _observed_last(self._stages, module)
+        # This rank's stages by index, the model's last one wrapped so that its losses are observed.
         self._observed_stages: dict[int, Any] = (
             dict(self._stages) if last is None else {**self._stages, last.index: last}
         )
@@ -95,7 +98,7 @@ class PipelineEngine:
         self._transport = (
             Transport(mesh, config.stage_ranks, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._schedules: dict[tuple[int, bool], Schedule] = {}  # by number of microbatches, and with backward
         self._mean_samples = 1.0  # samples per rank in the last compared call
         self._is_even = False  # True if all ranks ran the same number of microbatches in that call
         # Settings with a collective over replicas in every microbatch: all must run the same number.
@@ -123,55 +126,63 @@ class PipelineEngine:
         """Run one batch, with backward if gradients are enabled; see `HybridParallelPlugin.execute_pipeline`.
 
         Must be called within `ShardedOptimizer.accumulate_and_reduce`: each stage's last backward starts reductions,
-        and the end of that context starts the remaining ones.
+        and the end of that context starts the remaining ones. Collective over the world.
         """
         trains = torch.is_grad_enabled()
-        rank_kind = CallKind(
+        requested = CallKind(
             trains=trains,
             loss=return_loss or trains,
             outputs=bool(return_outputs),
             outputs_everywhere=return_outputs == "all_ranks",
             training_mode=self.module.training,
         )
-        batch, moved, call = self._next_batch(data_iter, rank_kind)
+        batch, device_batch, call = self._next_batch(data_iter, requested)
         rows = image_rows(batch, getattr(self.module, "config", None))
-        microbatches = split(with_host_copies(moved, batch, self.module), rows=rows, **self._cutting)
-        weighed = self._loss_reducer.of_batch(
+        microbatches = split(with_host_copies(device_batch, batch, self.module), rows=rows, **self._cutting)
+        weighted = WeightedCriterion(
+            self._loss_reducer,
             model_loss if criterion is None else criterion,
             microbatches,
             optimizer if trains else None,
             compares=call.is_compared,
             mean_samples=self._mean_samples,
         )
-        result = self._run_schedule(microbatches, weighed, optimizer, call.kind)
+        result = self._run_schedule(microbatches, weighted, optimizer, call.kind)
         mean, replica_loss = (
-            self._losses(result, weighed, optimizer, call) if call.kind.loss else (None, None)
+            self._losses(result, weighted, optimizer, call) if call.kind.loss else (None, None)
         )
         loss = mean if average_loss else replica_loss
         if trains and loss is not None:
             loss = loss.as_subclass(PipelineLoss)
         return {
             "loss": loss if return_loss else None,
-            "outputs": self._returned_outputs(result, rank_kind, call.kind),
+            "outputs": self._returned_outputs(result, requested, call.kind),
         }
 
     def _run_schedule(
         self,
         microbatches: Sequence[Any],
-        weighed: WeighedCriterion,
+        weighted: WeightedCriterion,
         optimizer: ShardedOptimizer | None,
         wanted: CallKind,
     ) -> RunResult:
-        """Run this rank's actions of the schedule."""
+        """Run this rank's actions of the schedule; send and receive between the stages.
+
+        Args:
+            microbatches: of this replica, on the device.
+            weighted: the criterion; called on the rank of the last stage.
+            optimizer: scales the loss and reduces gradients; None without backward.
+            wanted: the results that some rank of the replica requested.
+        """
         schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
         trace = None if self.trace is None else Trace(self.mesh.device)
         with self.random.following(self.module) as begin_forward:
             run = ScheduleRun(
                 stages=self._observed_stages,
                 microbatches=microbatches,
-                criterion=weighed if wanted.loss else None,
+                criterion=weighted if wanted.loss else None,
                 transport=self._transport,
-                scale=lambda loss: weighed.differentiated(
+                scale=lambda loss: weighted.differentiated(
                     loss if optimizer is None else optimizer.scale_loss(loss)
                 ),
                 keep_outputs=wanted.outputs,
@@ -186,7 +197,9 @@ class PipelineEngine:
         return result
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
-        """Return the schedule of a number of microbatches, with its communication. All-gather over pp when it is new.
+        """Return the schedule of a number of microbatches, with its sends and receives.
+
+        All-gathers a checksum over pp when a number is new; later calls return the kept schedule.
 
         Raises:
             ValueError: the ranks of the pipeline have different schedules; on each of them.
@@ -206,11 +219,15 @@ class PipelineEngine:
         return self._schedules.setdefault(key, schedule)
 
     def _accumulating(self, optimizer: ShardedOptimizer) -> Callable[[Action, bool], AbstractContextManager]:
-        """The context of each backward. Only the last reduces if replicas run different numbers of microbatches."""
+        """Return the function that makes the context of every backward, which decides if it reduces gradients.
+
+        If replicas run different numbers of microbatches, only the last backward of a stage reduces: a reduction in
+        every one would find no partner on some ranks.
+        """
         is_even = self._is_even
 
         def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
-            """Return the context of a stage's backward, which reduces gradients if it is the last that adds to them."""
+            """Return the context of one backward of a stage; `is_last`: no later one adds to these gradients."""
             parameters = self.parameters[action.stage]
             if is_last:
                 return optimizer.reducer.last_backward(parameters)
@@ -226,10 +243,14 @@ class PipelineEngine:
             self._transport.check_open()
 
     def _next_batch(self, data_iter: Iterator, kind: CallKind) -> tuple[Any, Any, AgreedCall]:
-        """Take the next batch, and agree on the call with all ranks; see [Note: compared calls].
+        """Take the next batch, copy it to the device, and compare the call between ranks; see [Note: compared calls].
+
+        Args:
+            data_iter: the user's iterator.
+            kind: the results that this rank requested.
 
         Returns:
-            The batch, the same on the device, and the call.
+            The batch, its copy on the device, and the call as all ranks of the replica make it.
 
         Raises:
             StopIteration: the iterators of all ranks have ended.
@@ -241,26 +262,26 @@ class PipelineEngine:
                 f"execute_pipeline takes an iterator, not a {type(data_iter).__name__}: give iter(dataloader)"
             )
         batch = next(data_iter, ENDED)
-        num_samples, own_error = 0, None
+        num_samples, batch_error = 0, None
         try:
             num_samples = 0 if batch is ENDED else self._checked_size(batch, trains=kind.trains)
         except ValueError as error:
-            own_error = error
+            batch_error = error
         call = self.agreement.compare_batch(
-            batch, kind, num_samples, always=self._compares_numbers, error=own_error
+            batch, kind, num_samples, always=self._compares_numbers, error=batch_error
         )
         if call.samples is None:
-            self._require_enough({self.mesh.global_rank: num_samples})
+            self._require_enough_samples({self.mesh.global_rank: num_samples})
         else:
-            self._require_enough(dict(enumerate(call.samples)))
+            self._require_enough_samples(dict(enumerate(call.samples)))
             self._note_samples(call.samples)
-        moved = self.to_compute(batch)
+        device_batch = self.to_compute(batch)
         if not call.is_compared:  # a large batch is hashed on the device, without waiting for it
-            self.agreement.note(moved if num_bytes(batch) > _HASHED_HERE else batch)
-        return batch, moved, call
+            self.agreement.note(device_batch if num_bytes(batch) > _MAX_BYTES_HASHED_ON_HOST else batch)
+        return batch, device_batch, call
 
     def _note_samples(self, samples: Sequence[int]) -> None:
-        """Note the numbers of samples of all ranks' batches.
+        """Set `_mean_samples` and `_is_even` from the numbers of samples in all ranks' batches.
 
         Raises:
             ValueError: ranks with a collective in every microbatch run different numbers of microbatches.
@@ -288,11 +309,11 @@ class PipelineEngine:
                 raise ValueError(error)
         return batch_size(batch)
 
-    def _require_enough(self, samples: dict[int, int]) -> None:
-        """Raise ValueError for too few samples.
+    def _require_enough_samples(self, samples: dict[int, int]) -> None:
+        """Raise ValueError if a batch has fewer samples than `num_microbatches`.
 
         Args:
-            samples: of the known ranks.
+            samples: by rank of the world, the number in its batch; only this rank in calls that are not compared.
         """
         num_microbatches = self.config.num_microbatches or 1
         short = [rank for rank, count in samples.items() if count < num_microbatches]
@@ -317,37 +338,56 @@ class PipelineEngine:
     def _losses(
         self,
         result: RunResult,
-        weighed: WeighedCriterion,
+        weighted: WeightedCriterion,
         optimizer: ShardedOptimizer | None,
         call: AgreedCall,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss over all replicas, which is differentiated, and this replica's. All-reduce over the world."""
+        """Return the loss over all replicas and that of this replica, and check them. All-reduce over the world.
+
+        In training it also sets the factor by which the optimizer corrects the gradients.
+
+        Args:
+            result: the losses and weights of the microbatches, on the rank of the last stage.
+            weighted: the criterion that computed them.
+            optimizer: None in an evaluation.
+            call: as the ranks agreed on it.
+
+        Raises:
+            ValueError: replicas have losses of different kinds, or terms counted otherwise than expected. A call that
+                shall not wait for the device raises nothing; `optimizer.step` does.
+        """
         steps = 1 if optimizer is None else optimizer.accumulation_steps
-        loss: BatchLoss = self._loss_reducer.reduced(result, weighed, steps)
+        loss: BatchLoss = weighted.reduced(result, steps)
         self._require_one_kind(loss.kinds, waits=call.is_compared)
-        if call.kind.trains or self.mesh.world_size > 1 or weighed.has_terms:
-            self.agreement.require_none(loss.deviation, _OTHER_COUNTS, waits=not call.kind.trains)
+        if call.kind.trains or self.mesh.world_size > 1 or weighted.has_terms:
+            self.agreement.require_none(loss.deviation, _COUNTS_DIFFER, waits=not call.kind.trains)
         if optimizer is not None and call.kind.trains:
             set_gradient_factor(optimizer, loss.factor)
         if call.is_compared:
-            weighed.note_uneven()
+            weighted.log_uneven_labels()
         return loss.mean, loss.of_replica
 
     def _require_one_kind(self, kinds: Tensor, *, waits: bool) -> None:
         """Require losses of one kind from all replicas; see `Agreement.require_none`.
 
         Args:
-            kinds: by replica, see `WeighedCriterion.kind`; equal on all ranks.
+            kinds: by replica, see `WeightedCriterion.kind`; equal on all ranks.
             waits: read them now.
         """
         if len(kinds) > 1:
-            given = f" ({_described(kinds.tolist())})" if waits else ""
-            self.agreement.require_none(kinds.max() - kinds.min(), _OTHER_KINDS.format(given), waits=waits)
+            given = f" ({_describe_kinds(kinds.tolist())})" if waits else ""
+            self.agreement.require_none(kinds.max() - kinds.min(), _KINDS_DIFFER.format(given), waits=waits)
 
     def _returned_outputs(self, result: RunResult, of_rank: CallKind, of_replica: CallKind) -> Any:
-        """Return the outputs that this rank requested.
+        """Return the outputs of the full batch, or None if this rank requested none or has none.
 
-        All-gather of sharded logits; broadcast over pp if a rank of the replica wants outputs on all ranks.
+        All-gathers sharded logits over tp or sp. Broadcasts over pp if any rank of the replica requested outputs on
+        all ranks, so also on ranks that return None.
+
+        Args:
+            result: the outputs of the microbatches, on the rank of the last stage.
+            of_rank: the results that this rank requested.
+            of_replica: the results that some rank of the replica requested.
         """
         outputs = None if result.outputs is None else merge([_unsharded(output) for output in result.outputs])
         is_last = self.mesh.rank("pp") == self._last_rank
@@ -356,8 +396,8 @@ class PipelineEngine:
         return outputs if of_rank.outputs and (is_last or of_rank.outputs_everywhere) else None
 
 
-def _described(kinds: Sequence[float]) -> str:
-    """Return the kinds of the replicas' losses in words."""
+def _describe_kinds(kinds: Sequence[float]) -> str:
+    """Return the kinds of the replicas' losses in words, for an error; see `WeightedCriterion.kind`."""
     words = {-1.0: "a weighted one", 0.0: "a plain one"}
     return ", ".join(
         f"{words.get(kind, f'one over num_items_in_batch={kind:g}')} on replica {replica}"
@@ -366,7 +406,10 @@ def _described(kinds: Sequence[float]) -> str:
 
 
 def _refuse_gradients_of(batch: Any) -> None:
-    """Raise ValueError for a batch that requires gradients: they would be scaled, and incomplete under a pipeline."""
+    """Raise ValueError for a batch that requires gradients.
+
+    They would contain the loss scale, and under a pipeline lack the contributions of other ranks' stages.
+    """
     if paths := paths_with_gradient(batch):
         names = ", ".join(path or "the tensor" for path in paths)
         raise ValueError(
@@ -376,7 +419,7 @@ def _refuse_gradients_of(batch: Any) -> None:
 
 
 def _observed_last(stages: Mapping[int, Any], module: nn.Module) -> ObservedStage | None:
-    """Return this rank's last stage of the model, which observes the losses behind its last layer; None without it."""
+    """Wrap the model's last stage, so that losses computed after its last layer are observed; None on other ranks."""
     last = next((stage for stage in stages.values() if stage.is_last), None)
     if last is None:
         return None

@@ -28,7 +28,7 @@ from ..shardformer.sequence.config import SequenceParallelism, double_ring
 from ..shardformer.shard_config import ShardConfig, ShardOptions
 from ..shardformer.tables.table import Table
 from ..zero.precision import DTYPES, PRECISION, PrecisionConfig, ScaleOptions, given_precision
-from .loss import LOSS_REDUCTIONS, LossReduction
+from .loss_reducer import LOSS_REDUCTIONS, LossReduction
 
 _RECOMPUTED = Check(
     lambda value: isinstance(value, PipelineGradientCheckpointConfig),
@@ -174,8 +174,8 @@ class HybridConfig(ShardOptions, DataOptions):
     @property
     def precision_settings(self) -> dict[str, Any]:
         """The arguments of `PrecisionConfig`."""
-        given = {field.name: getattr(self, field.name) for field in fields(PrecisionConfig)}
-        return given | {"precision": self.used_precision}
+        arguments = {field.name: getattr(self, field.name) for field in fields(PrecisionConfig)}
+        return arguments | {"precision": self.used_precision}
 
     @property
     def used_precision(self) -> str:
@@ -190,8 +190,8 @@ class HybridConfig(ShardOptions, DataOptions):
     @property
     def wire_dtype(self) -> torch.dtype:
         """`communication_dtype` as a torch.dtype."""
-        given = self.communication_dtype
-        return torch.float32 if given is None else DTYPES[given] if isinstance(given, str) else given
+        dtype = self.communication_dtype
+        return torch.float32 if dtype is None else DTYPES[dtype] if isinstance(dtype, str) else dtype
 
     @property
     def bucket_size(self) -> int | None:
@@ -229,7 +229,7 @@ class HybridConfig(ShardOptions, DataOptions):
         return ("1f1b", 1, 1) if self.pp_size == 1 else (self.pp_style, self.pp_size, self.num_model_chunks)
 
     def errors(self, world_size: int) -> list[str]:
-        """List all errors for this world size, each with a value that works."""
+        """List all errors for this world size, each with a value that works. No communication."""
         errors = [
             *option_errors(self),
             *policy_errors("custom_policy", self.custom_policy),
@@ -249,7 +249,7 @@ class HybridConfig(ShardOptions, DataOptions):
         ]
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        """Yield conditions that are errors if true, with their messages."""
+        """Yield (is_wrong, message) for every combination of options that is not allowed."""
         yield (
             self.overlap_allgather and self.zero_stage == 0,
             "overlap_allgather=True with zero_stage=0, where every rank updates all parameters and gathers none: "
@@ -273,7 +273,7 @@ class HybridConfig(ShardOptions, DataOptions):
         )
 
     def _compile_rules(self) -> Iterator[tuple[bool, str]]:
-        """Yield conditions that are errors with compiled layers if true, with their messages."""
+        """Yield (is_wrong, message) for every option that is not allowed together with `compile_layers`."""
         yield (
             self.compile_layers and self.overlap_allgather,
             "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters in "
@@ -292,7 +292,7 @@ class HybridConfig(ShardOptions, DataOptions):
         )
 
     def _stage_errors(self) -> list[str]:
-        """List errors of the schedule and of the arguments with one value per stage."""
+        """List errors of the schedule, and of `num_layers_per_stage` and recomputation, which depend on its stages."""
         number = self.num_microbatches if (self.num_microbatches or 0) >= 1 else None
         errors = [
             f"pp_style: {error}"
@@ -309,11 +309,11 @@ class HybridConfig(ShardOptions, DataOptions):
             type(count) is int and count >= 1 for count in counts
         )
         if counts is not None and not (are_counts and num_stages in (None, len(counts))):
-            many = "each stage"
+            per_stage = "each stage"
             if num_stages is not None:
-                many = f"each of {num_stages} stages (pp_size times those of a rank)"
+                per_stage = f"each of {num_stages} stages (pp_size times those of a rank)"
             errors.append(
-                f"num_layers_per_stage={counts!r} must be a list of positive integers, one for {many}"
+                f"num_layers_per_stage={counts!r} must be a list of positive integers, one for {per_stage}"
             )
         if isinstance(recomputed, PipelineGradientCheckpointConfig):
             errors += recomputed.errors(num_stages)

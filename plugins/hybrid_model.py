@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..checkpoint.local import Adapter, TensorNames, saved_state
+from ..checkpoint.local import Adapter, saved_state
 from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
 from ..cluster.failures import all_ranks_in, naming_failures
@@ -56,10 +56,11 @@ from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
 from ..zero.precision import PrecisionConfig, cast_tables, format_errors, router_formats
-from .base import BoostedModule, optimizer_errors
+from .base import BoostedModule, optimizer_errors, refuse_pipeline
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
 from .lora import peft_model_errors, unwrapped
+from .state import ParameterNames
 
 
 def boost(
@@ -85,7 +86,7 @@ def boost(
         The parallelized model; its attribute `optimizer` is the wrapped optimizer.
 
     Raises:
-        ValueError: this model cannot be trained with this config; on every rank, all reasons at once, before a change.
+        ValueError: this model cannot be trained with this config; on every rank, all errors at once, before a change.
     """
     model, adapters, plan = checked_together(
         "boost", lambda: plan_boost(model, optimizer, config, mesh, shard_config)
@@ -95,13 +96,13 @@ def boost(
         names = ParameterNames.of(model)  # Hugging Face's names, of the full model
         if mesh.size("tp", "pp", "sp", *SUB_AXES) > 1:
             mark_all_parallelized(model)  # before the cut, which leaves other modules to each stage
-        load = ExpertLoad(model, mesh)
+        expert_load = ExpertLoad(model, mesh)
         copy_configs(model)
         config.fused.choose_attention(model, mesh.device)
         ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
-        load.count_in(model)
+        expert_load.count_in(model)
         if config.ep_size > 1:
             apply_expert_sharding(model, mesh.group("ep"))
         model.to(mesh.device)  # only this rank's shards
@@ -109,7 +110,7 @@ def boost(
         free_cached_memory(mesh.device)  # the full model may have been on the device
         statistics = convert_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
-        boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters, load)
+        boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters, expert_load)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
         config.fused.fuse(model, config.dtype, parallel_output=config.parallel_output)
         plan.recompute_layers(config, mesh)
@@ -124,14 +125,14 @@ class BoostPlan:
 
     Args:
         sharder: cuts the model into stages and shards its layers; None does neither.
-        weights: layers whose weights are sharded over the weight axis.
-        recomputed: the layers of each stage that may be recomputed.
+        weight_sharded: layers whose weights are sharded over the weight axis; None without one.
+        recomputable: by stage, the layers that may be recomputed.
         compiled: layers to compile.
     """
 
     sharder: ModelSharder | None
-    weights: Sequence[nn.Module] | None
-    recomputed: Mapping[int, Sequence[nn.Module]]
+    weight_sharded: Sequence[nn.Module] | None
+    recomputable: Mapping[int, Sequence[nn.Module]]
     compiled: Sequence[nn.Module] = ()
 
     def cut_stages(self, mesh: ParallelMesh) -> list[dict[int, Tensor]]:
@@ -145,17 +146,17 @@ class BoostPlan:
 
     def shard_weights(self, model: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
         """Shard the weights of linear layers over the weight axis."""
-        if self.weights:
+        if self.weight_sharded:
             group, overlap, dtype = mesh.group("wp"), config.wp_overlap, config.wire_dtype
-            apply_weight_sharding(model, self.weights, group, overlap=overlap, gradient_dtype=dtype)
+            apply_weight_sharding(model, self.weight_sharded, group, overlap=overlap, gradient_dtype=dtype)
 
     def recompute_layers(self, config: HybridConfig, mesh: ParallelMesh) -> None:
-        """Wrap the layers that are recomputed in backward."""
+        """Wrap the layers that are recomputed in backward; their inputs may be offloaded to host memory until then."""
         if config.gradient_checkpoint_config is not None:
             checkpoint = ActivationOffload(mesh.device).checkpoint if config.activation_offload else RECOMPUTE
             if config.ep_size > 1:
                 checkpoint = replaying(checkpoint)
-            checkpoint_layers(self.recomputed, config.gradient_checkpoint_config, checkpoint)
+            checkpoint_layers(self.recomputable, config.gradient_checkpoint_config, checkpoint)
 
 
 def plan_boost(
@@ -171,7 +172,7 @@ def plan_boost(
         The model without peft's wrapper, its adapters, and the plan.
 
     Raises:
-        ValueError: a change is impossible; all reasons at once.
+        ValueError: a change is impossible; all errors at once.
     """
     raise_errors(given_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
@@ -181,10 +182,10 @@ def plan_boost(
         errors += trained_errors(model)
     if getattr(model, "_compiled_call_impl", None) is not None and not _layers_are_local(mesh):
         errors.append(COMPILED)
-    sharder = weights = None
-    recomputed: Mapping[int, Sequence[nn.Module]] = {}
+    sharder = weight_sharded = None
+    recomputable: Mapping[int, Sequence[nn.Module]] = {}
     if config.wp_size > 1:
-        weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
+        weight_sharded = plan_weight_sharding(model, errors, policy=config.custom_policy)
     if config.ep_size > 1:
         errors += expert_errors(model, config.ep_size)
     if mesh.size("tp", "pp", "sp") > 1:
@@ -192,11 +193,13 @@ def plan_boost(
         if config.custom_policy is None:  # a custom policy may replicate experts
             errors += expert_width_errors(model, tp_size=mesh.size("tp"), dtype=config.dtype)
     if config.gradient_checkpoint_config is not None and not errors:
-        recomputed = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
-        errors += recompute_errors(recomputed, config.gradient_checkpoint_config)
+        recomputable = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
+        errors += recompute_errors(recomputable, config.gradient_checkpoint_config)
     compiled = layers_to_compile(model, errors, policy=config.custom_policy) if config.compile_layers else ()
     raise_errors(errors)
-    plan = BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed, compiled=compiled)
+    plan = BoostPlan(
+        sharder=sharder, weight_sharded=weight_sharded, recomputable=recomputable, compiled=compiled
+    )
     return model, adapters, plan
 
 
@@ -208,26 +211,6 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
     """
     require_equal_models(model)
     require_equal(optimizer_options(optimizer), what="the optimizer")
-
-
-@dataclass(frozen=True)
-class ParameterNames:
-    """Every parameter of the full model with its first Hugging Face name; a tied one has one name."""
-
-    first: Mapping[Parameter, str]
-    order: tuple[str, ...]
-    state: TensorNames
-
-    @staticmethod
-    def of(model: nn.Module) -> "ParameterNames":
-        """Read the names of a full model."""
-        first = {parameter: name for name, parameter in model.named_parameters()}
-        return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
-
-    def local(self, model: nn.Module) -> dict[str, Parameter]:
-        """Return the parameters of a cut model, by their first name in the full model, in its order."""
-        local = {self.first[parameter]: parameter for parameter in model.parameters()}
-        return {name: local[name] for name in self.order if name in local}
 
 
 def managed_parameters(
@@ -275,7 +258,9 @@ def wrap_optimizer(
     stage_manager: PipelineStageManager,
     statistics: RunningStatistics,
 ) -> ShardedOptimizer | None:
-    """Wrap the optimizer and cast all parameters. Collective over the world.
+    """Wrap the optimizer, and cast all parameters to the precision. Collective over the world.
+
+    Without an optimizer it only casts, and returns None. Routers of experts may keep another format.
 
     Args:
         boosted: the model; all of the optimizer's parameters are from it.
@@ -291,7 +276,7 @@ def wrap_optimizer(
         managed = managed_parameters(local, ties, mesh=mesh, stage_manager=stage_manager, stages=stages)
         wrapped = ShardedOptimizer(
             optimizer,
-            [replace(each, dtype=formats.get(each.parameter)) for each in managed],
+            [replace(entry, dtype=formats.get(entry.parameter)) for entry in managed],
             mesh=mesh,
             stage=config.zero_stage,
             overlap_communication=config.overlap_communication,
@@ -313,7 +298,10 @@ def wrap_optimizer(
 
 
 def connect_optimizer(boosted: "HybridParallelModule") -> None:
-    """Mark what the optimizer trains, and let modules wait for its all-gathers; without one refuse backward."""
+    """Prepare the model's modules for the optimizer: with `overlap_allgather`, they wait for its all-gathers.
+
+    Without an optimizer, make backward raise on several ranks.
+    """
     if boosted.optimizer is not None:
         mark_trained(boosted.module)
         if boosted.config.overlap_allgather:
@@ -356,14 +344,18 @@ class HybridParallelModule(BoostedModule):
         engine: the engine that runs the sharded model.
         names: the names of the full model.
         adapters: its LoRA adapters, for saving.
-        load: counts of tokens per expert.
+        expert_load: counts of tokens per expert.
     """
 
     def __init__(
-        self, engine: PipelineEngine, names: ParameterNames, adapters: Sequence[Adapter], load: ExpertLoad
+        self,
+        engine: PipelineEngine,
+        names: ParameterNames,
+        adapters: Sequence[Adapter],
+        expert_load: ExpertLoad,
     ) -> None:
         super().__init__(adapters)
-        self._load = load
+        self._expert_load = expert_load
         self.module = module = engine.module
         self.engine, self.config, self.mesh = engine, engine.config, engine.mesh
         self.random = engine.random
@@ -395,7 +387,7 @@ class HybridParallelModule(BoostedModule):
             ValueError: the model has no experts that are counted.
         """
         with naming_failures("model.expert_load"):
-            return self._load.read()
+            return self._expert_load.read()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs, at pp_size=1. Inputs are first moved to the model's device and precision.
@@ -414,10 +406,16 @@ class HybridParallelModule(BoostedModule):
         return self.mesh.replica_stage_ranks()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs from inputs that are equal on all ranks of the model; raise ValueError if they differ."""
+        """Compute the outputs from inputs that must be equal on the ranks of one model.
+
+        Moves inputs to the device and the precision. In training it turns off a cache that the user did not request.
+
+        Raises:
+            ValueError: inputs differ between these ranks; raised on all of them.
+        """
         self._require_equal_inputs(args, kwargs)
-        moved = self.engine.to_compute(kwargs)
-        args, kwargs = self.engine.to_compute(args), with_host_copies(moved, kwargs, self.module)
+        device_kwargs = self.engine.to_compute(kwargs)
+        args, kwargs = self.engine.to_compute(args), with_host_copies(device_kwargs, kwargs, self.module)
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
             kwargs = without_cache(self.module, args, kwargs)  # training would not read it
             if self._makes_positions:
@@ -454,7 +452,10 @@ class HybridParallelModule(BoostedModule):
         self.module.compile(*args, **kwargs)
 
     def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare inputs over the axes whose ranks compute together; see [Note: compared calls]."""
+        """Raise ValueError if inputs differ between ranks that compute one model together; see [Note: compared calls].
+
+        Calls without gradients, or without an optimizer, are always compared; others at intervals.
+        """
         self.engine.agreement.compare_inputs(
             tensors_of_call(args, kwargs),
             training=self.module.training,
@@ -476,24 +477,14 @@ class HybridParallelModule(BoostedModule):
         """
         parameters = self.local_parameters
         state = saved_state(self.module)
-        known = set(parameters.values())
-        return {**parameters, **{name: tensor for name, tensor in state.items() if tensor not in known}}
+        in_parameters = set(parameters.values())
+        return {
+            **parameters,
+            **{name: tensor for name, tensor in state.items() if tensor not in in_parameters},
+        }
 
 
 @torch.compiler.disable
 def _refuse_compiling() -> None:
     """Raise in a call that torch.compile has traced: it cannot trace this function, so it runs it."""
     raise RuntimeError(COMPILED)
-
-
-def refuse_pipeline(call: str, mesh: ParallelMesh) -> None:
-    """Refuse a call that needs all stages of the model on one rank.
-
-    Raises:
-        RuntimeError: the model is cut into several stages; names `execute_pipeline`.
-    """
-    if mesh.size("pp") > 1:
-        raise RuntimeError(
-            f"{call} under a pipeline (pp_size={mesh.size('pp')}): no rank has the full model. Call "
-            "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at pp_size=1 too"
-        )

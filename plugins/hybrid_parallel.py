@@ -25,11 +25,11 @@ from ..cluster.traffic import Count, Traffic
 from ..pipeline.runner import Criterion
 from ..pipeline.stage_manager import PipelineStageManager
 from ..zero.optimizer import ShardedOptimizer
-from .base import PipelineLoss, Plugin, Returned, require_boosted, taking
+from .base import PipelineLoss, Plugin, Returned, init_from_options, refuse_pipeline, require_boosted
 from .colossalai import HYBRID
 from .hybrid_config import HybridConfig
-from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
-from .internevo import in_its_words, plugin_arguments
+from .hybrid_model import HybridParallelModule, boost
+from .internevo import plugin_arguments, with_configuration_keys
 from .state import local_shards, trained_shards
 
 _MEBI = 2**20
@@ -47,12 +47,17 @@ class HybridParallelPlugin(Plugin):
             communication.
     """
 
-    @taking(HybridConfig, HYBRID)
+    @init_from_options(HybridConfig, HYBRID)
     def __init__(self, config: HybridConfig, errors: list[str]) -> None:
         self._configure(config, errors)
 
     def _configure(self, config: HybridConfig, errors: Sequence[str]) -> None:
-        """Check the options and create the mesh. Collective over the world."""
+        """Check the options, create the mesh, and set the plugin's attributes. Collective over the world.
+
+        Args:
+            config: the options as the user gave them.
+            errors: errors of arguments that are not options, raised together with those of the options.
+        """
         self.has_default_precision = config.precision is None
         self.config = config = replace(config, precision=config.used_precision)
         raise_errors([*errors, *config.errors(dist.get_world_size())])
@@ -77,7 +82,7 @@ class HybridParallelPlugin(Plugin):
             return cls(**arguments)
         except ValueError as error:
             configured = {name: value for name, value in arguments.items() if name not in others}
-            raise ValueError(in_its_words(str(error), configured)) from None
+            raise ValueError(with_configuration_keys(str(error), configured)) from None
 
     @property
     def sp_size(self) -> int:
@@ -125,8 +130,8 @@ class HybridParallelPlugin(Plugin):
                 "booster.backward got a loss without a graph: compute it from the outputs of model(**batch), without "
                 "detach(), item() or torch.no_grad()"
             )
-        averages = sharded.reducer.may_launch  # without it, replicas may run different numbers of backwards
-        with naming_failures("backward", None if averages else self.mesh.replica_stage_ranks()):
+        reduces = sharded.reducer.may_launch  # if not, replicas may run different numbers of backwards
+        with naming_failures("backward", None if reduces else self.mesh.replica_stage_ranks()):
             sharded.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
@@ -196,8 +201,10 @@ class HybridParallelPlugin(Plugin):
                     f"criterion={criterion!r} is not callable: give a function of (outputs, inputs), or None for the "
                     "model's own loss"
                 )
-            calls = optimizer.accumulate_and_reduce() if trains and optimizer is not None else nullcontext()
-            with calls:
+            reducing = (
+                optimizer.accumulate_and_reduce() if trains and optimizer is not None else nullcontext()
+            )
+            with reducing:
                 return boosted.engine.run(
                     data_iter,
                     criterion,
@@ -208,7 +215,15 @@ class HybridParallelPlugin(Plugin):
                 )
 
     def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:
-        """Return the model; require that this plugin boosted it, together with the optimizer if one is given."""
+        """Return the model, which must be one that this plugin boosted, with this optimizer if one is given.
+
+        Args:
+            model, optimizer: the user's arguments.
+            call: the user's call, for the error.
+
+        Raises:
+            ValueError: they are others.
+        """
         if isinstance(model, OptimizedModule):
             raise ValueError(
                 f"{call} takes the model that booster.boost returned, not torch.compile's wrapper of it: "

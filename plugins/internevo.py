@@ -194,7 +194,7 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
         if name in config
     ]
     settings = _Settings(config | {name: value for name, value in others.items() if name in sections}, errors)
-    arguments = _layout(settings) | _batches(settings) | _numbers(settings)
+    arguments = _layout(settings) | _microbatches(settings) | _other_options(settings)
     raise_errors([f"InternEvo's configuration: {error}" for error in errors])
     if settings.ignored and not (dist.is_initialized() and dist.get_rank()):
         _LOG.info(
@@ -205,8 +205,8 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
     return arguments | {name: value for name, value in others.items() if name not in sections}
 
 
-def in_its_words(error: str, arguments: Mapping[str, Any]) -> str:
-    """Add the configuration keys of the arguments that an error of the plugin names.
+def with_configuration_keys(error: str, arguments: Mapping[str, Any]) -> str:
+    """Return an error of the plugin with a second line: the configuration keys of the arguments that it names.
 
     Args:
         error: the plugin's error.
@@ -215,28 +215,37 @@ def in_its_words(error: str, arguments: Mapping[str, Any]) -> str:
     names = [name for name in _KEY_OF if name in arguments and re.search(rf"\b{name}\b", error)]
     if not names:
         return error
-    keys = {name: f"{name}={arguments[name]} is {_KEY_OF[name]}" for name in names}
+    translations = {name: f"{name}={arguments[name]} is {_KEY_OF[name]}" for name in names}
     size, wp_size = arguments.get("zero_size", -1), arguments.get("wp_size", 1)
     if "zero_size" in names and size > 1 and wp_size > 1:
-        keys["zero_size"] = f"zero_size={size} is zero1.size={size // wp_size} times weight.size={wp_size}"
-    return f"{error}\nin InternEvo's configuration {', '.join(keys.values())}"
+        translations["zero_size"] = (
+            f"zero_size={size} is zero1.size={size // wp_size} times weight.size={wp_size}"
+        )
+    return f"{error}\nin InternEvo's configuration {', '.join(translations.values())}"
 
 
 class _Settings:
-    """The values of a configuration by their paths in KEYS, and the ignored keys. Errors are added to a list."""
+    """The valid values of a configuration by their paths in KEYS.
+
+    Args:
+        config: the sections; those of `parallel` may stand at the top instead, and are then taken out.
+        errors: a list to which the errors of invalid values are added.
+
+    Attributes:
+        ignored: the paths of keys that concern other objects than the plugin.
+    """
 
     def __init__(self, config: dict[str, Any], errors: list[str]) -> None:
         self.errors = errors
         self.ignored: list[str] = []
-        self._values: dict[str, Any] = {}
-        bare = {name: config.pop(name) for name in PARALLEL if name in config}
-        self._is_bare = "parallel" not in config
-        errors += [
-            f"{name} is given twice, also in parallel: leave one out" for name in bare if not self._is_bare
-        ]
-        self._read_section("", {"parallel": bare} | config)
+        self._values: dict[str, Any] = {}  # by path: a value, or the dictionary of a section
+        at_top = {name: config.pop(name) for name in PARALLEL if name in config}
+        self._is_parallel_at_top = "parallel" not in config
+        if not self._is_parallel_at_top:
+            errors += [f"{name} is given twice, also in parallel: leave one out" for name in at_top]
+        self._read_section("", {"parallel": at_top} | config)
 
-    def __call__(self, path: str, default: Any = None) -> Any:
+    def get(self, path: str, default: Any = None) -> Any:
         """Return the value of a path if it is valid, else the default."""
         return self._values.get(path, default)
 
@@ -250,10 +259,13 @@ class _Settings:
 
     def _name(self, path: str) -> str:
         """Return the path as the user wrote it."""
-        return path.removeprefix("parallel.") if self._is_bare else path
+        return path.removeprefix("parallel.") if self._is_parallel_at_top else path
 
     def _read_section(self, section: str, content: Any) -> None:
-        """Keep the values of a section and of the sections in it. InternEvo takes an integer for its size alone."""
+        """Keep the valid values of a section and of the sections in it, and add the errors of the others.
+
+        InternEvo also takes an integer in place of a section `dict(size=…)`.
+        """
         if f"{section}.size" in KEYS and KINDS["an integer"](content):
             content = {"size": content}
         if not isinstance(content, Mapping):
@@ -264,7 +276,7 @@ class _Settings:
         for key, value in content.items():
             path = path_of.get(key)
             if path is None:
-                self._note_unknown(section, key, list(path_of))
+                self._read_unknown_key(section, key, list(path_of))
             elif path in SECTIONS:
                 self._read_section(path, {} if value is None else value)
             elif value is not None:
@@ -280,16 +292,16 @@ class _Settings:
         else:
             self._values[path] = value
 
-    def _note_unknown(self, section: str, key: str, known: list[str]) -> None:
-        """Note a key that does not concern the plugin, or add the error of one that is likely misspelled."""
+    def _read_unknown_key(self, section: str, key: str, known_keys: list[str]) -> None:
+        """Add a key that is not in KEYS to `ignored`, or its error if it is not in IGNORED or likely misspelled."""
         path = self._name(f"{section}.{key}" if section else str(key))
         ignored = IGNORED.get(section, ())
-        meant = get_close_matches(str(key), known, 1, _CLOSE)
-        if (ignored is None and not meant) or key in (ignored or ()):
+        similar = get_close_matches(str(key), known_keys, 1, _CLOSE)
+        if (ignored is None and not similar) or key in (ignored or ()):
             self.ignored.append(path)
         else:
-            what = f"write {meant[0]}" if meant else f"known are {', '.join(known)}"
-            self.errors.append(f"{path} is not understood: {what}")
+            advice = f"write {similar[0]}" if similar else f"known are {', '.join(known_keys)}"
+            self.errors.append(f"{path} is not understood: {advice}")
 
 
 def _paths_in(section: str) -> dict[str, str]:
@@ -299,27 +311,27 @@ def _paths_in(section: str) -> dict[str, str]:
 
 
 def _layout(settings: _Settings) -> dict[str, Any]:
-    """Return the arguments for sizes and modes of all axes."""
-    mode, size = settings("parallel.tensor.mode", "mtp"), settings("parallel.tensor.size", 1)
+    """Return the arguments for the sizes of all axes, the sequence's mode, ZeRO and the pipeline; add errors."""
+    mode, size = settings.get("parallel.tensor.mode", "mtp"), settings.get("parallel.tensor.size", 1)
     if mode not in MODES:
         settings.refuse("parallel.tensor.mode", mode, f"must be one of {', '.join(map(repr, MODES))}")
         mode = "mtp"
-    is_split = settings("parallel.sequence_parallel")
+    is_split = settings.get("parallel.sequence_parallel")
     if is_split is not None and size > 1 and is_split != (mode != "mtp"):
         why = f"contradicts tensor.mode={mode!r}, which decides: leave it out"
         settings.refuse("parallel.sequence_parallel", is_split, why)
     arguments: dict[str, Any] = {"tp_size": 1, "sp_size": size} if mode == "isp" else {"tp_size": size}
     arguments |= MODES[mode] if size > 1 else {}
-    wp_size = settings("parallel.weight.size", 1)
+    wp_size = settings.get("parallel.weight.size", 1)
     if wp_size != 1:
         if mode != "isp":
             why = f"needs tensor=dict(mode='isp'), and the mode is {mode!r}: use 1, or that mode"
             settings.refuse("parallel.weight.size", wp_size, why)
         arguments["wp_size"] = wp_size
         # InternEvo's default, not the plugin's.
-        arguments["wp_overlap"] = settings("parallel.weight.overlap", False)
+        arguments["wp_overlap"] = settings.get("parallel.weight.overlap", False)
     # `zero1` counts ranks with the same weight shard; `zero_size` counts all neighbours, wp_size times as many.
-    zero_size = settings("parallel.zero1.size", -1)
+    zero_size = settings.get("parallel.zero1.size", -1)
     if zero_size <= 0:
         zero_size = -1
     elif zero_size > 1:
@@ -328,12 +340,12 @@ def _layout(settings: _Settings) -> dict[str, Any]:
 
 
 def _pipeline(settings: _Settings) -> dict[str, Any]:
-    """Return the arguments for the pipeline's size, schedule and chunks."""
-    in_model, at_top = settings("model.num_chunks"), settings("num_chunks")
+    """Return the arguments for the pipeline's size, schedule and chunks; add errors of unknown or unfit ones."""
+    in_model, at_top = settings.get("model.num_chunks"), settings.get("num_chunks")
     if None not in (in_model, at_top) and in_model != at_top:
         settings.errors.append(f"num_chunks={at_top} and model.num_chunks={in_model} differ: give one")
     chunks = next((number for number in (in_model, at_top) if number is not None), 1)
-    mode, size = settings("parallel.pipeline.mode", "1F1B"), settings("parallel.pipeline.size", 1)
+    mode, size = settings.get("parallel.pipeline.mode", "1F1B"), settings.get("parallel.pipeline.size", 1)
     arguments: dict[str, Any] = {"pp_size": size}
     styles = _SCHEDULES.get(mode.lower())
     if styles is None:
@@ -348,36 +360,39 @@ def _pipeline(settings: _Settings) -> dict[str, Any]:
     elif size != 1:  # without a pipeline InternEvo ignores these keys
         arguments["pp_style"] = style
         if style == "interleaved":
-            overlap = settings("parallel.pipeline.interleaved_overlap")
+            overlap = settings.get("parallel.pipeline.interleaved_overlap")
             arguments |= {"num_model_chunks": chunks} | ({} if overlap is None else {"overlap_p2p": overlap})
     return arguments
 
 
-def _batches(settings: _Settings) -> dict[str, Any]:
+def _microbatches(settings: _Settings) -> dict[str, Any]:
     """Return the number of microbatches of a step; empty without a section `data`."""
     if not settings.has("data"):
         return {}
-    count, accumulation = settings("data.micro_num", 1), settings("data.gradient_accumulation")
-    if settings("parallel.pipeline.size", 1) == 1 and accumulation not in (None, count):
+    count, accumulation = settings.get("data.micro_num", 1), settings.get("data.gradient_accumulation")
+    if settings.get("parallel.pipeline.size", 1) == 1 and accumulation not in (None, count):
         why = f"must be micro_num={count} without a pipeline"
         settings.refuse("data.gradient_accumulation", accumulation, why)
     return {"num_microbatches": count}
 
 
-def _numbers(settings: _Settings) -> dict[str, Any]:
-    """Return arguments that take a value unchanged, precision, recomputation and the bucket size."""
+def _other_options(settings: _Settings) -> dict[str, Any]:
+    """Return the arguments that take a value unchanged, and those for precision, recomputation and the bucket size."""
     arguments = {
-        key.argument: settings(path) for path, key in KEYS.items() if key.argument and settings.has(path)
+        key.argument: settings.get(path) for path, key in KEYS.items() if key.argument and settings.has(path)
     }
     zero = "hybrid_zero_optimizer"
-    overlap, older = settings(f"{zero}.overlap_sync_grad"), settings(f"{zero}.zero_overlap_communication")
+    overlap, older = (
+        settings.get(f"{zero}.overlap_sync_grad"),
+        settings.get(f"{zero}.zero_overlap_communication"),
+    )
     if None not in (overlap, older) and overlap != older:
         why = f"is the older name of overlap_sync_grad={overlap}: give one"
         settings.refuse(f"{zero}.zero_overlap_communication", older, why)
     if settings.has(f"{zero}.reduce_bucket_size"):
-        arguments["zero_bucket_size_in_m"] = settings(f"{zero}.reduce_bucket_size") / 2**20
-    if settings("model.checkpoint"):
-        ratio = float(settings("model.checkpoint"))
+        arguments["zero_bucket_size_in_m"] = settings.get(f"{zero}.reduce_bucket_size") / 2**20
+    if settings.get("model.checkpoint"):
+        ratio = float(settings.get("model.checkpoint"))
         arguments["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
             gradient_checkpointing_ratio=ratio
         )
@@ -387,8 +402,8 @@ def _numbers(settings: _Settings) -> dict[str, Any]:
 
 
 def _precision(settings: _Settings) -> str | None:
-    """Return the precision of the model's dtype; None if it is refused."""
-    dtype = settings("model.dtype")
+    """Return the precision for `model.dtype`, InternEvo's float16 by default; None, with an error added, if invalid."""
+    dtype = settings.get("model.dtype")
     name = "float16" if dtype is None else str(dtype).removeprefix("torch.")
     if isinstance(dtype, (str, torch.dtype, type(None))) and name in _DTYPES:
         return _DTYPES[name]

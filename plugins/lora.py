@@ -46,13 +46,16 @@ def require_peft() -> Any:
 
 
 def unwrapped(model: nn.Module) -> Unwrapped:
-    """Return the transformers model inside a PeftModel with LoRA, and its adapters; any other model unchanged."""
+    """Return the transformers model inside a PeftModel with LoRA, and the description of its adapters.
+
+    Any other model is returned unchanged, without adapters. No copy.
+    """
     if not _is_peft_model(model) or peft_model_errors(model):
         return Unwrapped(model, ())
     peft_model: Any = model
-    inside = peft_model.get_base_model()
-    first_name: dict[int, str] = {}
-    state = inside.state_dict(keep_vars=True)
+    base_model = peft_model.get_base_model()
+    first_name: dict[int, str] = {}  # by id of a tensor, since tied ones have several names
+    state = base_model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         first_name.setdefault(id(tensor), name)
     adapters = tuple(
@@ -62,11 +65,11 @@ def unwrapped(model: nn.Module) -> Unwrapped:
                 key: first_name[id(state[name.removeprefix(_PREFIX)])]
                 for key, name in names_by_key(peft_model, adapter).items()
             },
-            write_config=_config_writer(inside, config),
+            write_config=_config_writer(base_model, config),
         )
         for adapter, config in peft_model.peft_config.items()
     )
-    return Unwrapped(inside, adapters)
+    return Unwrapped(base_model, adapters)
 
 
 def peft_model_errors(model: nn.Module) -> list[str]:
@@ -74,19 +77,24 @@ def peft_model_errors(model: nn.Module) -> list[str]:
     if not _is_peft_model(model):
         return []
     peft_model: Any = model
-    kinds = {
+    types = {
         str(getattr(config.peft_type, "value", config.peft_type))
         for config in peft_model.peft_config.values()
     }
     return [
-        f"the model has adapters of peft's type {kind}, but only LoRA is supported: use LoraConfig, or "
+        f"the model has adapters of peft's type {peft_type}, but only LoRA is supported: use LoraConfig, or "
         "TorchDDPPlugin"
-        for kind in sorted(kinds - {"LORA"})
+        for peft_type in sorted(types - {"LORA"})
     ]
 
 
 def names_by_key(peft_model: Any, adapter: str) -> dict[str, str]:
-    """Return the names of an adapter's tensors in the PeftModel, by their names in the file."""
+    """Return by the name of each tensor in an adapter's file its name in the PeftModel.
+
+    Args:
+        peft_model: the PeftModel.
+        adapter: the adapter's name in it, "default" for the first.
+    """
     # peft filters a state dict by keys and renames them. With names as values, its result maps new names to old ones.
     names = {name: name for name in peft_model.state_dict(keep_vars=True)}
     state_dict = require_peft().get_peft_model_state_dict
@@ -101,12 +109,16 @@ def _is_peft_model(model: nn.Module) -> bool:
 
 
 def _config_writer(model: nn.Module, config: Any) -> Any:
-    """Return a function that writes peft's configuration in inference mode, with the model's class if without task."""
-    written = copy.deepcopy(config)
-    written.inference_mode = True
-    kind = type(model)
-    auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    return partial(_write_config, written, auto_mapping if written.task_type is None else None)
+    """Return a function that writes an adapter's configuration into a folder, as peft's `save_pretrained` does.
+
+    In inference mode, and with the model's class if the configuration names no task. Checkpoints are written in the
+    background, so the function has a copy of the configuration.
+    """
+    saved_config = copy.deepcopy(config)
+    saved_config.inference_mode = True
+    model_class = type(model)
+    auto_mapping = {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
+    return partial(_write_config, saved_config, auto_mapping if saved_config.task_type is None else None)
 
 
 def _write_config(config: Any, auto_mapping: dict[str, str] | None, folder: Path) -> None:
@@ -130,7 +142,7 @@ def enable_lora(
     bnb_quantization_config: Any,
     quantize: bool,
 ) -> nn.Module:
-    """See `Booster.enable_lora`."""
+    """Return peft's PeftModel around a model, with new or saved adapters; see `Booster.enable_lora`."""
     peft = require_peft()
     rules = (
         (
@@ -160,27 +172,29 @@ def enable_lora(
     raise_errors([message for is_wrong, message in rules if is_wrong])
     if lora_config is not None:
         raise_errors(_config_errors(model, lora_config, peft))
-    with _quiet():
+    with _silence_peft_warnings():
         if pretrained_dir is None:
             return peft.get_peft_model(model, lora_config)
-        return _loaded(model, Path(pretrained_dir), peft)
+        return _load_adapters(model, Path(pretrained_dir), peft)
 
 
 def _config_errors(model: nn.Module, config: Any, peft: Any) -> list[str]:
-    """List reasons why these adapters do not fit this model.
+    """List reasons why new adapters with this configuration do not fit this model.
 
-    Checks the task, and names of modules: peft skips an unknown name if another one of the list is found. A model
-    class that transformers lists for no task fits any task.
+    The task must fit the model's class, unless transformers lists the class for no task. Every named module must
+    exist: peft skips an unknown name silently if it finds another one of the list.
     """
     if type(config) is not peft.LoraConfig:
         return [f"lora_config is a {type(config).__name__}: give a peft.LoraConfig"]
-    asked, kind = getattr(config.task_type, "value", config.task_type), type(model).__name__
     errors = []
-    tasks = [task for task, listing in _TASKS.items() if kind in getattr(modeling_auto, listing).values()]
-    if asked in _TASKS and tasks and asked not in tasks:
-        fitting = " or ".join(map(repr, tasks))
+    task_type, class_name = getattr(config.task_type, "value", config.task_type), type(model).__name__
+    tasks = [
+        task for task, listing in _TASKS.items() if class_name in getattr(modeling_auto, listing).values()
+    ]
+    if task_type in _TASKS and tasks and task_type not in tasks:
         errors.append(
-            f"lora_config is for task_type={asked!r}, and the model is a {kind}: use task_type={fitting}"
+            f"lora_config is for task_type={task_type!r}, and the model is a {class_name}: use "
+            f"task_type={' or '.join(map(repr, tasks))}"
         )
     modules = dict(model.named_modules())
     linear = sorted({name.rpartition(".")[2] for name, module in modules.items() if _is_linear(module)})
@@ -201,14 +215,18 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
-def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
-    """Return a model with the adapters of a folder, for further training. Each rank reads the folder."""
+def _load_adapters(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
+    """Add the adapters of a folder to a model, trainable; return the PeftModel. Each rank reads the folder.
+
+    Raises:
+        ValueError: they are not LoRA, or the names in the file are not those of the model.
+    """
     peft_model: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     raise_errors(peft_model_errors(peft_model))
     needed, stored = set(names_by_key(peft_model, "default")), set(_stored_names(folder))
     errors = [f"{name} is missing" for name in sorted(needed - stored)]
-    known = set(peft_model.state_dict())
-    errors += [f"{name} is not in the model" for name in sorted(stored - needed - known)]
+    in_model = set(peft_model.state_dict())
+    errors += [f"{name} is not in the model" for name in sorted(stored - needed - in_model)]
     if errors:
         raise ValueError(f"the adapters in {folder} do not fit this model: {'; '.join(errors)}")
     return peft_model
@@ -224,7 +242,7 @@ def _stored_names(folder: Path) -> list[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_peft_warnings() -> Iterator[None]:
     """Silence warnings of peft that the caller cannot act on, or that are raised as errors here."""
     with warnings.catch_warnings():
         # peft 0.21 reads a property that transformers 5.23 has renamed; it can go when peft reads the new one.

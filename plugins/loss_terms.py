@@ -13,53 +13,66 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..pipeline.counted_loss import Counted
-from ..pipeline.label_functions import OfMicrobatch
+from ..pipeline.counted_loss import CountedLoss
+from ..pipeline.label_functions import LabelEvaluator
 from ..pipeline.microbatch import batch_size
 
 
 class Term(NamedTuple):
     """A term of a loss, and the loss's derivative by it."""
 
-    counted: Counted
+    counted: CountedLoss
     coefficient: Tensor
 
 
-def terms_of(loss: Tensor, losses: Sequence[Counted]) -> list[Term]:
-    """Return the terms whose linear combination is a loss, but for a rest; none if it is not linear in them."""
+def terms_of(loss: Tensor, losses: Sequence[CountedLoss]) -> list[Term]:
+    """Return the terms of which a loss is a linear combination plus a rest; none if it is not linear in them.
+
+    Args:
+        loss: with the graph that leads to the terms.
+        losses: recorded separately, see [Note: separate terms].
+    """
     with torch.inference_mode(False):  # enables gradients
-        terms = [counted.term for counted in losses]
+        terms = [record.term for record in losses]
         if not terms or loss.grad_fn is None:
             return []
-        slopes = torch.autograd.grad(loss, terms, create_graph=True, allow_unused=True)
-        variable = [slope for slope in slopes if slope is not None and slope.requires_grad]
-        if variable:
-            curvatures = torch.autograd.grad(variable, terms, retain_graph=True, allow_unused=True)
-            if any(curvature is not None for curvature in curvatures):
+        derivatives = torch.autograd.grad(loss, terms, create_graph=True, allow_unused=True)
+        not_constant = [
+            derivative for derivative in derivatives if derivative is not None and derivative.requires_grad
+        ]
+        if not_constant:
+            second = torch.autograd.grad(not_constant, terms, retain_graph=True, allow_unused=True)
+            if any(derivative is not None for derivative in second):
                 return []
-    pairs = zip(losses, slopes, strict=True)
-    return [Term(counted, slope) for counted, slope in pairs if slope is not None]
+    pairs = zip(losses, derivatives, strict=True)
+    return [Term(record, derivative) for record, derivative in pairs if derivative is not None]
 
 
-def has_rest(loss: Tensor, losses: Sequence[Counted]) -> bool:
-    """Return True if a parameter has a gradient of a loss that is not one of its terms."""
-    leaves = {id(counted.term) for counted in losses if not counted.has_graph}
-    return any(id(leaf) not in leaves for leaf in leaves_of(loss, [counted.term for counted in losses]))
+def has_rest(loss: Tensor, losses: Sequence[CountedLoss]) -> bool:
+    """Return True if a loss also depends on parameters other than through its terms: a penalty on weights.
+
+    Args:
+        loss: with the graph that leads to the terms.
+        losses: the recorded terms.
+    """
+    terms_without_graph = {id(record.term) for record in losses if not record.has_graph}
+    leaves = leaves_bypassing(loss, [record.term for record in losses])
+    return any(id(leaf) not in terms_without_graph for leaf in leaves)
 
 
-def leaves_of(loss: Tensor, inner: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves that have a gradient of a loss other than through these inner tensors."""
-    within = {tensor.grad_fn for tensor in inner if tensor.grad_fn is not None}
-    seen, reached = set(), [loss.grad_fn]
-    while reached:
-        node = reached.pop()
-        if node is None or node in seen or node in within:
+def leaves_bypassing(loss: Tensor, intermediates: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves of a loss's graph that are reached without passing through one of these tensors."""
+    boundary = {tensor.grad_fn for tensor in intermediates if tensor.grad_fn is not None}
+    visited, stack = set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited or node in boundary:
             continue
-        seen.add(node)
-        variable: Any = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
-        reached += [before for before, _ in node.next_functions]
+        visited.add(node)
+        leaf: Any = getattr(node, "variable", None)  # of an AccumulateGrad node
+        if leaf is not None:
+            yield leaf
+        stack += [next_node for next_node, _ in node.next_functions]
 
 
 def require_known_parameters(loss: Tensor, outputs: Any, model: nn.Module) -> None:
@@ -70,11 +83,11 @@ def require_known_parameters(loss: Tensor, outputs: Any, model: nn.Module) -> No
         outputs: of the model.
         model: the boosted model.
     """
-    computed = [output for output in tree_leaves(outputs) if isinstance(output, Tensor)]
-    trained = [leaf for leaf in leaves_of(loss, computed) if isinstance(leaf, nn.Parameter)]
-    known = {id(parameter) for parameter in model.parameters()} if trained else set()
+    output_tensors = [output for output in tree_leaves(outputs) if isinstance(output, Tensor)]
+    trained = [leaf for leaf in leaves_bypassing(loss, output_tensors) if isinstance(leaf, nn.Parameter)]
+    in_model = {id(parameter) for parameter in model.parameters()} if trained else set()
     for leaf in trained:
-        if id(leaf) not in known:
+        if id(leaf) not in in_model:
             raise ValueError(
                 f"the criterion trains a parameter of shape {tuple(leaf.shape)} that is not in the model: add it to "
                 "the model before boost, or detach it"
@@ -82,19 +95,27 @@ def require_known_parameters(loss: Tensor, outputs: Any, model: nn.Module) -> No
 
 
 class GlobalCounts:
-    """The counts of a loss of several terms in a global batch, from the first microbatch that runs.
+    """The counts of every term of a loss in the global batch; see [Note: several terms].
+
+    Made in the first microbatch of a call. The constructor sums counts over replicas by `sum_over_replicas`.
+
+    Attributes:
+        deviation: 0-d, above 0 if a microbatch counted otherwise than expected, a replica's loss has no such terms, or
+            coefficients differ between microbatches or replicas. Every microbatch adds to it.
+        replica_loss: 0-d, the loss of this replica's batch so far.
+        weight: 0-d, the weight of the batch beside others of a step; None for a loss of sums.
 
     Args:
         terms: of that microbatch, each with a `recount` or a sum.
         microbatches: of this replica.
         expected_MT: the count of each term T in each microbatch M, see `expected_counts`.
-        over_replicas: sums a tensor over replicas.
+        sum_over_replicas: sums a tensor over replicas.
         num_replicas: the number of replicas.
     """
 
     @staticmethod
     def none(num_terms: int, device: torch.device) -> Tensor:
-        """Return the numbers of a replica whose loss has no such terms, for the sum over replicas."""
+        """Return the addend of a replica whose loss has no such terms to the sum over replicas in `__init__`."""
         return torch.zeros(3 * num_terms + 2, dtype=torch.float64, device=device)
 
     def __init__(
@@ -102,7 +123,7 @@ class GlobalCounts:
         terms: Sequence[Term],
         microbatches: Sequence[Any],
         expected_MT: Tensor,
-        over_replicas: Callable[[Tensor], Tensor],
+        sum_over_replicas: Callable[[Tensor], Tensor],
         num_replicas: int,
     ) -> None:
         device = terms[0].counted.term.device
@@ -113,20 +134,18 @@ class GlobalCounts:
         self._replica_counts = torch.cat([self._expected_MT.sum(0), samples])
         # Summed over replicas; the ones give the number of replicas whose loss has such terms.
         addends = [self._replica_counts, torch.ones_like(samples), self._coefficients, self._coefficients**2]
-        totals = over_replicas(torch.cat(addends)).split([len(addend) for addend in addends])
+        totals = sum_over_replicas(torch.cat(addends)).split([len(addend) for addend in addends])
         self._global_counts, num_sharing, sums, squares = totals
         differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2  # equal numbers have no variance
-        # Above 0 if microbatches counted otherwise than expected, a replica's loss has no such terms, or a coefficient
-        # is not that of the other microbatches or replicas.
         self.deviation = (num_sharing != num_replicas).any().float() + differ.any()
         self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
         *term_counts, global_samples = self._global_counts.unbind()
         counts = zip(term_counts, terms, strict=True)
-        # The weight of the batch beside others of a step: the count of its first term that is a mean.
+        # The count of the first term that is a mean.
         count = next((count for count, term in counts if _is_mean(term)), None)
         self.weight = None if count is None else torch.where(count > 0, count, global_samples)
 
-    def weighed(
+    def weighted_loss(
         self,
         loss: Tensor,
         terms: Sequence[Term],
@@ -135,13 +154,15 @@ class GlobalCounts:
         samples: int,
         rest: tuple[float, float] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return a microbatch's addend to the loss of the global batch, and its fraction of the samples.
+        """Return a microbatch's addend to the loss of the global batch, and its fraction of the batch's samples.
+
+        Adds to `replica_loss` and `deviation`.
 
         Args:
-            loss: of the microbatch.
+            loss: of the microbatch, 0-d.
             terms: of this loss.
-            index: of the microbatch.
-            samples: of the microbatch.
+            index: of the microbatch in the call.
+            samples: the number of samples in the microbatch.
             rest: the weights of the rest in the global batch and in the replica's; None weighs it by samples.
 
         Raises:
@@ -165,32 +186,40 @@ class GlobalCounts:
 
 
 def _addend(loss: Tensor, terms: Sequence[Term], batch_counts: Tensor, rest_weight: Any) -> Tensor:
-    """Return the addend of a microbatch to the loss of a batch with these counts.
+    """Return the addend of a microbatch to the loss of a batch, 0-d.
 
     The microbatch's loss is Σ cᵢ·tᵢ + rest: all of it gets the rest's weight, then each term the difference to its own.
+
+    Args:
+        loss: of the microbatch.
+        terms: of this loss.
+        batch_counts: the count of each term in the batch, then of samples.
+        rest_weight: a number or 0-d tensor.
     """
     exact = torch.promote_types(loss.dtype, torch.float32)
     addend = loss.to(exact) * rest_weight
     for (counted, coefficient), count in zip(terms, batch_counts, strict=False):  # without the samples
         weight: Any = 1.0
-        if counted.number is not None:
-            weight = counted.number / torch.where(count > 0, count, 1)
+        if counted.denominator is not None:
+            weight = counted.denominator / torch.where(count > 0, count, 1)
             addend = addend + torch.where(count > 0, 0.0, torch.nan)  # as in one process; no gradient
         addend = addend + (coefficient * counted.term).to(exact) * (weight - rest_weight)
     return addend
 
 
 def expected_counts(terms: Sequence[Term], microbatches: Sequence[Any], recorded: int) -> Tensor | None:
-    """Return (M, T): what each term counts in each microbatch; None if the functions fit one microbatch alone.
+    """Return (M, T): the count of each term T in each microbatch M, before those other than the first run.
+
+    None if the recorded functions of labels do not apply to microbatches of other sizes.
 
     Args:
-        terms: of the recorded microbatch.
+        terms: of the microbatch that ran.
         microbatches: of this replica.
-        recorded: its index.
+        recorded: the index of the microbatch that ran.
     """
     try:
         rows = [
-            torch.stack(list(_counts(terms, None if index == recorded else OfMicrobatch(microbatch))))
+            torch.stack(list(_counts(terms, None if index == recorded else LabelEvaluator(microbatch))))
             for index, microbatch in enumerate(microbatches)
         ]
     except (IndexError, RuntimeError, ValueError):  # one term for each sample, a fixed size
@@ -203,16 +232,21 @@ def _coefficients(terms: Sequence[Term]) -> Tensor:
 
 
 def _is_mean(term: Term) -> bool:
-    return term.counted.number is not None
+    return term.counted.denominator is not None
 
 
-def _counts(terms: Sequence[Term], microbatch: OfMicrobatch | None) -> Iterator[Tensor]:
-    """Yield what each term counts in another microbatch, or counted in its own; 0 for a sum."""
+def _counts(terms: Sequence[Term], microbatch: LabelEvaluator | None) -> Iterator[Tensor]:
+    """Yield the count of each term, 0-d float64; 0 for a sum.
+
+    Args:
+        terms: of the microbatch that ran.
+        microbatch: another one, whose labels are counted; None for the one that ran.
+    """
     for counted, _ in terms:
-        if counted.number is None:
+        if counted.denominator is None:
             yield torch.zeros((), dtype=torch.float64, device=counted.term.device)
         elif microbatch is None:
-            yield counted.number.double()
+            yield counted.denominator.double()
         else:
             assert counted.recount is not None
             yield counted.recount(microbatch).double()

@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass, fields
 
 from ..cluster.options import arguments_like, option_like
-from .base import taking
+from .base import init_from_options
 from .colossalai import ZERO
 from .hybrid_config import DataOptions, HybridConfig
 from .hybrid_parallel import HybridParallelPlugin
@@ -30,7 +30,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         ValueError: arguments are invalid or do not fit together; all errors at once.
     """
 
-    @taking(ZeroConfig, ZERO)
+    @init_from_options(ZeroConfig, ZERO)
     def __init__(self, config: ZeroConfig, errors: list[str]) -> None:
         try:
             self._configure(HybridConfig(**arguments_like(config)), errors)

@@ -52,12 +52,12 @@ class ScaledOptimizer(Optimizer):
         self.skipped_steps = 0
         self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
-        self._require_equal_options: InFlight[None] | None = None  # of the last step
+        self._options_comparison: InFlight[None] | None = None  # of the last step; the next one waits for it
         self._clipped: dict[str, float] = {}  # the arguments of clipping since the last step
         self._guard = StepGuard(optimizer)
         self._overflows_in_a_row = 0
         self._is_scaled = False  # True after a backward of a scaled loss, until the next step
-        self._is_unscaled = False
+        self._is_unscaled = False  # True from clipping until the next step
         # On the device, so that no backward waits: the gradients' norms after the last backward, and True if one was
         # written to since. torch's version counters do not change for DTensors.
         self._recorded_norms: Tensor | None = None
@@ -205,9 +205,13 @@ class ScaledOptimizer(Optimizer):
         return any(parameter.grad is not None for parameter in self._parameters())
 
     def _require_scaled(self, call: str) -> None:
-        """Raise if there are no scaled gradients, or if anything else wrote to them.
+        """Raise RuntimeError if there are no scaled gradients, or if other code wrote to them. Waits for the device.
 
-        torch's GradScaler would fail an assertion in the first case, and compute wrong numbers in the second.
+        torch's GradScaler would fail an assertion in the first case, and compute wrong numbers in the second. Without
+        a loss scale everything is allowed.
+
+        Args:
+            call: the user's call, for the error.
         """
         if not self.scaler.is_enabled():
             return
@@ -227,24 +231,31 @@ class ScaledOptimizer(Optimizer):
             )
 
     def _compare_options(self) -> None:
-        """Compare options between ranks: an asynchronous all-gather of a number, which the next step reads."""
+        """Compare the options of parameter groups, and of clipping since the last step, between ranks.
+
+        Starts an all-gather of a checksum, and reads that of the last step, so that no step waits.
+
+        Raises:
+            ValueError: options differed in the last step.
+        """
         if self.group is None or self.group.size() == 1:
             return
-        require, self._require_equal_options = self._require_equal_options, None
-        if require is not None:
-            require.wait()
+        comparison, self._options_comparison = self._options_comparison, None
+        if comparison is not None:
+            comparison.wait()
         settings, self._clipped = {**self._clipped, **optimizer_options(self.optim)}, {}
-        self._require_equal_options = begin_require_equal(
+        self._options_comparison = begin_require_equal(
             settings, what="the optimizer", rule=_RULE, group=self.group
         )
 
     def _note_gradients(self) -> None:
-        """Record the norms of the current gradients as those of correctly scaled ones."""
+        """Record the norms of the gradients after a backward, with which `_watch_writes` compares."""
         self._recorded_norms = self._norms() if self._is_scaled and self.scaler.is_enabled() else None
 
     def _watch_writes(self) -> None:
-        """Record on the device if anything but `backward` wrote to scaled gradients.
+        """Compare the norms of scaled gradients with those after the last backward, and set `_was_written`.
 
+        Norms that differ mean that other code than `backward` wrote to gradients. Nothing waits for the device.
         Writing zeros is allowed, like dropping them. Unscaled gradients may be changed freely.
         """
         if not self.scaler.is_enabled() or self._is_unscaled or not self._has_gradients():
@@ -256,7 +267,7 @@ class ScaledOptimizer(Optimizer):
         self._was_written = was_written if self._was_written is None else self._was_written | was_written
 
     def _norms(self) -> Tensor:
-        """Return the norm of this rank's shard of each gradient, on the device; 0 for a missing one."""
+        """Return the 2-norms of this rank's shards of all gradients, 1-D float32 on the device; 0 for a missing one."""
         parameters = self._parameters()
         zero = torch.zeros((), device=parameters[0].device)
         gradients = [zero if parameter.grad is None else parameter.grad for parameter in parameters]
@@ -265,7 +276,7 @@ class ScaledOptimizer(Optimizer):
         return torch.stack([norm.float() for norm in torch._foreach_norm(dense)])
 
     def _end_clipping(self) -> None:
-        """Reset the scaler after clipping; raise if the clipped gradients were not dropped."""
+        """Reset the scaler for a new backward after clipping; raise RuntimeError if clipped gradients still exist."""
         if self._has_gradients():
             raise RuntimeError(
                 "booster.backward in fp16 after clipping would add scaled gradients to unscaled ones: call "
@@ -280,7 +291,11 @@ class ScaledOptimizer(Optimizer):
             self._is_unscaled = True
 
     def _update_scale(self) -> None:
-        """Decrease the loss scale after an overflow, or let it grow."""
+        """End a step for the scaler: lower the scale after an overflow, or let it grow; count skipped steps.
+
+        Raises:
+            RuntimeError: gradients overflowed repeatedly at the lowest scale.
+        """
         old_scale = self.scaler.get_scale()
         self.scaler.update()
         overflow = self.scaler.get_scale() < old_scale

@@ -1,6 +1,7 @@
 """This rank's shards of a model and its optimizer, as checkpoints save them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,41 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.slot import Slot
 
 
-def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
-    """Describe this rank's shard of a tensor with the placement of a parameter. Any rank may save a replicated one."""
+@dataclass(frozen=True)
+class ParameterNames:
+    """Hugging Face's names of the full model's tensors, read before it is cut.
+
+    Args:
+        first: the first name of every parameter; a tied one has several.
+        order: these names in the model's order.
+        state: all names of parameters and buffers, for saving.
+    """
+
+    first: Mapping[Parameter, str]
+    order: tuple[str, ...]
+    state: TensorNames
+
+    @staticmethod
+    def of(model: nn.Module) -> "ParameterNames":
+        """Read the names of a full model."""
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
+
+    def local(self, model: nn.Module) -> dict[str, Parameter]:
+        """Return the parameters of a cut model, by their first name in the full model, in its order."""
+        local = {self.first[parameter]: parameter for parameter in model.parameters()}
+        return {name: local[name] for name in self.order if name in local}
+
+
+def local_tensor(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
+    """Describe this rank's shard of a tensor for checkpoints. Any rank may save a replicated one.
+
+    Args:
+        name: in the full model.
+        tensor: this rank's shard: a parameter, or a state of the optimizer with its shape.
+        like: the parameter, which has the placement; a DTensor has its own.
+        mesh: all ranks.
+    """
     if isinstance(tensor, DTensor):
         return local_dtensor(name, tensor)
     return local_shard(name, tensor, shards_of(like, mesh.layout))
@@ -44,7 +78,7 @@ def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> 
 
 def local_shards(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
     """Describe this rank's shards of a model's tensors, by name."""
-    return {name: local_of(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
+    return {name: local_tensor(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
 def local_module(
@@ -53,9 +87,13 @@ def local_module(
     adapters: Sequence[Adapter] = (),
     random: ForwardRandom | None = None,
 ) -> LocalModel:
-    """Describe the parameters and persistent buffers of a module that has the plain model's names and ties.
+    """Describe this rank's parameters and persistent buffers of a model, for saving and loading.
 
-    Tied tensors are described once.
+    Args:
+        module: has the names and ties of the plain model; tied tensors are described once.
+        mesh: all ranks.
+        adapters: its LoRA adapters.
+        random: the random numbers of its forwards; None does not save them.
     """
     names, state = TensorNames.of(module), saved_state(module)
     return LocalModel(
@@ -69,8 +107,11 @@ def local_module(
 
 
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
-    """Describe the tensors that this rank updates: its ZeRO slices of parameters, or of their shards."""
-    groups: list[list[TrainedPiece]] = [[] for _ in optimizer.param_groups]
+    """Describe the tensors that this rank's optimizer updates, for saving and loading.
+
+    With ZeRO these are flat slices of parameters, or of their tensor-parallel shards; without, full ones.
+    """
+    groups: list[list[TrainedPiece]] = [[] for _ in optimizer.param_groups]  # by parameter group
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             if slot.piece is not None:
@@ -99,7 +140,15 @@ def _local_piece(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> 
 
 
 def _install(optimizer: ShardedOptimizer, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Load a state of this layout. The master weights are already filled in place. Collective over the data axis."""
+    """Load a state dict of the inner optimizer, the loss scale and the skipped steps. Collective over the data axis.
+
+    The master weights are already filled in place.
+
+    Args:
+        optimizer: changed.
+        state: the inner optimizer's, for the tensors of this rank.
+        extra: "scaler" and "skipped_steps", as `trained_shards` saves them.
+    """
     optimizer.load_state_dict(
         {
             **state,
@@ -118,12 +167,20 @@ def trained_parameters(
     extra: Mapping[str, Any],
     install: Callable[[dict[str, Any], Mapping[str, Any]], None],
 ) -> Trained:
-    """Describe the tensors that a torch optimizer updates on this rank: local parameters, without master weights."""
+    """Describe the tensors that a torch optimizer without master weights updates on this rank: its local parameters.
+
+    Args:
+        optimizer: torch's.
+        names: by parameter, its name in the full model.
+        mesh: all ranks.
+        extra: further values to save.
+        install: loads a state dict of the optimizer and `extra`.
+    """
     is_full = not any(isinstance(parameter, DTensor) or is_partial(parameter) for parameter in names)
     groups = [
         [
             TrainedPiece(
-                names[parameter], parameter, partial(local_of, like=parameter, mesh=mesh), is_full=is_full
+                names[parameter], parameter, partial(local_tensor, like=parameter, mesh=mesh), is_full=is_full
             )
             for parameter in group["params"]
             if parameter.requires_grad and parameter.numel()
@@ -158,11 +215,11 @@ class SplitCheckpoints:
 
     def save_checkpoint(self, directory: str | Path, step: int, **options: Any) -> Save:
         """Save a checkpoint; options as for `Booster.save_checkpoint`, without the model and its optimizer."""
-        return self._checkpoints.save_step(directory, step, **self._parts(), **options)
+        return self._checkpoints.save_step(directory, step, **self._model_and_optimizer(), **options)
 
     def load_checkpoint(self, directory: str | Path, **options: Any) -> Resumed | None:
         """Load a checkpoint; options as for `Booster.load_checkpoint`, without the model and its optimizer."""
-        return self._checkpoints.load_step(directory, **self._parts(), **options)
+        return self._checkpoints.load_step(directory, **self._model_and_optimizer(), **options)
 
     def save_model(self, checkpoint: str | Path, *, size_per_shard: float = 1024) -> Save:
         """Write the full model as a Hugging Face folder; see `Booster.save_model`."""
@@ -173,7 +230,7 @@ class SplitCheckpoints:
             size_per_shard=size_per_shard,
         )
 
-    def _parts(self) -> dict[str, Any]:
+    def _model_and_optimizer(self) -> dict[str, Any]:
         """Return the model and the optimizer as arguments of `Checkpoints`."""
         trained = trained_parameters(
             self._optimizer,

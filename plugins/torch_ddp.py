@@ -27,7 +27,7 @@ from ..pipeline.stage import with_known_cache_name
 from ..shardformer.layers.batch_norm import convert_batch_norms
 from ..shardformer.refusals import given_errors, mark_parallelized
 from ..zero.precision import DTYPES, default_precision
-from .base import BoostedModule, Plugin, require_boosted, taking
+from .base import BoostedModule, Plugin, init_from_options, require_boosted
 from .colossalai import DDP
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
@@ -50,9 +50,9 @@ class TorchModel(BoostedModule):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up on each rank until a backward outside of the block."""
+        """Accumulate gradients on each rank without reducing them, until a backward outside of the block."""
 
-    def free_whole_parameters(self) -> None:
+    def free_unsharded_parameters(self) -> None:
         """Free gathered parameters; keep this rank's shards."""
 
     def exclude_buffers(self, names: Collection[str]) -> None:
@@ -63,7 +63,7 @@ class TorchPlugin(Plugin):
     """Data parallelism over all ranks, by torch's own wrappers. No pipeline: call `model(**batch)`."""
 
     _precision: str
-    _settings: Mapping[str, Any]  # the arguments
+    _settings: Mapping[str, Any]  # the options by name, which must be equal on all ranks
     _accumulates = False  # True inside no_sync, where ranks may run different numbers of backwards
 
     @property
@@ -72,8 +72,12 @@ class TorchPlugin(Plugin):
         return self._precision
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """Wrap the model by torch's class and the optimizer by ScaledOptimizer. Collective over the world."""
-        model, adapters = checked_together("boost", lambda: self._without_peft(model, optimizer))
+        """Wrap the model by torch's class and the optimizer by ScaledOptimizer. Collective over the world.
+
+        Raises:
+            ValueError: model or optimizer cannot be wrapped, or options or models differ between ranks; on every rank.
+        """
+        model, adapters = checked_together("boost", lambda: self._checked_model(model, optimizer))
         names = {parameter: name for name, parameter in model.named_parameters()}
         with naming_failures("boost"):
             require_equal({**self._settings, self.precision_option: self._precision}, what="the plugin")
@@ -89,10 +93,16 @@ class TorchPlugin(Plugin):
         boosted.exclude_buffers(running_statistics.names)  # they are averaged instead
         return boosted, scaled
 
-    def _without_peft(
+    def _checked_model(
         self, model: nn.Module, optimizer: Optimizer | None
     ) -> tuple[nn.Module, Sequence[Adapter]]:
-        """Return the model without peft's wrapper, and its adapters; raise ValueError if it cannot be wrapped."""
+        """Check that model and optimizer can be wrapped; return the model without peft's wrapper, and its adapters.
+
+        No communication.
+
+        Raises:
+            ValueError: they cannot; all errors at once.
+        """
         raise_errors(given_errors(model))
         model, adapters = unwrapped(model)
         raise_errors(self._errors(model, optimizer))
@@ -116,9 +126,12 @@ class TorchPlugin(Plugin):
         """Wrap the optimizer with loss scaling."""
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Accumulate unsharded gradients on each rank; the first backward after the block averages them.
+        """Accumulate gradients on each rank in this context; the first backward after it averages them over the ranks.
 
-        They need memory for the gradient of every full parameter on every rank.
+        Until then, every rank needs memory for the gradients of all full parameters.
+
+        Raises:
+            ValueError: model or optimizer are not the ones that `booster.boost` returned.
         """
         if optimizer is not None:
             require_boosted(optimizer, ScaledOptimizer, "booster.no_sync")
@@ -127,7 +140,7 @@ class TorchPlugin(Plugin):
     def local_model(self, model: nn.Module) -> LocalModel:
         """Return this rank's shard of a boosted model, in the format that the optimizer updates."""
         boosted = self._boosted(model, "saving and loading")
-        boosted.free_whole_parameters()
+        boosted.free_unsharded_parameters()
         return local_module(boosted.module, self.mesh, boosted.adapters, boosted.random)
 
     def _boosted(self, model: nn.Module, call: str) -> "TorchModel":
@@ -155,13 +168,13 @@ class TorchPlugin(Plugin):
 
     @contextmanager
     def _accumulating(self, no_sync: AbstractContextManager[None]) -> Iterator[None]:
-        """Set `_accumulates` inside torch's `no_sync`."""
-        before, self._accumulates = self._accumulates, True
+        """Enter torch's `no_sync` context with `_accumulates` set to True, and restore it at the end."""
+        previous, self._accumulates = self._accumulates, True
         try:
             with no_sync:
                 yield
         finally:
-            self._accumulates = before
+            self._accumulates = previous
 
 
 @dataclass(frozen=True)
@@ -200,7 +213,7 @@ class TorchDDPPlugin(TorchPlugin):
 
     precision_option = "mixed_precision"
 
-    @taking(DDPConfig, DDP)
+    @init_from_options(DDPConfig, DDP)
     def __init__(self, config: DDPConfig, errors: list[str]) -> None:
         raise_errors([*errors, *option_errors(config)])
         # torch warns of some deprecated arguments even if they are given with their default values.
@@ -211,7 +224,7 @@ class TorchDDPPlugin(TorchPlugin):
         }
         self._settings = vars(config)
         self.mesh = ParallelMesh()
-        self.has_default_precision = True
+        self.has_default_precision = True  # until `set_mixed_precision`
         self._precision: Literal["fp32", "bf16", "fp16"] = default_precision(self.mesh.device)
 
     def set_mixed_precision(self, precision: Literal["fp32", "bf16", "fp16"]) -> None:
@@ -241,7 +254,17 @@ class TorchDDPPlugin(TorchPlugin):
 
 
 class TorchDDPModel(TorchModel):
-    """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself."""
+    """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself.
+
+    The constructor is collective over the world.
+
+    Args:
+        module: the model, on the device.
+        mesh: all ranks.
+        precision: "fp32", or the format of autocast: "bf16" or "fp16".
+        ddp_kwargs: further arguments of DistributedDataParallel.
+        adapters: its LoRA adapters, for saving.
+    """
 
     def __init__(
         self,
@@ -268,7 +291,7 @@ class TorchDDPModel(TorchModel):
         return self._ddp[0]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up on each rank until a backward outside of the block."""
+        """Accumulate gradients on each rank without reducing them, until a backward outside of the block."""
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
     def exclude_buffers(self, names: Collection[str]) -> None:
@@ -287,6 +310,6 @@ class TorchDDPModel(TorchModel):
         return None if self.ddp is not None and self.ddp.will_sync_module_buffers() else ()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs in the mixed precision. Buffers are broadcast from the first rank."""
+        """Compute the outputs in the mixed precision. DDP broadcasts buffers from rank 0, if so configured."""
         with self._autocast(), self.random.call(self.module):
             return (self.ddp or self.module)(*args, **kwargs)

@@ -35,7 +35,7 @@ from ..zero.combined import members_of
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.kinds import require_elementwise
 from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision, routers_of
-from .base import optimizer_errors, taking
+from .base import init_from_options, optimizer_errors
 from .colossalai import FSDP
 from .scaled_optimizer import ScaledOptimizer
 from .torch_ddp import TorchModel, TorchPlugin
@@ -83,7 +83,7 @@ class TorchFSDPPlugin(TorchPlugin):
             communication.
     """
 
-    @taking(FSDPConfig, FSDP)
+    @init_from_options(FSDPConfig, FSDP)
     def __init__(self, config: FSDPConfig, errors: list[str]) -> None:
         self._settings = vars(config)
         self._precision = given_precision(config.precision)
@@ -99,7 +99,7 @@ class TorchFSDPPlugin(TorchPlugin):
         self.shard_mesh = shard_mesh(self.mesh, config.shard_size or self.mesh.world_size)
         is_16_bit = self._precision != "fp32"
         offloaded = CPUOffloadPolicy(pin_memory=self.mesh.device.type != "cpu")
-        # 16-bit computation, gradients reduced in float32.
+        # Keyword arguments of fully_shard: with 16 bits, gradients are still reduced in float32.
         self._policy: dict[str, Any] = {
             "mesh": self.shard_mesh,
             "reshard_after_forward": config.reshard_after_forward,
@@ -109,7 +109,7 @@ class TorchFSDPPlugin(TorchPlugin):
             ),
             "offload_policy": offloaded if config.cpu_offload else OffloadPolicy(),
         }
-        self._scaler = partial(
+        self._make_scaler = partial(
             torch.amp.GradScaler,
             self.mesh.device.type,
             init_scale=config.initial_scale,
@@ -120,7 +120,7 @@ class TorchFSDPPlugin(TorchPlugin):
         )
 
     def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-        """List reasons why this model and optimizer cannot be sharded."""
+        """List reasons why this model and optimizer cannot be sharded. It tries an unknown optimizer on a matrix."""
         errors = optimizer_errors(model, optimizer)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
@@ -158,7 +158,7 @@ class TorchFSDPPlugin(TorchPlugin):
         self, optimizer: Optimizer, boosted: TorchModel, names: Mapping[Parameter, str]
     ) -> "FSDPOptimizer":
         assert isinstance(boosted, TorchFSDPModel)
-        return FSDPOptimizer(optimizer, self._scaler(), boosted, names)
+        return FSDPOptimizer(optimizer, self._make_scaler(), boosted, names)
 
 
 def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:
@@ -240,7 +240,7 @@ class TorchFSDPModel(TorchModel):
         finally:
             self.root[0].set_requires_gradient_sync(True)
 
-    def free_whole_parameters(self) -> None:
+    def free_unsharded_parameters(self) -> None:
         """Free gathered parameters, also after a forward without a backward; keep this rank's shards."""
         for module in self._sharded_modules():
             module.reshard()
@@ -248,27 +248,28 @@ class TorchFSDPModel(TorchModel):
     def unreduced_gradients(self) -> list[Tensor]:
         """Return the unsharded gradients that `no_sync` blocks accumulated on this rank."""
         gradients = []
-        for record, unsharded in self._whole_parameters():
-            accumulated = (
-                record.unsharded_accumulated_grad
-            )  # since torch 2.15 another name of `unsharded.grad`
-            if accumulated is not unsharded.grad:
-                gradients.append(accumulated)
+        for fsdp_param, unsharded in self._unsharded_parameters():
             gradients.append(unsharded.grad)
+            # Before torch 2.15 this was another tensor.
+            if fsdp_param.unsharded_accumulated_grad is not unsharded.grad:
+                gradients.append(fsdp_param.unsharded_accumulated_grad)
         return [gradient for gradient in gradients if gradient is not None]
 
     def drop_unreduced_gradients(self) -> None:
         """Drop the gradients that `no_sync` blocks accumulated."""
-        for record, unsharded in self._whole_parameters():
+        for fsdp_param, unsharded in self._unsharded_parameters():
             unsharded.grad = None
-            if record.unsharded_accumulated_grad is not None:  # before torch 2.15 it was kept apart
-                record.unsharded_accumulated_grad = None
+            if fsdp_param.unsharded_accumulated_grad is not None:  # before torch 2.15 it was another tensor
+                fsdp_param.unsharded_accumulated_grad = None
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
-    def _whole_parameters(self) -> Iterator[tuple[Any, Parameter]]:
-        """Yield every unsharded parameter that exists, with fully_shard's record of it. Uses private API of torch."""
+    def _unsharded_parameters(self) -> Iterator[tuple[Any, Parameter]]:
+        """Yield torch's FSDPParam of every parameter that is gathered or was, and its unsharded parameter.
+
+        Uses private API of torch.
+        """
         for module in self._sharded_modules():
             state: Any = module._get_fsdp_state()
             # Before torch 2.13 a module had at most one group.
@@ -278,32 +279,32 @@ class TorchFSDPModel(TorchModel):
                 else [state._fsdp_param_group]
             )
             for group in groups:
-                for record in group.fsdp_params if group is not None else ():
-                    if hasattr(record, "_unsharded_param"):
-                        yield record, record._unsharded_param
+                for fsdp_param in group.fsdp_params if group is not None else ():
+                    if hasattr(fsdp_param, "_unsharded_param"):
+                        yield fsdp_param, fsdp_param._unsharded_param
 
 
 def separable_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer layers that can be gathered one by one, inner ones first.
+    """Return the transformer layers that can be sharded and gathered one by one, inner layers before outer ones.
 
-    No other module uses a parameter of such a layer.
+    These have parameters, which no module outside of the layer uses.
     """
-    uses = _uses(model)
+    uses_in_model = _count_uses(model)
     layers = []
     for layer in reversed(recomputable_layers(model)):
-        inside = _uses(layer)
-        is_alone = all(uses[parameter] == count for parameter, count in inside.items())
-        if inside and is_alone and layer is not model:
+        uses = _count_uses(layer)
+        is_exclusive = all(uses_in_model[parameter] == count for parameter, count in uses.items())
+        if uses and is_exclusive and layer is not model:
             layers.append(layer)
     return layers
 
 
-def _uses(module: nn.Module) -> Counter[Parameter]:
-    """Count the submodules that have each parameter; a module under two names counts twice."""
+def _count_uses(module: nn.Module) -> Counter[Parameter]:
+    """Return for each parameter the number of submodules that have it; a module under two names counts twice."""
     return Counter(
         parameter
-        for _, part in module.named_modules(remove_duplicate=False)
-        for parameter in part._parameters.values()
+        for _, submodule in module.named_modules(remove_duplicate=False)
+        for parameter in submodule._parameters.values()
         if parameter is not None
     )
 
@@ -341,13 +342,13 @@ class FSDPOptimizer(ScaledOptimizer):
             RuntimeError: gradients of a `no_sync` block were never reduced.
         """
 
-        def prepare() -> Any:
+        def closure_then_reshard() -> Any:
             loss = None if closure is None else closure()
             self._require_reduced("step()")
-            self.model.free_whole_parameters()
+            self.model.free_unsharded_parameters()
             return loss
 
-        return super().step(prepare)
+        return super().step(closure_then_reshard)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, if this rank has all of it.
@@ -380,7 +381,7 @@ class FSDPOptimizer(ScaledOptimizer):
         return super()._has_gradients() or bool(self.model.unreduced_gradients())
 
     def _norms(self) -> Tensor:
-        """Return the norm of each gradient, and one of all that `no_sync` accumulated, which torch stores elsewhere."""
+        """Return the norms of all gradients, then one of those together that `no_sync` accumulated, kept elsewhere."""
         reduced = super()._norms()
         unreduced = torch.stack([reduced.new_zeros(()), *map(self._norm, self.model.unreduced_gradients())])
         return torch.cat([reduced, unreduced.norm().unsqueeze(0)])

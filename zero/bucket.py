@@ -42,7 +42,9 @@ class GradientState(Enum):
     """State of a bucket's gradients: NONE → LOCAL → REDUCING → REDUCED, and back to LOCAL or NONE."""
 
     NONE = auto()  # dropped, and none accumulated since
-    LOCAL = auto()  # local gradients accumulate; the mean of earlier ones is kept aside
+    LOCAL = (
+        auto()
+    )  # local gradients accumulate; the mean of earlier ones is kept, and added by the next reduction
     REDUCING = auto()  # their mean over the replicas is in flight
     REDUCED = auto()  # this rank's slice holds the mean
 
@@ -70,12 +72,12 @@ class Bucket:
         slots: one per member.
         parameters: the unsharded buffer of parameters.
         gradients: the unsharded float32 buffer of gradients; None while it is not borrowed.
-        own_gradients: this rank's slice of their mean, once REDUCED.
+        gradient_slice: this rank's slice of their mean, once REDUCED.
         masters: this rank's slice of the weights in float32.
         is_owned: True if owners keep the masters, and step them.
-        unrounded: this rank's slice of the parameters as they were given, until owners have taken it.
-        stepped_gradients: `own_gradients`, or with offload their copy on the CPU.
-        counted, counted_elsewhere: ranges of `own_gradients` that this rank, and other ranks, count in the norm.
+        unrounded: this rank's slice of the parameters in float32 as boost got them, until owners have taken it.
+        stepped_gradients: `gradient_slice`, or with offload their copy on the CPU.
+        counted, counted_elsewhere: ranges of `gradient_slice` that this rank, and other ranks, count in the norm.
     """
 
     def __init__(
@@ -98,38 +100,45 @@ class Bucket:
         self.is_offloaded = is_offloaded and not is_owned
         self.sum_groups = members[0].sum_groups if members[0].needs_sum else ()
         self._pool = pool
-        self._wire_dtype = communication_dtype
+        self._communication_dtype = communication_dtype
         self._average: InFlight[None] | None = None  # while REDUCING, where there are several replicas
-        self._previous: Tensor | None = None  # while LOCAL below stage 2: the slice of earlier reductions
+        self._previous_slice: Tensor | None = None  # while LOCAL below stage 2: the mean of earlier gradients
         starts, length = _layout(members, partition.group.size())
-        values = _flattened(members, starts, length)
+        values = _flat_values(members, starts, length)
         partition.broadcast_(values)
         self._allocate(values, dtype)
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
-        self._padding = _gaps(self.slots, length)
-        self.counted = list(self._runs(primary=True)) if partition.is_counted else []
-        self.counted_elsewhere = list(self._runs(primary=False)) if partition.is_counted else []
+        self._padding = _padding_ranges(self.slots, length)
+        self.counted = list(self._ranges_of(primary=True)) if partition.is_counted else []
+        self.counted_elsewhere = list(self._ranges_of(primary=False)) if partition.is_counted else []
 
     def _allocate(self, values: Tensor, dtype: torch.dtype) -> None:
-        """Allocate the flat memory from float32 values of the parameters."""
-        local_slice = self.partition.own(values)
+        """Allocate the bucket's memory: see the attributes.
+
+        Args:
+            values: the unsharded parameters in float32; in float32 they become `parameters` themselves.
+            dtype: the format of `parameters`.
+        """
+        local_slice = self.partition.local_slice(values)
         self.parameters = values if dtype == torch.float32 else values.to(dtype)
         self.gradients: Tensor | None = None
         if self._pool is not None:
             self._pool.reserve(len(values))
-            self.own_gradients = torch.zeros_like(local_slice)
+            self.gradient_slice = torch.zeros_like(local_slice)
         else:
             self.gradients = torch.zeros_like(values)
-            self.own_gradients = self.partition.own(self.gradients)
+            self.gradient_slice = self.partition.local_slice(self.gradients)
         self.unrounded: Tensor | None = None
         if self.is_owned:
             self.unrounded = local_slice if dtype == torch.float32 else local_slice.clone()
         if self.is_offloaded:
             self.masters = host_copy(local_slice)
         else:
-            self.masters = local_slice.clone() if self.has_masters else self.partition.own(self.parameters)
+            self.masters = (
+                local_slice.clone() if self.has_masters else self.partition.local_slice(self.parameters)
+            )
         # Read by the inner optimizer in a step.
-        self.stepped_gradients = host_copy(self.own_gradients) if self.is_offloaded else self.own_gradients
+        self.stepped_gradients = host_copy(self.gradient_slice) if self.is_offloaded else self.gradient_slice
 
     @property
     def has_masters(self) -> bool:
@@ -137,7 +146,7 @@ class Bucket:
         return self.is_offloaded or (self.parameters.dtype != torch.float32 and not self.is_owned)
 
     @property
-    def has_room(self) -> bool:
+    def can_accumulate(self) -> bool:
         """Return True if the bucket accumulates local gradients and has memory for them."""
         return self.state is GradientState.LOCAL and self.gradients is not None
 
@@ -146,15 +155,18 @@ class Bucket:
         """Return True if unsharded gradients are in borrowed memory, see [Note: gradient sharding]."""
         return self._pool is not None
 
-    def open(self, factor: float = 1.0) -> None:
-        """Begin to accumulate (to LOCAL). Reduced gradients are kept aside, times `factor`, for the next reduction."""
+    def begin_accumulation(self, factor: float = 1.0) -> None:
+        """Begin to accumulate local gradients (to LOCAL). The next reduction adds those reduced before, times `factor`.
+
+        In `parameter.grad` local gradients begin anew.
+        """
         if self.state is GradientState.REDUCING:
             self.finish_reduction()
         if self.state is GradientState.REDUCED:
             if self.shards_gradients and factor != 1:
-                self.own_gradients.mul_(factor)
+                self.gradient_slice.mul_(factor)
             elif not self.shards_gradients:
-                self._previous = self.own_gradients * factor
+                self._previous_slice = self.gradient_slice * factor
             for slot in self.slots:
                 if slot.local_gradient is not None:
                     slot.parameter.grad = None
@@ -162,33 +174,36 @@ class Bucket:
 
     @property
     def holds_gradients(self) -> bool:
-        """Return True if gradients were computed or assigned since the last drop; zeros that it left are none."""
+        """Return True if gradients were computed or assigned since the last drop; its zeros do not count."""
         if self.state is not GradientState.NONE:
             return any(slot.has_gradient for slot in self.slots)
-        new = [slot for slot in self.slots if slot.local_gradient is not slot.gradient]
-        return any(slot.local_gradient is not None for slot in new)
+        # The zeros of a drop are the views into the bucket; an assigned gradient is another tensor.
+        return any(
+            slot.local_gradient is not None and slot.local_gradient is not slot.gradient
+            for slot in self.slots
+        )
 
     def scale_(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by a factor while they accumulate."""
-        sharded = self.own_gradients if self.shards_gradients else None
-        for gradients in (self.gradients, self._previous, sharded):
+        """Multiply all gradients by a factor while LOCAL: those that accumulate, and those reduced before."""
+        reduced = self.gradient_slice if self.shards_gradients else self._previous_slice
+        for gradients in (self.gradients, reduced):
             if gradients is not None:
                 gradients.mul_(factor)
 
-    def borrow(self) -> None:
-        """Borrow memory for unsharded gradients, where there is none."""
+    def borrow_buffer(self) -> None:
+        """Take a buffer for unsharded gradients from the pool, if the bucket has none. Gradients are uninitialized."""
         if self.gradients is not None:
             return
         assert self._pool is not None
         self.gradients = self._pool.take(len(self.parameters), torch.float32, self.parameters.device)
         for slot in self.slots:
             slot.gradient = slot.view(self.gradients)
-        for start, stop in self._padding:  # leftovers of the bucket that had the buffer before
+        for start, stop in self._padding:  # has values of the bucket that used the buffer before
             self.gradients[start:stop].zero_()
 
     def collect(self) -> None:
-        """Copy every gradient into the buffer, zeros for a parameter that has none."""
-        self.borrow()
+        """Copy every `parameter.grad` into the buffer of gradients, and zeros for a parameter that has none."""
+        self.borrow_buffer()
         for slot in self.slots:
             slot.collect()
             if slot.local_gradient is None:
@@ -196,18 +211,24 @@ class Bucket:
                 slot.gradient.zero_()
 
     def start_reduction(self) -> None:
-        """Begin to average collected gradients into this rank's slice (to REDUCING). One collective of the replicas."""
+        """Begin to average collected gradients into this rank's slice (to REDUCING).
+
+        One collective over the replicas. At stage 2 `parameter.grad` becomes a placeholder.
+        """
         assert self.gradients is not None
         for slot in self.slots:
             slot.was_reduced = slot.has_gradient
             if self.shards_gradients:
-                slot.show(slot.sharded_gradient if slot.was_reduced else None)
+                slot.set_grad(slot.sharded_gradient if slot.was_reduced else None)
         # `data` is the same memory with a write count of its own: see [Note: writes to unreduced gradients].
-        self._average = self.partition.average_(self.gradients.data, self._wire_dtype)
+        self._average = self.partition.average_(self.gradients.data, self._communication_dtype)
         self.state = GradientState.REDUCING
 
     def finish_reduction(self) -> None:
-        """Wait for the averages and add the earlier ones (from REDUCING to REDUCED)."""
+        """Wait for the averages, and add those of earlier reductions (from REDUCING to REDUCED).
+
+        In any other state it does nothing.
+        """
         if self.state is not GradientState.REDUCING:
             return
         assert self.gradients is not None
@@ -215,46 +236,46 @@ class Bucket:
         if average is not None:
             average.wait()
         if self.shards_gradients:
-            self.own_gradients.add_(self.partition.own(self.gradients))
-            self._give_back()
-        elif self._previous is not None:
-            self.own_gradients.add_(self._previous)
-            self._previous = None
+            self.gradient_slice.add_(self.partition.local_slice(self.gradients))
+            self._return_buffer()
+        elif self._previous_slice is not None:
+            self.gradient_slice.add_(self._previous_slice)
+            self._previous_slice = None
         for slot in self.slots:  # also of parameters that the last backward did not reach
             if slot.was_reduced and not self.shards_gradients:
-                slot.show(slot.gradient)
+                slot.set_grad(slot.gradient)
         self.state = GradientState.REDUCED
 
     def drop(self, *, to_zeros: bool) -> None:
         """Drop all gradients (to NONE). With `to_zeros`, parameters with a gradient get a gradient of zeros."""
         self.finish_reduction()
-        self._previous = None
+        self._previous_slice = None
         self.state = GradientState.NONE
         for slot in self.slots:
             has_gradient = slot.has_gradient
             slot.was_reduced = to_zeros and has_gradient and self.shards_gradients
-            slot.show(slot.gradient if to_zeros and has_gradient and not self.shards_gradients else None)
+            slot.set_grad(slot.gradient if to_zeros and has_gradient and not self.shards_gradients else None)
         if self.shards_gradients:
-            self.own_gradients.zero_()
-            self._give_back()
+            self.gradient_slice.zero_()
+            self._return_buffer()
         elif to_zeros and self.gradients is not None:
             self.gradients.zero_()
 
-    def put_back(self, own_gradients: Tensor, were_reduced: Iterable[bool]) -> None:
-        """Make an earlier slice of reduced gradients the present one again, after a drop (from NONE to REDUCED).
+    def restore_reduced(self, gradient_slice: Tensor, were_reduced: Iterable[bool]) -> None:
+        """Restore reduced gradients after a drop (from NONE to REDUCED). No communication.
 
         Args:
-            own_gradients: as the attribute.
-            were_reduced: by slot, True if this rank gave a gradient.
+            gradient_slice: copied into the attribute of this name.
+            were_reduced: by slot, `Slot.was_reduced`.
         """
-        self.own_gradients.copy_(own_gradients)
+        self.gradient_slice.copy_(gradient_slice)
         for slot, was_reduced in zip(self.slots, were_reduced, strict=True):
             slot.was_reduced = was_reduced
             view = slot.sharded_gradient if self.shards_gradients else slot.gradient
-            slot.show(view if was_reduced else None)
+            slot.set_grad(view if was_reduced else None)
         self.state = GradientState.REDUCED
 
-    def _give_back(self) -> None:
+    def _return_buffer(self) -> None:
         """Return the unsharded gradients to the pool, if they came from there."""
         if self._pool is not None and self.gradients is not None:
             self._pool.give_back(self.gradients)
@@ -262,17 +283,17 @@ class Bucket:
             for slot in self.slots:
                 slot.gradient = None
 
-    def send_gradients(self) -> None:
+    def offload_gradients(self) -> None:
         """Begin to copy the slice's gradients to the device of the inner optimizer, see parameter_gather.py."""
         if self.is_offloaded:
-            self.stepped_gradients.copy_(self.own_gradients, non_blocking=True)
+            self.stepped_gradients.copy_(self.gradient_slice, non_blocking=True)
 
     def refresh_(self) -> None:
-        """Update masters of parameters that were written to; keep those that still round to their parameter."""
+        """Copy parameters that were written to into the masters; keep masters that still round to their parameter."""
         if self.has_masters:
-            present = self.partition.own(self.parameters).to(self.masters.device)
-            stays = self.masters.to(present.dtype) == present
-            self.masters.copy_(torch.where(stays, self.masters, present.float()))
+            parameters = self.partition.local_slice(self.parameters).to(self.masters.device)
+            is_unchanged = self.masters.to(parameters.dtype) == parameters
+            self.masters.copy_(torch.where(is_unchanged, self.masters, parameters.float()))
         self.note_versions()
 
     @property
@@ -300,7 +321,7 @@ class Bucket:
         ]
 
     def _slot(self, managed: ManagedParameter, start: int) -> Slot:
-        """Return the slot of a parameter, and make the parameter a view of the flat memory from `start`."""
+        """Make a parameter a view of the flat memory from the element `start` on, and return its slot."""
         parameter, stop = managed.parameter, start + managed.parameter.numel()
         weight = view_like(self.parameters, parameter, start)
         # None: autograd accumulates gradients of any format, here of the activations' into the bucket's float32.
@@ -327,28 +348,35 @@ class Bucket:
             version=parameter._version,
         )
 
-    def _runs(self, *, primary: bool) -> Iterator[Tensor]:
-        """Yield ranges of this rank's gradients for which it is the primary rank, or is not."""
+    def _ranges_of(self, *, primary: bool) -> Iterator[Tensor]:
+        """Yield views of `gradient_slice`: runs of parameters whose primary rank this is, or those where it is not."""
         local = [slot for slot in self.slots if slot.in_slice.start < slot.in_slice.stop]
         for key, run in groupby(local, key=lambda slot: slot.managed.is_primary):
             if key == primary:
                 slots = list(run)
-                yield self.own_gradients[slots[0].in_slice.start : slots[-1].in_slice.stop]
+                yield self.gradient_slice[slots[0].in_slice.start : slots[-1].in_slice.stop]
 
 
-def gathered(buckets: Iterable[Bucket], flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
-    """Gather slices, and return views by parameter name in the parameters' shapes. Collective over the data axis."""
+def gather_by_name(buckets: Iterable[Bucket], slice_of: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
+    """All-gather slices of all buckets; return new tensors by parameter name. Collective over the data axis.
+
+    Args:
+        buckets: all buckets of a rank.
+        slice_of: returns this rank's slice of a bucket, for example of gradients.
+    """
     return {
         name: view
         for bucket in buckets
-        for name, view in bucket.unflattened(bucket.partition.gathered(flat(bucket))).items()
+        for name, view in bucket.unflattened(bucket.partition.gathered(slice_of(bucket))).items()
     }
 
 
 def round_masters(buckets: Sequence[Bucket]) -> None:
     """Copy the masters into this rank's slices of the parameters, with a few kernels for all buckets."""
     pairs = [
-        (bucket.partition.own(bucket.parameters), bucket.masters) for bucket in buckets if bucket.has_masters
+        (bucket.partition.local_slice(bucket.parameters), bucket.masters)
+        for bucket in buckets
+        if bucket.has_masters
     ]
     if pairs:
         slices, masters = map(list, zip(*pairs, strict=True))
@@ -364,7 +392,7 @@ def make_buckets(
     pool: BufferPool | None = None,
     communication_dtype: torch.dtype = torch.float32,
     is_offloaded: bool = False,
-    full: Collection[int] = (),
+    full_groups: Collection[int] = (),
     is_owned: bool = False,
 ) -> list[Bucket]:
     """Make buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
@@ -377,19 +405,19 @@ def make_buckets(
         bucket_size: in elements.
         dtype: the format of parameters without one of their own.
         pool, communication_dtype, is_offloaded: see `Bucket`.
-        full: indices of the groups whose parameters are stepped in full.
+        full_groups: indices of the groups whose parameters are stepped in full.
         is_owned: True if owners step them; see `Bucket`.
     """
     buckets = []
     for index, group in enumerate(groups):
-        alike: dict[Hashable, list[ManagedParameter]] = {}
+        by_key: dict[Hashable, list[ManagedParameter]] = {}  # those that may share a bucket
         for managed in group:
             # Sums over groups wait for the end of all backwards, and may join ranks of different stages.
             stage = None if managed.needs_sum else managed.stage
             sums = managed.sum_groups if managed.needs_sum else ()
             key = (managed.parameter.device, stage, sums, managed.sharded_over, managed.dtype)
-            alike.setdefault(key, []).append(managed)
-        for members in alike.values():
+            by_key.setdefault(key, []).append(managed)
+        for members in by_key.values():
             for portion in packed(members, bucket_size, lambda managed: managed.parameter.numel()):
                 bucket = Bucket(
                     portion,
@@ -399,8 +427,8 @@ def make_buckets(
                     pool=pool,
                     communication_dtype=communication_dtype,
                     is_offloaded=is_offloaded,
-                    is_full=index in full,
-                    is_owned=is_owned and index in full,
+                    is_full=index in full_groups,
+                    is_owned=is_owned and index in full_groups,
                 )
                 buckets.append(bucket)
     return buckets
@@ -415,7 +443,7 @@ def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[i
     return starts, _round_up(end, ALIGNMENT * num_ranks)
 
 
-def _flattened(members: Sequence[ManagedParameter], starts: Sequence[int], length: int) -> Tensor:
+def _flat_values(members: Sequence[ManagedParameter], starts: Sequence[int], length: int) -> Tensor:
     """Return the float32 values of parameters at their offsets in one tensor; padding is zeros."""
     values = torch.zeros(length, dtype=torch.float32, device=members[0].parameter.device)
     for managed, start in zip(members, starts, strict=True):
@@ -423,7 +451,7 @@ def _flattened(members: Sequence[ManagedParameter], starts: Sequence[int], lengt
     return values
 
 
-def _gaps(slots: Sequence[Slot], length: int) -> list[tuple[int, int]]:
+def _padding_ranges(slots: Sequence[Slot], length: int) -> list[tuple[int, int]]:
     """Return the ranges of a buffer between parameters and after the last one: its padding."""
     stops = [slot.stop for slot in slots]
     starts = [*(slot.start for slot in slots[1:]), length]

@@ -7,14 +7,14 @@ _TWO_KINDS = (
 
 
 class CallsOfStep:
-    """Number and kind of the calls since the last step, of which `steps` are averaged.
+    """Number and kind of the calls since the last step, which uses the mean of the gradients of `accumulation_steps`.
 
     Args:
-        steps: calls in each step; 1 allows any number, and counts none.
+        accumulation_steps: calls in each step; 1 allows any number, and counts none.
     """
 
-    def __init__(self, steps: int) -> None:
-        self._steps, self._number, self._has_backward = steps, 0, False
+    def __init__(self, accumulation_steps: int) -> None:
+        self._steps, self._number, self._has_backward = accumulation_steps, 0, False
 
     @property
     def is_first(self) -> bool:
@@ -27,11 +27,11 @@ class CallsOfStep:
         return self._number + 1 >= self._steps
 
     def begin(self, *, is_backward: bool, has_factor: bool) -> None:
-        """Require that another call may begin.
+        """Require that another call may begin before the next step.
 
         Args:
-            is_backward: it is a `backward`, which has no count of labels and leaves no factor.
-            has_factor: the present gradients have a factor.
+            is_backward: it is a `backward`, which has no count of labels and sets no `gradient_factor`.
+            has_factor: the gradients of earlier calls have a pending `gradient_factor`.
 
         Raises:
             RuntimeError: all calls of the step have been made.
@@ -50,7 +50,7 @@ class CallsOfStep:
             self._has_backward = self._steps > 1
 
     def require_one_kind(self, *, has_factor: bool) -> None:
-        """Raise ValueError if a backward without a factor would be between calls that share one."""
+        """Raise ValueError if a backward without a factor would follow calls of the same step that share one."""
         if has_factor and 0 < self._number < self._steps:
             raise ValueError(_TWO_KINDS)
 

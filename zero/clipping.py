@@ -12,7 +12,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def require_clip_norm(max_norm: float, norm_type: float) -> None:
-    """Raise ValueError if gradients cannot be clipped to this norm."""
+    """Raise ValueError if gradients cannot be clipped to this norm; see `ShardedOptimizer.clip_grad_by_norm`."""
     checks = (
         (_is_positive(max_norm), f"max_norm={max_norm!r}: it must be above 0; inf only measures the norm"),
         (
@@ -20,7 +20,7 @@ def require_clip_norm(max_norm: float, norm_type: float) -> None:
             f"norm_type={norm_type!r}: it must be above 0, or inf for the largest magnitude",
         ),
     )
-    raise_errors([error for sound, error in checks if not sound])
+    raise_errors([error for is_valid, error in checks if not is_valid])
 
 
 def require_clip_value(clip_value: float) -> None:

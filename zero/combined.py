@@ -30,7 +30,8 @@ class CombinedOptimizer(Optimizer):
                 raise ValueError(
                     f"CombinedOptimizer got a {type(member).__name__}: give torch optimizers that are not combined"
                 )
-        self._is_complete = False  # torch's constructor adds the members' groups by `add_param_group`
+        # False while torch's constructor adds the members' groups by `add_param_group`, which then refuses others.
+        self._is_complete = False
         super().__init__([group for member in self.optimizers for group in member.param_groups], {})
         self._is_complete = True
         # Not given to the constructor, which would add them to the groups.
@@ -39,7 +40,7 @@ class CombinedOptimizer(Optimizer):
         self._share_groups_and_states()
 
     def _share_groups_and_states(self) -> None:
-        """Take over the groups and states of the members, as the same objects."""
+        """Take over the groups of the members as the same objects; give all members one dictionary of states."""
         self.param_groups = [group for member in self.optimizers for group in member.param_groups]
         self.state = defaultdict(dict)
         for member in self.optimizers:
@@ -66,7 +67,11 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the groups and states of all members."""
+        """Load the groups and states of all members, from the `state_dict` of an optimizer of the same members.
+
+        Raises:
+            ValueError: the number of groups differs.
+        """
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(
@@ -76,6 +81,7 @@ class CombinedOptimizer(Optimizer):
         for member in self.optimizers:
             num_groups = len(member.param_groups)
             groups, saved = saved[:num_groups], saved[num_groups:]
+            # torch's state dict numbers the parameters.
             numbers = {number for group in groups for number in group["params"]}
             state = {number: value for number, value in state_dict["state"].items() if number in numbers}
             member.load_state_dict({"state": state, "param_groups": groups})

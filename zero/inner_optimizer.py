@@ -46,8 +46,8 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._is_entered = False
-        for each in {optimizer, *members_of(optimizer)}:
-            each.register_step_pre_hook(self._require_entered)
+        for guarded in {optimizer, *members_of(optimizer)}:
+            guarded.register_step_pre_hook(self._require_entered)
 
     def __enter__(self) -> None:
         self._is_entered = True
@@ -133,7 +133,7 @@ def managed_groups(
 
 
 def require_one_layout(groups: Sequence[Sequence[ManagedParameter]], *, group: dist.ProcessGroup) -> None:
-    """Compare the parameters of the ranks of the data axis, and of each sum group.
+    """Require equal parameters on the ranks of the data axis, and equal shapes in each sum group. Collective over both.
 
     Args:
         groups: the trained parameters by parameter group.
@@ -155,12 +155,13 @@ def require_one_layout(groups: Sequence[Sequence[ManagedParameter]], *, group: d
 
 
 def _require_equal_lines(lines: list[str], group: dist.ProcessGroup, *, what: str) -> None:
+    """Raise ValueError if lists differ between ranks; `what` describes them in the error. Collective over the group."""
     numbered = {f"number {index}": line for index, line in enumerate(lines)}
     require_equal(numbered, group, what=what)
 
 
 def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return the class of an optimizer, and the options of its groups by name, without the parameters."""
+    """Return the class of an optimizer and the options of its groups, in a form to compare between ranks."""
     groups = [] if optimizer is None else optimizer.param_groups
     options = {
         f"{name} of group {index}": value
@@ -173,6 +174,8 @@ def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
 
 def replace_by_slices(optimizer: Optimizer, buckets: Sequence[Bucket], *, device: torch.device) -> None:
     """Replace the optimizer's parameters by this rank's masters of them, in the same group dicts.
+
+    States that the optimizer's constructor made are replaced likewise. It also chooses fused kernels.
 
     Args:
         optimizer: not stepped yet.
@@ -208,7 +211,13 @@ def choose_fused_kernels(combined: Optimizer, device: torch.device) -> None:
 
 
 def _choose_fused_kernel(optimizer: Optimizer, device: torch.device, *, has_kernel: bool) -> None:
-    """Turn on `fused` in groups that choose no implementation; move step counters to where fused kernels read them."""
+    """Turn on `fused` in groups whose user chose no implementation, and move the step counters of fused groups.
+
+    Args:
+        optimizer: changed.
+        device: where fused kernels read the step counters.
+        has_kernel: the device has a fused kernel for this optimizer.
+    """
     for group in optimizer.param_groups:
         # The first two are None and the others False unless they were given.
         is_chosen = any(group.get(option) is not None for option in ("fused", "foreach"))
@@ -241,7 +250,12 @@ def load_local_state(
 
 
 def local_masters(buckets: Sequence[Bucket], owned: OwnedParameters) -> dict[str, Any]:
-    """Return the masters of this rank, and "layout", one line per parameter; equal lines mean that they fit."""
+    """Return this rank's shard of the weights as part of `ShardedOptimizer.local_state`.
+
+    Returns:
+        "masters": a list of tensors, not copies. "layout": lines that describe them; they can be loaded only under a
+        layout with equal lines.
+    """
     full = [slot.piece.detach() for slot in owned.slots if slot.piece is not None]
     return {
         "masters": [bucket.masters for bucket in buckets if not bucket.is_owned] + full,
@@ -249,13 +263,17 @@ def local_masters(buckets: Sequence[Bucket], owned: OwnedParameters) -> dict[str
     }
 
 
-def load_local_masters(present: dict[str, Any], state: dict[str, Any]) -> None:
-    """Copy another result of `local_masters` into this rank's. The parameters do not change.
+def load_local_masters(current: dict[str, Any], state: dict[str, Any]) -> None:
+    """Copy saved masters into this rank's masters. The parameters do not change.
+
+    Args:
+        current: the result of `local_masters`, whose tensors are changed.
+        state: a saved result, from this layout.
 
     Raises:
         ValueError: it was saved under another layout or precision.
     """
-    saved, layout = state.get("layout", ["a state dict of another optimizer"]), present["layout"]
+    saved, layout = state.get("layout", ["a state dict of another optimizer"]), current["layout"]
     if saved != layout:
         entries = enumerate(zip_longest(saved, layout, fillvalue="nothing"))
         index, there, here = next((index, there, here) for index, (there, here) in entries if there != here)
@@ -263,7 +281,7 @@ def load_local_masters(present: dict[str, Any], state: dict[str, Any]) -> None:
             f"the optimizer state was saved under another layout: entry {index} of its layout is {there}, not {here}. "
             "Use booster.save_optimizer and booster.load_optimizer, which convert between layouts"
         )
-    for masters, values in zip(present["masters"], state["masters"], strict=True):
+    for masters, values in zip(current["masters"], state["masters"], strict=True):
         masters.copy_(values)
 
 

@@ -31,13 +31,17 @@ KNOWN = frozenset(
         torch.optim.SGD,
     }
 )
-# These need full parameters, and other shapes than those of the trial if they have `blocks`.
-_FULL = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
+# These need full parameters. They are not tried, since with `blocks` they need other shapes.
+_KNOWN_FULL = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
 # Above the thresholds of optimizers: some treat small matrices differently, or quantize states of large ones in blocks.
+# Shapes of the parameters of one optimizer in a trial: one matrix, and its entries as two 1-D slices.
 _SHAPE = (160, 144)
 _SIZE = 160 * 144
-_ONE = [_SHAPE]
-_SLICES = [(10_000,), (_SIZE - 10_000,)]  # the first ends inside a row, so that rows and columns are cut too
+_ONE_MATRIX = [_SHAPE]
+_TWO_SLICES = [
+    (10_000,),
+    (_SIZE - 10_000,),
+]  # the first ends inside a row, so that rows and columns are cut too
 _STEPS = 3
 
 
@@ -57,7 +61,7 @@ def update_kinds(optimizer: Optimizer) -> list[UpdateKind]:
     Raises:
         ValueError: updates of a parameter depend on other parameters, or the optimizer cannot be tested.
     """
-    return [kind for member in members_of(optimizer) for kind in _kinds(member)]
+    return [kind for member in members_of(optimizer) for kind in _update_kinds(member)]
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
@@ -84,16 +88,16 @@ def _name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _kinds(optimizer: Optimizer) -> list[UpdateKind]:
+def _update_kinds(optimizer: Optimizer) -> list[UpdateKind]:
     """Return the kind of update of every parameter group; groups with equal options share a trial."""
-    for known, kind in ((KNOWN, UpdateKind.ELEMENT), (_FULL, UpdateKind.PARAMETER)):
+    for known, kind in ((KNOWN, UpdateKind.ELEMENT), (_KNOWN_FULL, UpdateKind.PARAMETER)):
         if type(optimizer) in known:
             return [kind] * len(optimizer.param_groups)
     options = [_options(group) for group in optimizer.param_groups]
     distinct = {repr(group_options): group_options for group_options in options}
     try:
         with torch.random.fork_rng(devices=[]):
-            kinds = {key: _kind(optimizer, group_options) for key, group_options in distinct.items()}
+            kinds = {key: _tried_kind(optimizer, group_options) for key, group_options in distinct.items()}
     except _Coupled:
         raise ValueError(
             f"{_name(optimizer)} couples parameters: it updates two together differently than each alone, and no rank "
@@ -111,17 +115,21 @@ class _Coupled(Exception):
     """Updates of a parameter depend on other parameters."""
 
 
-def _kind(optimizer: Optimizer, options: dict[str, Any]) -> UpdateKind:
-    """Return the kind of update under these options."""
-    together = _updates(optimizer, options, [_ONE])
+def _tried_kind(optimizer: Optimizer, options: dict[str, Any]) -> UpdateKind:
+    """Return the kind of update of an optimizer class under these options, by trial.
+
+    Raises:
+        _Coupled: updates of two matrices in one optimizer differ from those in an optimizer each.
+    """
+    full = _trial_updates(optimizer, options, [_ONE_MATRIX])
     try:
-        sliced = _updates(optimizer, options, [[shape] for shape in _SLICES])
+        sliced = _trial_updates(optimizer, options, [[shape] for shape in _TWO_SLICES])
     except Exception:  # Muon accepts no slices
         sliced = None
-    if sliced is not None and _are_close(together, sliced):
+    if sliced is not None and _are_close(full, sliced):
         return UpdateKind.ELEMENT
-    together = _updates(optimizer, options, [_ONE * 2])
-    if not _are_close(together, _updates(optimizer, options, [_ONE, _ONE])):
+    together = _trial_updates(optimizer, options, [_ONE_MATRIX * 2])
+    if not _are_close(together, _trial_updates(optimizer, options, [_ONE_MATRIX, _ONE_MATRIX])):
         raise _Coupled
     return UpdateKind.PARAMETER
 
@@ -138,18 +146,20 @@ def _are_close(updates: Tensor, others: Tensor) -> bool:
     return torch.allclose(updates, others, rtol=1e-4, atol=1e-4 * updates.abs().max().item())
 
 
-def _updates(
+def _trial_updates(
     optimizer: Optimizer, options: dict[str, Any], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> Tensor:
-    """Return the 1-D updates of parameters in a few steps.
+    """Step new optimizers on random parameters; return the changes of all parameters, 1-D.
+
+    The random values depend only on the total number of entries, so trials can be compared.
 
     Args:
-        optimizer: the optimizer, of whose class there is one for each entry of `shapes`.
-        options: the options of its only group.
-        shapes: the shapes of the parameters of every optimizer.
+        optimizer: the user's, whose class and constructor arguments the new ones have.
+        options: the options of the only group of each.
+        shapes: for each new optimizer, the shapes of its parameters.
     """
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
+    optimizer_class = type(optimizer)
+    accepted = inspect.signature(optimizer_class).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     generator = torch.Generator().manual_seed(0)
     all_shapes = [shape for optimizer_shapes in shapes for shape in optimizer_shapes]
@@ -161,14 +171,15 @@ def _updates(
     ]
     remaining = iter(parameters)
     trials = [
-        kind(list(islice(remaining, len(optimizer_shapes))), **arguments) for optimizer_shapes in shapes
+        optimizer_class(list(islice(remaining, len(optimizer_shapes))), **arguments)
+        for optimizer_shapes in shapes
     ]
     for trial in trials:
         trial.param_groups[0].update(deepcopy(options))
     torch.manual_seed(0)
     for _ in range(_STEPS):
         gradient = torch.randn(sum(sizes), dtype=torch.float32, generator=generator)
-        gradient[prod(_SLICES[0]) :] *= 100  # so that the slices, and two matrices, have different norms
+        gradient[prod(_TWO_SLICES[0]) :] *= 100  # so that the slices, and two matrices, have different norms
         for parameter, piece in zip(parameters, gradient.split(sizes), strict=True):
             parameter.grad = piece.clone().view(parameter.shape)
         for trial in trials:

@@ -19,12 +19,21 @@ def bytes_by_kind(
     pool: BufferPool | None,
     is_offloaded: bool,
 ) -> dict[str, int]:
-    """Return the bytes on this rank by kind, as `ShardedOptimizer.held_bytes` documents."""
+    """Return the bytes on this rank by kind, as `ShardedOptimizer.held_bytes` documents.
+
+    Args:
+        buckets: of the optimizer.
+        owned: parameters that this rank steps in full.
+        frozen: parameters without an optimizer.
+        states: the values in the inner optimizer's states.
+        pool: buffers for unsharded gradients at stage 2.
+        is_offloaded: True if masters and states are on the CPU.
+    """
     state_tensors = [state for state in states if isinstance(state, Tensor)]
     masters = sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters) + owned.master_bytes
     large = sum(tensor.nbytes for tensor in state_tensors if tensor.numel() > 1)
     gradients = [
-        bucket.own_gradients if bucket.shards_gradients or bucket.gradients is None else bucket.gradients
+        bucket.gradient_slice if bucket.shards_gradients or bucket.gradients is None else bucket.gradients
         for bucket in buckets
     ]
     num_bytes = {

@@ -3,8 +3,8 @@
 backward()            gradients accumulate in float32, in flat buckets (bucket.py)
 reduce_gradients()    sums over tied and partial copies, mean over the data axis (reducer.py, partition.py)
 clip_grad_by_…()      where the user clips by hand (reduced_gradients.py)
-step()                norm and overflows of all ranks, unscale and clip (reduced_gradients.py), inner step on own
-                      slices, parameters gathered (parameter_gather.py)
+step()                norm and overflows of all ranks, unscale and clip (reduced_gradients.py), inner step on this
+                      rank's slices, parameters gathered (parameter_gather.py)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from ..cluster.device import numbers_on, wait_for_stream
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
-from .bucket import gathered, make_buckets
+from .bucket import gather_by_name, make_buckets
 from .buffers import BufferPool
 from .calls import CallsOfStep
 from .clipping import require_clip_norm, require_clip_value, require_finite_norm
@@ -74,13 +74,13 @@ class ShardedOptimizer(OptimizerWrapper):
         bucket_size: largest number of elements in one collective; None is `default_bucket_size`.
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` averages them, and
             at stage 2 a backward waits for each bucket.
-        communication_dtype: the format in which gradients are averaged over the data axis.
+        communication_dtype: the format in which gradients are averaged.
         cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there.
         accumulation_steps: number of calls of `backward`, or blocks of `accumulate_and_reduce`, averaged in each step;
             with 1 a step takes the sum of any number of calls.
         agreement: compares this optimizer's calls between ranks, and those of the model in the all-reduce of the norm;
             None makes one of its own.
-        after_step: called on all ranks at the end of every step, including skipped ones.
+        after_step: called on all ranks at the end of every step, also of skipped ones.
 
     Attributes:
         inner: the user's optimizer.
@@ -89,7 +89,6 @@ class ShardedOptimizer(OptimizerWrapper):
             `backward`.
         parameter_gather: all-gathers updated parameters; can overlap this with the next forward.
         skipped_steps: number of steps skipped because gradients were not finite on some rank.
-        accumulation_steps: as given.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class ShardedOptimizer(OptimizerWrapper):
         agreement: Agreement | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
-        full = [i for i, kind in enumerate(update_kinds(optimizer)) if kind is UpdateKind.PARAMETER]
+        full_groups = [i for i, kind in enumerate(update_kinds(optimizer)) if kind is UpdateKind.PARAMETER]
         self.accumulation_steps = accumulation_steps
         self.last_norm: float | None = None
         self.skipped_steps = 0
@@ -124,7 +123,7 @@ class ShardedOptimizer(OptimizerWrapper):
         require_one_layout(groups, group=replicas.group)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
         self._pool = BufferPool() if stage == 2 and replicas.num_slices > 1 else None
-        team = team_of(mesh, list(self._partitions.values())) if full else None
+        team = team_of(mesh, list(self._partitions.values())) if full_groups else None
         self.buckets = make_buckets(
             groups,
             partitions=self._partitions,
@@ -133,7 +132,7 @@ class ShardedOptimizer(OptimizerWrapper):
             pool=self._pool,
             communication_dtype=communication_dtype,
             is_offloaded=cpu_offload,
-            full=full,
+            full_groups=full_groups,
             is_owned=team is not None,
         )
         self.reducer = Reducer(
@@ -176,12 +175,11 @@ class ShardedOptimizer(OptimizerWrapper):
         """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
-        Below stage 2 gradients are reduced in the last of several calls. A call without a name leaves a
-        `gradient_factor`: earlier gradients are reduced apart, inside `no_sync` too. If it fails in or after a
-        backward, its gradients are dropped, and those of calls that would be averaged with it; if before, none are.
+        Below stage 2 only the last of several calls reduces. `execute_pipeline` sets a `gradient_factor`, so earlier
+        gradients are first reduced and kept separate. If it fails in a backward, gradients with its factor are dropped.
 
         Args:
-            name: "backward()", whose gradients have no factor, and which ranks compare.
+            name: "backward()" for calls of it, which ranks compare by name; None for `execute_pipeline`.
 
         Raises:
             RuntimeError: all calls have been made, or gradients were written to by something other than a backward.
@@ -198,7 +196,7 @@ class ShardedOptimizer(OptimizerWrapper):
             if is_collective and name is not None:
                 self._compare_call(name)
             if is_collective:
-                reducer.open()
+                reducer.begin_accumulation()
             else:
                 reducer.require_untouched()
             try:
@@ -218,15 +216,16 @@ class ShardedOptimizer(OptimizerWrapper):
             self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def _before_plain_backward(self) -> None:
+        """Apply the pending factor before a backward of the user adds gradients without it."""
         self._calls.require_one_kind(has_factor=self.gradient_factor is not None)
         self._gradients.apply_factor()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Begin no reduction inside: more backwards follow before the next step. See `accumulate_and_reduce`."""
-        return self.reducer.held_back()
+        """Return a context in which backwards only accumulate; a later one reduces. See `accumulate_and_reduce`."""
+        return self.reducer.postponing_averages()
 
     def get_grad_norm(self) -> float | None:
-        """Return `last_norm`, under ColossalAI's name."""
+        """Return `last_norm`; the name is ColossalAI's."""
         return self.last_norm
 
     @torch.no_grad()
@@ -334,7 +333,7 @@ class ShardedOptimizer(OptimizerWrapper):
         norm = self._measure()
         if isfinite(norm):
             self._gradients.clip_for_step_(norm, self._max_norm)
-            self._update_own_slices()
+            self._step_slices()
             self.parameter_gather.gather()
         else:
             self._skip()
@@ -363,7 +362,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._agreement.compare_reductions(call, is_reduced=self.reducer.is_reduced)
 
     def _measure(self) -> float:
-        """Return the norm for a step. One all-reduce over the world."""
+        """Return the norm for a step, and end the calls that it uses. One all-reduce over the world."""
         norm = self._agreed_norm()
         self._agreement.clear()
         self.last_norm = self._gradients.norm
@@ -372,7 +371,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return norm
 
     def _agreed_norm(self, **arguments: float) -> float:
-        """Return the norm of the gradients; compare batches, arguments and options. One all-reduce over the world."""
+        """Return the norm; compare batches, options and `arguments` between ranks. One all-reduce over the world."""
         settings = {**arguments, **optimizer_options(self.inner)}
         norm = self._gradients.measure(
             code=self._agreement.code(settings), share=self._agreement.checksum_term, flags=self._owned.flags
@@ -387,11 +386,12 @@ class ShardedOptimizer(OptimizerWrapper):
         # Otherwise a scheduler built on the inner optimizer warns that it stepped before its optimizer.
         self.inner._opt_called = True  # type: ignore[attr-defined]
 
-    def _update_own_slices(self) -> None:
+    def _step_slices(self) -> None:
+        """Give this rank's masters their gradients and step the inner optimizer. Collective over teams (owned.py)."""
         for bucket in self.buckets:
             if bucket.was_written:
                 bucket.refresh_()
-            bucket.send_gradients()
+            bucket.offload_gradients()
         if any(self._gradients.flags):
             self._owned.refresh()
         self._owned.collect_gradients()
@@ -402,7 +402,7 @@ class ShardedOptimizer(OptimizerWrapper):
             wait_for_stream(self._mesh.device)
         with self._guard:
             self.inner.step()
-        self._owned.return_to_slices()
+        self._owned.scatter_masters()
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -419,7 +419,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if not self.reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
-        named = gathered(self.buckets, lambda bucket: bucket.own_gradients * multiplier)
+        named = gather_by_name(self.buckets, lambda bucket: bucket.gradient_slice * multiplier)
         flags = self.reducer.has_gradients.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
@@ -430,8 +430,8 @@ class ShardedOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:
         """Return unsharded copies of the float32 weights by name. Collective over the data axis, and over teams."""
-        owned, device = self._owned.slices(), self._mesh.device
-        return gathered(self.buckets, lambda bucket: owned.get(bucket, bucket.masters).to(device))
+        slices, device = self._owned.slices(), self._mesh.device
+        return gather_by_name(self.buckets, lambda bucket: slices.get(bucket, bucket.masters).to(device))
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -495,6 +495,6 @@ class ShardedOptimizer(OptimizerWrapper):
             self.parameter_gather.wait()
             load_local_masters(self.local_masters(), state_dict)
             load_local_state(self.inner, self._scaler, state_dict, device=self._step_device)
-            self._owned.return_to_slices()
+            self._owned.scatter_masters()
             self.parameter_gather.gather()
         self.skipped_steps = state_dict["skipped_steps"]

@@ -34,7 +34,7 @@ from .slot import Slot
 
 
 class PlacedBox(NamedTuple):
-    """A box of a full parameter in the slice of a rank.
+    """A box of a full parameter's entries, and their place in the bucket's slice of some rank.
 
     Args:
         slot: the parameter.
@@ -52,31 +52,36 @@ class PlacedBox(NamedTuple):
     size: tuple[int, ...]
     inside: tuple[slice, ...]
 
-    def of_slice(self, flat: Tensor) -> Tensor:
+    def view_in_slice(self, flat: Tensor) -> Tensor:
         """Return the view of these entries in a slice of the bucket."""
         return flat[self.start : self.start + prod(self.size)].view(self.size)[self.inside]
 
-    def of_full(self, full: Tensor) -> Tensor:
+    def view_in_full(self, full: Tensor) -> Tensor:
         """Return the view of these entries in a tensor of the full parameter's shape."""
         return full[self.box.within(Box.whole(full.shape))]
 
 
 @dataclass(frozen=True)
-class _Route:
-    """The parts that this rank exchanges with every rank of the team, in the same order on both sides."""
+class _Exchange:
+    """The boxes that this rank exchanges with every rank of the team, in the same order on both sides.
 
-    slices: list[list[PlacedBox]]  # in its own slices
-    owned: list[list[PlacedBox]]  # of the parameters that it owns
+    Args:
+        slices: by rank of the team, boxes in this rank's slices of parameters that the other rank owns.
+        owned: by rank of the team, boxes of parameters that this rank owns in the other rank's slices.
+    """
+
+    slices: list[list[PlacedBox]]
+    owned: list[list[PlacedBox]]
 
     @cached_property
     def in_slices(self) -> list[int]:
         """Return the number of entries of `slices`, by rank."""
-        return _lengths(self.slices)
+        return _num_entries(self.slices)
 
     @cached_property
     def in_owned(self) -> list[int]:
         """Return the number of entries of `owned`, by rank."""
-        return _lengths(self.owned)
+        return _num_entries(self.owned)
 
 
 class OwnedParameters:
@@ -108,47 +113,49 @@ class OwnedParameters:
         self._team, self._device, self._step_device = team, mesh.device, device
         # One exchange has one format: the widest of the parameters.
         self._dtype = reduce(torch.promote_types, (bucket.parameters.dtype for bucket in self.buckets))
-        places = [mesh.layout.at(rank) for rank in get_process_group_ranks(team)]
-        self._plan(places)
-        for slot, values in self._collected(_unrounded).items():
+        layouts = [mesh.layout.at(rank) for rank in get_process_group_ranks(team)]
+        self._plan(layouts)
+        for slot, values in self._gather_full(_unrounded).items():
             slot.piece = Parameter(values if device == values.device else host_copy(values))
             if device != values.device:
                 self._host_gradients[slot] = host_copy(values)
         for bucket in self.buckets:
             bucket.unrounded = None
 
-    def _plan(self, places: Sequence[MeshLayout]) -> None:
-        """Choose the owners, and list the boxes that this rank exchanges with every rank of its team.
+    def _plan(self, layouts: Sequence[MeshLayout]) -> None:
+        """Choose the owner of every parameter, and the boxes that this rank exchanges with each rank of its team.
+
+        Sets `slots`, `_shapes`, `_to_owners` and `_to_slices`. No communication.
 
         Args:
-            places: the coordinates of the ranks of the team, in order.
+            layouts: the coordinates of the ranks of the team, in order.
         """
-        team_rank, tp = self._team.rank(), places[0].size("tp")
+        team_rank, tp = self._team.rank(), layouts[0].size("tp")
         pairs = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
         shapes = {
-            slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, places[0])) for _, slot in pairs
+            slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, layouts[0])) for _, slot in pairs
         }
-        owners = balanced([prod(shapes[slot]) for _, slot in pairs], len(places))
+        owners = assign_owners([prod(shapes[slot]) for _, slot in pairs], len(layouts))
         self._shapes: dict[Slot, tuple[int, ...]] = {}  # full shapes of this rank's `slots`
         self._host_gradients: dict[Slot, Tensor] = {}  # of `slots` that are stepped on the CPU
-        self._collect = _Route([[] for _ in places], [[] for _ in places])
-        self._spread = _Route([[] for _ in places], [[] for _ in places])
+        self._to_owners = _Exchange([[] for _ in layouts], [[] for _ in layouts])
+        self._to_slices = _Exchange([[] for _ in layouts], [[] for _ in layouts])
         for (bucket, slot), owner in zip(pairs, owners, strict=True):
             if owner == team_rank:
                 self.slots.append(slot)
                 self._shapes[slot] = shapes[slot]
-            for replicas in _replicas(bucket, slot, places):
+            for replicas in _ranks_by_boxes(bucket, slot, layouts):
                 # Prefer a sender of the owner's tensor rank, and of these the nearest.
                 sender = min(replicas, key=lambda rank: (rank % tp != owner % tp, abs(rank - owner), rank))
-                _add(self._collect, team_rank, sender, owner, replicas[sender])
-                for holder, parts in replicas.items():
-                    _add(self._spread, team_rank, holder, owner, parts)
+                _add(self._to_owners, team_rank, sender, owner, replicas[sender])
+                for holder, boxes in replicas.items():
+                    _add(self._to_slices, team_rank, holder, owner, boxes)
 
     @property
     def flags(self) -> list[float]:
-        """Return a number above 0 if something else than a step wrote to a parameter on this rank; empty without any.
+        """Return [1.0] if something other than a step wrote to a parameter here, else [0.0]; [] if none is owned.
 
-        Ranks have to refresh together.
+        Ranks add these up, because all have to call `refresh` if one has to.
         """
         return [float(any(bucket.was_written for bucket in self.buckets))] if self.buckets else []
 
@@ -165,14 +172,17 @@ class OwnedParameters:
         """Gather the full reduced gradients at the owners. One all-to-all over the team."""
         if not self.buckets:
             return
-        for slot, gradient in self._collected(lambda bucket: bucket.own_gradients).items():
+        for slot, gradient in self._gather_full(lambda bucket: bucket.gradient_slice).items():
             host = self._host_gradients.get(slot)
             slot.piece_gradient = gradient if host is None else host.copy_(gradient, non_blocking=True)
 
-    def return_to_slices(self) -> None:
-        """Copy the masters into the slices of the parameters. One all-to-all over the team. Drop the gradients."""
+    def scatter_masters(self) -> None:
+        """Copy the owners' masters into all ranks' slices of the parameters, and drop the masters' gradients.
+
+        One all-to-all over the team.
+        """
         if self.buckets:
-            self._spread_into(lambda bucket: bucket.masters, self._dtype)
+            self._scatter_into(lambda bucket: bucket.masters, self._dtype)
         for slot in self.slots:
             assert slot.piece is not None
             slot.piece.grad = slot.piece_gradient = None
@@ -181,7 +191,7 @@ class OwnedParameters:
         """Return this rank's slices of the float32 masters. One all-to-all over the team."""
         slices = {bucket: torch.zeros_like(bucket.masters, dtype=torch.float32) for bucket in self.buckets}
         if slices:
-            self._spread_into(lambda bucket: slices[bucket], torch.float32)
+            self._scatter_into(lambda bucket: slices[bucket], torch.float32)
         return slices
 
     def refresh(self) -> None:
@@ -191,37 +201,55 @@ class OwnedParameters:
         """
         if not self.buckets:
             return
-        for slot, present in self._collected(lambda bucket: bucket.masters.to(self._dtype)).items():
+        for slot, weight in self._gather_full(lambda bucket: bucket.masters.to(self._dtype)).items():
             assert slot.piece is not None
-            present = present.to(slot.piece.device)
-            stays = slot.piece.to(slot.weight.dtype) == present
-            slot.piece.copy_(torch.where(stays, slot.piece, present.float()))
+            weight = weight.to(slot.piece.device)
+            is_unchanged = slot.piece.to(slot.weight.dtype) == weight
+            slot.piece.copy_(torch.where(is_unchanged, slot.piece, weight.float()))
 
-    def _collected(self, slice_of: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
-        """Return the full tensors of owned parameters, from the slices of all ranks. One all-to-all over the team.
+    def _gather_full(self, slice_of: Callable[[Bucket], Tensor]) -> dict[Slot, Tensor]:
+        """Assemble full tensors of the parameters that this rank owns. One all-to-all over the team.
 
         Args:
-            slice_of: returns this rank's slice of a bucket, of gradients or of masters.
+            slice_of: returns what this rank sends: its slice of a bucket, of gradients or of parameters.
+
+        Returns:
+            A new tensor for each slot that this rank owns, in the full parameter's shape.
         """
-        route = self._collect
-        sent = [part.of_slice(slice_of(part.bucket)).reshape(-1) for parts in route.slices for part in parts]
+        exchange = self._to_owners
+        sent = [
+            placed.view_in_slice(slice_of(placed.bucket)).reshape(-1)
+            for boxes in exchange.slices
+            for placed in boxes
+        ]
         like = slice_of(self.buckets[0])
         full = {slot: like.new_empty(self._shapes[slot]) for slot in self.slots}
-        arrived = exchange_rows(_joined(sent, like), route.in_slices, route.in_owned, self._team)
-        targets = [(part.of_full(full[part.slot]), part) for parts in route.owned for part in parts]
-        _copy(targets, arrived)
+        received = exchange_rows(_concatenate(sent, like), exchange.in_slices, exchange.in_owned, self._team)
+        targets = [
+            (placed.view_in_full(full[placed.slot]), placed) for boxes in exchange.owned for placed in boxes
+        ]
+        _copy(targets, received)
         return full
 
     @torch.no_grad()
-    def _spread_into(self, slice_of: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
-        """Copy the masters of all owners into this rank's slices of this format. One all-to-all over the team."""
-        route = self._spread
-        rows = [_part_of_master(part).reshape(-1) for parts in route.owned for part in parts]
-        sent = _joined(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
+    def _scatter_into(self, slice_of: Callable[[Bucket], Tensor], dtype: torch.dtype) -> None:
+        """Copy the masters of all owners into slices of every rank. One all-to-all over the team.
+
+        Args:
+            slice_of: returns the slice of a bucket on this rank that is written to.
+            dtype: the format in which masters are sent.
+        """
+        exchange = self._to_slices
+        rows = [_master_box(placed).reshape(-1) for boxes in exchange.owned for placed in boxes]
+        sent = _concatenate(rows, torch.empty(0, dtype=torch.float32, device=self._step_device))
         sent = sent.to(self._device, dtype, non_blocking=True)
-        arrived = exchange_rows(sent, route.in_owned, route.in_slices, self._team)
-        targets = [(part.of_slice(slice_of(part.bucket)), part) for parts in route.slices for part in parts]
-        _copy(targets, arrived)
+        received = exchange_rows(sent, exchange.in_owned, exchange.in_slices, self._team)
+        targets = [
+            (placed.view_in_slice(slice_of(placed.bucket)), placed)
+            for boxes in exchange.slices
+            for placed in boxes
+        ]
+        _copy(targets, received)
 
 
 def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup | None:
@@ -234,8 +262,15 @@ def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup
     )
 
 
-def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Return an owner for each parameter: the largest first, each to the owner with the fewest entries so far."""
+def assign_owners(sizes: Sequence[int], num_owners: int) -> list[int]:
+    """Return an owner for each parameter, so that owners have about equally many entries.
+
+    The largest parameters first, each to the owner with the fewest entries so far; equal on all ranks.
+
+    Args:
+        sizes: the number of entries of each parameter.
+        num_owners: the number of ranks of the team.
+    """
     load, owners = [0] * num_owners, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         owners[index] = load.index(min(load))
@@ -243,39 +278,47 @@ def balanced(sizes: Sequence[int], num_owners: int) -> list[int]:
     return owners
 
 
-def _replicas(
-    bucket: Bucket, slot: Slot, places: Sequence[MeshLayout]
+def _ranks_by_boxes(
+    bucket: Bucket, slot: Slot, layouts: Sequence[MeshLayout]
 ) -> Iterable[dict[int, list[PlacedBox]]]:
-    """Group the team's ranks by the boxes of a parameter that they have; ranks with none are left out.
+    """Group the team's ranks that have the same boxes of a parameter; ranks with none are left out.
 
     Returns:
-        For each group, its boxes by rank of the team.
+        For each group: by rank of the team, the boxes, placed in this rank's slice.
     """
-    replicas: dict[tuple[Box, ...], dict[int, list[PlacedBox]]] = {}
-    for rank, place in enumerate(places):
-        if parts := list(_parts(bucket, slot, place)):
-            replicas.setdefault(tuple(part.box for part in parts), {})[rank] = parts
-    return replicas.values()
+    groups: dict[tuple[Box, ...], dict[int, list[PlacedBox]]] = {}
+    for rank, layout in enumerate(layouts):
+        if boxes := list(_placed_boxes(bucket, slot, layout)):
+            groups.setdefault(tuple(placed.box for placed in boxes), {})[rank] = boxes
+    return groups.values()
 
 
-def _parts(bucket: Bucket, slot: Slot, place: MeshLayout) -> Iterator[PlacedBox]:
-    """Yield the boxes of a parameter that are in the bucket's slice of the rank at a place."""
+def _placed_boxes(bucket: Bucket, slot: Slot, layout: MeshLayout) -> Iterator[PlacedBox]:
+    """Yield the boxes of a full parameter that the rank with this layout has in its slice of the bucket."""
     length = bucket.masters.numel()
-    slice_start = bucket.partition.index_of(place.coordinate("data")) * length
+    slice_start = bucket.partition.slice_index_of(layout.coordinate("data")) * length
     begin, end = max(slot.start, slice_start), min(slot.stop, slice_start + length)
-    shards = shards_of(slot.parameter, place)
+    shards = shards_of(slot.parameter, layout)
     for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape) if begin < end else ():
         for cut in cuts_of(flat, shards):
             yield PlacedBox(slot, bucket, cut.whole, begin - slice_start, flat.size, cut.shard.within(flat))
         begin += flat.numel
 
 
-def _add(route: _Route, team_rank: int, holder: int, owner: int, parts: list[PlacedBox]) -> None:
-    """Add parts that travel between a holder and an owner to the route of this rank, if it is one of them."""
+def _add(exchange: _Exchange, team_rank: int, holder: int, owner: int, boxes: list[PlacedBox]) -> None:
+    """Add boxes to this rank's side of an exchange, if it is the owner or the holder.
+
+    Args:
+        exchange: changed.
+        team_rank: this rank.
+        holder: the rank that has the boxes in its slices.
+        owner: the rank that owns the parameter.
+        boxes: of one parameter.
+    """
     if holder == team_rank:
-        route.slices[owner] += parts
+        exchange.slices[owner] += boxes
     if owner == team_rank:
-        route.owned[holder] += parts
+        exchange.owned[holder] += boxes
 
 
 def _unrounded(bucket: Bucket) -> Tensor:
@@ -283,22 +326,22 @@ def _unrounded(bucket: Bucket) -> Tensor:
     return bucket.unrounded
 
 
-def _part_of_master(part: PlacedBox) -> Tensor:
-    assert part.slot.piece is not None
-    return part.of_full(part.slot.piece)
+def _master_box(placed: PlacedBox) -> Tensor:
+    assert placed.slot.piece is not None
+    return placed.view_in_full(placed.slot.piece)
 
 
-def _lengths(of_ranks: list[list[PlacedBox]]) -> list[int]:
-    return [sum(part.box.numel for part in parts) for parts in of_ranks]
+def _num_entries(boxes_by_rank: list[list[PlacedBox]]) -> list[int]:
+    return [sum(placed.box.numel for placed in boxes) for boxes in boxes_by_rank]
 
 
-def _joined(rows: list[Tensor], like: Tensor) -> Tensor:
+def _concatenate(rows: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(rows) if rows else like.new_empty(0)
 
 
-def _copy(pairs: list[tuple[Tensor, PlacedBox]], arrived: Tensor) -> None:
-    """Copy arrived entries into views, with a few kernels."""
+def _copy(pairs: list[tuple[Tensor, PlacedBox]], received: Tensor) -> None:
+    """Copy received entries into views, each of the size of its box, with a few kernels for all."""
     if pairs:
-        rows = arrived.split([part.box.numel for _, part in pairs])
-        boxes = [row.view(part.box.size) for row, (_, part) in zip(rows, pairs, strict=True)]
+        rows = received.split([placed.box.numel for _, placed in pairs])
+        boxes = [row.view(placed.box.size) for row, (_, placed) in zip(rows, pairs, strict=True)]
         torch._foreach_copy_([view for view, _ in pairs], boxes)

@@ -36,34 +36,40 @@ class ParameterGather:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
-        self._arrivals: dict[Bucket, Arrival] = {}
+        self._arrivals: dict[Bucket, Arrival] = {}  # of sharded buckets, if overlapped
 
     def overlap_with_forward(self, model: nn.Module) -> None:
-        """Overlap later all-gathers with the next forward, in the order of the model; modules wait on look-up.
+        """Overlap later all-gathers with the next forward, in the order of the model.
+
+        Replaces `_parameters` of the model's modules, so that a look-up waits; see [Note: parameters in flight].
 
         Raises:
             ValueError: an attribute in the model refers to another module's parameter, or a module is compiled.
         """
         arrivals = {bucket: Arrival(bucket) for bucket in self._buckets if bucket.partition.num_slices > 1}
-        awaited = {slot.parameter: arrival for bucket, arrival in arrivals.items() for slot in bucket.slots}
-        raise_errors([*_reference_errors(model, awaited), *_compile_errors(model)])
+        arrival_of = {
+            slot.parameter: arrival for bucket, arrival in arrivals.items() for slot in bucket.slots
+        }
+        raise_errors([*_reference_errors(model, arrival_of), *_compile_errors(model)])
         order = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._buckets.sort(key=lambda bucket: min(order[slot.parameter] for slot in bucket.slots))
         self._arrivals = arrivals
         for module in model.modules():
             by_name = {
-                name: awaited[parameter]
+                name: arrival_of[parameter]
                 for name, parameter in module._parameters.items()
-                if parameter in awaited
+                if parameter in arrival_of
             }
             if by_name:
                 module.__dict__["_parameters"] = AwaitedParameters(module._parameters, by_name)
 
     def gather(self) -> None:
-        """All-gather the parameters, or begin to if overlapped. One all-gather per sharded bucket; after `wait`."""
+        """Copy the masters into the parameters and all-gather these, or begin to if overlapped.
+
+        One all-gather per sharded bucket. Call `wait` before it.
+        """
         in_flight = []
-        together = [bucket for bucket in self._buckets if not bucket.is_offloaded]
-        round_masters(together)
+        round_masters([bucket for bucket in self._buckets if not bucket.is_offloaded])
         for bucket in self._buckets:
             if bucket.is_offloaded:  # the next copy overlaps with this all-gather
                 round_masters([bucket])
@@ -85,21 +91,25 @@ class ParameterGather:
 
 
 class Arrival:
-    """The parameters of a bucket, complete or in flight; see [Note: parameters in flight]."""
+    """All-gather of a bucket's parameters, in flight or complete; see [Note: parameters in flight].
+
+    Args:
+        bucket: the parameters.
+    """
 
     def __init__(self, bucket: Bucket) -> None:
         self._weights = [(slot.parameter, slot.weight) for slot in bucket.slots]
-        self._nothing = bucket.parameters.new_empty(0)
+        self._empty = bucket.parameters.new_empty(0)
         self._work: Handle | None = None
 
     def expect(self, work: Handle) -> None:
-        """Leave the parameters empty until this all-gather is complete."""
+        """Set the parameters to empty tensors until `wait`, while this all-gather is in flight."""
         self._work = work
         for parameter, _ in self._weights:
-            parameter.data = self._nothing
+            parameter.data = self._empty
 
     def wait(self) -> None:
-        """Wait for the parameters."""
+        """Wait for the all-gather, and set the parameters to their values again."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -152,7 +162,7 @@ class AwaitedParameters(dict[str, Parameter | None]):
             arrival.wait()
 
 
-def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[str]:
+def _reference_errors(model: nn.Module, gathered: Container[Parameter]) -> list[str]:
     """Return errors for module attributes that refer to a parameter directly and would not wait for it."""
     return [
         f"{path or 'the model'} ({type(module).__name__}) keeps references to parameters in {name}, and may read them "
@@ -160,7 +170,7 @@ def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[s
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name != "_parameters"
-        and any(isinstance(item, Parameter) and item in awaited for item in _flattened(value))
+        and any(isinstance(item, Parameter) and item in gathered for item in _entries(value))
     ]
 
 
@@ -174,7 +184,7 @@ def _compile_errors(model: nn.Module) -> list[str]:
     ]
 
 
-def _flattened(value: object) -> Iterable[object]:
+def _entries(value: object) -> Iterable[object]:
     """Return the entries of an attribute, one level deep."""
     if isinstance(value, Mapping):
         return value.values()

@@ -102,9 +102,9 @@ class ManagedParameter:
     def sharded_over(self) -> str | None:
         """Return the sub-axis of the data axis that a placement names; see [Note: replication]."""
         placed = placements_of(self.parameter)
-        named = [axis for axis in SUB_AXES if axis in placed and placed[axis].size > 1]
-        assert len(named) < 2, f"{self.name} is sharded over {named}, whose ranks are the same neighbours"
-        return named[0] if named else None
+        axes = [axis for axis in SUB_AXES if axis in placed and placed[axis].size > 1]
+        assert len(axes) < 2, f"{self.name} is sharded over {axes}, whose ranks are the same neighbours"
+        return axes[0] if axes else None
 
 
 class Chain:
@@ -115,26 +115,26 @@ class Chain:
 
     Args:
         first: the first collective, in flight.
-        begin: begins the second.
-        beside: a stream that waits for the first; None where the host has to wait.
+        begin: begins the second, once the first is complete.
+        waiting_stream: a context in which a CUDA stream waits for the first; None where the host has to wait.
     """
 
     def __init__(
-        self, first: Handle, begin: Callable[[], Handle], beside: AbstractContextManager[Any] | None
+        self, first: Handle, begin: Callable[[], Handle], waiting_stream: AbstractContextManager[Any] | None
     ) -> None:
         self._first, self._begin = first, begin
         self._second: Handle | None = None
-        if beside is not None:
-            with beside:
-                self._second = self._follow()
+        if waiting_stream is not None:
+            with waiting_stream:
+                self._second = self._begin_second()
 
     def wait(self) -> None:
         """Wait for both collectives: on CUDA the current stream waits, else the host."""
         if self._second is None:
-            self._second = self._follow()
+            self._second = self._begin_second()
         self._second.wait()
 
-    def _follow(self) -> Handle:
+    def _begin_second(self) -> Handle:
         self._first.wait()
         return self._begin()
 
@@ -150,18 +150,18 @@ class Partition:
         group: the replicas, whose gradients are averaged.
         slices: the replicas over which the buffer is sharded (ZeRO); None if each owns all of it (data parallelism).
         divisor: the number of ranks whose gradients the sum over the group has.
-        copies: the replicas that own the same slice as this rank, the same number for each slice; None if this rank is
-            the only owner.
-        beside: the stream on which the sum over `copies` waits for the one over `slices`; None where the host waits.
-        apart: the distance between neighboring replicas on the data axis.
+        slice_owners: the replicas that own the same slice as this rank, as many for each slice; None if only this rank.
+        waiting_stream: the stream on which the sum over `slice_owners` waits for the one over `slices`; None where the
+            host waits.
+        stride: the distance between neighboring replicas on the data axis.
     """
 
     group: ProcessGroup
     slices: ProcessGroup | None
     divisor: int
-    copies: ProcessGroup | None
-    beside: AbstractContextManager[Any] | None = None
-    apart: int = 1
+    slice_owners: ProcessGroup | None
+    waiting_stream: AbstractContextManager[Any] | None = None
+    stride: int = 1
 
     @staticmethod
     def of(mesh: ParallelMesh, zero_size: int, *, sharded_over: str | None = None) -> "Partition":
@@ -175,13 +175,13 @@ class Partition:
                 all. For a parameter that is sharded over some of them, only its replicas own slices.
             sharded_over: a sub-axis of the data axis over which a parameter is not replicated.
         """
-        apart = 1 if sharded_over is None else mesh.size(sharded_over)  # distance between replicas
+        stride = 1 if sharded_over is None else mesh.size(sharded_over)
         data_size = mesh.size("data")
-        num_replicas = data_size // apart
+        num_replicas = data_size // stride
         num_slices = num_replicas
         if zero_size not in (-1, 0):
-            num_slices = gcd(max(1, zero_size // apart), num_replicas)
-        replicas = [range(first, data_size, apart) for first in range(apart)]
+            num_slices = gcd(max(1, zero_size // stride), num_replicas)
+        replicas = [range(first, data_size, stride) for first in range(stride)]
         neighbors = [
             ranks[start : start + num_slices]
             for ranks in replicas
@@ -192,16 +192,19 @@ class Partition:
             group=_group(mesh, replicas),
             slices=_group(mesh, neighbors) if num_slices > 1 else None,
             divisor=data_size if sharded_over in SUMMED else num_replicas,
-            copies=_group(mesh, owners_of_a_slice) if num_slices < num_replicas else None,
-            beside=side_stream(mesh.device) if 1 < num_slices < num_replicas else None,
-            apart=apart,
+            slice_owners=_group(mesh, owners_of_a_slice) if num_slices < num_replicas else None,
+            waiting_stream=side_stream(mesh.device) if 1 < num_slices < num_replicas else None,
+            stride=stride,
         )
 
     @staticmethod
     def all_of(mesh: ParallelMesh, zero_size: int) -> dict[str | None, "Partition"]:
-        """Make the partitions by the sub-axis over which parameters are sharded. Collective over the world."""
-        parts = [part for part in SUB_AXES if mesh.size(part) > 1]
-        return {each: Partition.of(mesh, zero_size, sharded_over=each) for each in (None, *parts)}
+        """Make a partition for each sub-axis over which parameters may be sharded; None: for those over none.
+
+        Collective over the world.
+        """
+        axes = [axis for axis in SUB_AXES if mesh.size(axis) > 1]
+        return {axis: Partition.of(mesh, zero_size, sharded_over=axis) for axis in (None, *axes)}
 
     @property
     def num_slices(self) -> int:
@@ -213,26 +216,26 @@ class Partition:
         """Index of this rank's slice."""
         return 0 if self.slices is None else self.slices.rank()
 
-    def index_of(self, coordinate: int) -> int:
+    def slice_index_of(self, coordinate: int) -> int:
         """Index of the slice of the rank with this coordinate on the data axis."""
-        return coordinate // self.apart % self.num_slices
+        return coordinate // self.stride % self.num_slices
 
     @property
     def span(self) -> int:
         """The number of neighbors on the data axis that have all slices, and all shards over a sub-axis, together."""
-        return self.num_slices * self.apart
+        return self.num_slices * self.stride
 
     @property
     def is_counted(self) -> bool:
         """Return True if this rank, among the owners of its slice, counts it in a norm."""
-        return self.copies is None or self.copies.rank() == 0
+        return self.slice_owners is None or self.slice_owners.rank() == 0
 
     @property
-    def ends_together(self) -> bool:
-        """Return True if an average in flight completes only when every rank waits for it."""
-        return self.slices is not None and self.copies is not None and self.beside is None
+    def needs_all_ranks_to_wait(self) -> bool:
+        """Return True if an average in flight completes only once every rank waits: its second sum begins then."""
+        return self.slices is not None and self.slice_owners is not None and self.waiting_stream is None
 
-    def own(self, flat: Tensor) -> Tensor:
+    def local_slice(self, flat: Tensor) -> Tensor:
         """Return the view of this rank's slice of an unsharded buffer."""
         return flat if self.slices is None else flat.chunk(self.slices.size())[self.slices.rank()]
 
@@ -250,23 +253,24 @@ class Partition:
             if divisor > 1:
                 gradients.div_(divisor)
             return None
-        is_rounded, in_transit = wire_dtype != torch.float32, gradients
+        is_rounded, send_buffer = wire_dtype != torch.float32, gradients
         if is_rounded:
-            in_transit = torch.div(gradients, divisor, out=torch.empty_like(gradients, dtype=wire_dtype))
-        own_slice = self.own(gradients)
+            send_buffer = torch.div(gradients, divisor, out=torch.empty_like(gradients, dtype=wire_dtype))
+        mean = self.local_slice(gradients)
 
         def finish(total: Tensor) -> None:
             if is_rounded:
-                own_slice.copy_(total)
+                mean.copy_(total)
             else:
-                own_slice.div_(divisor)
+                mean.div_(divisor)
 
-        total = self.own(in_transit)
+        total = self.local_slice(send_buffer)
         if self.slices is None:
             return InFlight(dist.all_reduce(total, group=self.group, async_op=True), total, finish)
-        work: Handle = begin_reduce_scatter(total, in_transit, self.slices)
-        if self.copies is not None:
-            work = Chain(work, partial(dist.all_reduce, total, group=self.copies, async_op=True), self.beside)
+        work: Handle = begin_reduce_scatter(total, send_buffer, self.slices)
+        if self.slice_owners is not None:
+            begin_second = partial(dist.all_reduce, total, group=self.slice_owners, async_op=True)
+            work = Chain(work, begin_second, self.waiting_stream)
         return InFlight(work, total, finish)
 
     def gather_(self, flat: Tensor) -> Handle | None:
@@ -274,12 +278,12 @@ class Partition:
 
         Wait for the handle before writing to the buffer.
         """
-        return None if self.slices is None else begin_all_gather(flat, self.own(flat), self.slices)
+        return None if self.slices is None else begin_all_gather(flat, self.local_slice(flat), self.slices)
 
     def gathered(self, slice_: Tensor) -> Tensor:
         """Return a new unsharded buffer of the ranks' slices. One all-gather if there are several."""
         unsharded = slice_.new_empty(slice_.numel() * self.num_slices)
-        self.own(unsharded).copy_(slice_)
+        self.local_slice(unsharded).copy_(slice_)
         if (gathering := self.gather_(unsharded)) is not None:
             gathering.wait()
         return unsharded
@@ -300,16 +304,19 @@ def default_bucket_size(device: torch.device, num_replicas: int) -> int:
 
 
 def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[ProcessGroup | None]:
-    """Yield for every axis over which the gradient is partial the group of the ranks that sum it."""
+    """Yield the groups over which the gradient of a parameter is summed: neighbors on an axis where it is partial.
+
+    Collective over the world where a group is new.
+    """
     for axis, placement in placements_of(parameter).items():
-        size = num_parts(parameter, axis)
-        if size > 1:
-            parts = [range(first, first + size) for first in range(0, placement.size, size)]
-            yield mesh.subgroup(axis, parts)
+        num_summands = num_parts(parameter, axis)
+        if num_summands > 1:
+            firsts = range(0, placement.size, num_summands)
+            yield mesh.subgroup(axis, [range(first, first + num_summands) for first in firsts])
 
 
-def _group(mesh: ParallelMesh, parts: list[range]) -> ProcessGroup:
-    """Return the group of this rank's part of the data axis. Collective over the world."""
-    group = mesh.subgroup("data", parts)
-    assert group is not None  # every rank is in a part
+def _group(mesh: ParallelMesh, subsets: list[range]) -> ProcessGroup:
+    """Return the group of the subset of the data axis that has this rank. Collective over the world."""
+    group = mesh.subgroup("data", subsets)
+    assert group is not None  # every rank is in a subset
     return group

@@ -77,17 +77,18 @@ class PrecisionConfig(ScaleOptions):
 
 
 def routers_of(model: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """Return the routers that cast their weights to a format other than `dtype`: to `router.dtype`."""
+    """Return the mixtures' routers that cast their weights to another format than `dtype`: to `router.dtype`.
+
+    Some model types have a `router_dtype` in the config, which their routers keep as an attribute `dtype`.
+    """
     if not hasattr(getattr(model, "config", None), ROUTER_FORMAT):
         return []
     return [module for module in model.modules() if vars(module).get("dtype", dtype) is not dtype]
 
 
 def router_formats(model: nn.Module, dtype: torch.dtype) -> dict[Parameter, torch.dtype]:
-    """Return the parameters that routers cast to a format other than `dtype`, with this format."""
-    return {
-        parameter: router.dtype for router in routers_of(model, dtype) for parameter in router.parameters()
-    }
+    """Return the weights of `routers_of`, with the format that they are cast to."""
+    return {weight: router.dtype for router in routers_of(model, dtype) for weight in router.parameters()}
 
 
 def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
@@ -98,12 +99,14 @@ def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
     a copy of the model on the meta device shows. A model in float32, or one that cannot be built from its config alone,
     keeps its tables.
     """
-    whole: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if whole is None or dtype is torch.float32:
+    pretrained: Any = next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
+    )
+    if pretrained is None or dtype is torch.float32:
         return
     tables = [
         (path, module, name)
-        for path, module in whole.named_modules()
+        for path, module in pretrained.named_modules()
         for name in module._non_persistent_buffers_set
         if (buffer := module._buffers[name]) is not None
         and buffer.ndim > 1
@@ -114,13 +117,13 @@ def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
         return
     try:
         with torch.device("meta"), creation_on_meta():
-            anew = type(whole)._from_config(deepcopy(whole.config), dtype=dtype)
+            reference = type(pretrained)._from_config(deepcopy(pretrained.config), dtype=dtype)
     except Exception:  # code of any kind
         return
-    buffers = dict(anew.named_buffers())
+    buffers = dict(reference.named_buffers())
     for path, module, name in tables:
-        there = buffers.get(f"{path}.{name}".lstrip("."))
-        if there is not None and there.dtype == dtype:
+        buffer = buffers.get(f"{path}.{name}".lstrip("."))
+        if buffer is not None and buffer.dtype == dtype:
             module._buffers[name] = module._buffers[name].to(dtype)
 
 
@@ -129,25 +132,25 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def format_errors(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """List the errors of parameters in float64 and of routers in other formats, which would round master weights.
+    """List errors of parameters whose master weights would be rounded: in float64, or of routers not in float32.
 
     Args:
         model: the full model.
         dtype: the format of the run.
     """
     errors = [
-        f"{ROUTER_FORMAT}={_name(each)!r} of the model's config rounds routers' weights, which train in float32: "
-        f"set it to 'float32' or {_name(dtype)!r} before the model is built"
-        for each in dict.fromkeys(router_formats(model, dtype).values())
-        if each is not torch.float32
+        f"{ROUTER_FORMAT}={_name(router_dtype)!r} of the model's config rounds routers' weights, which train in "
+        f"float32: set it to 'float32' or {_name(dtype)!r} before the model is built"
+        for router_dtype in dict.fromkeys(router_formats(model, dtype).values())
+        if router_dtype is not torch.float32
     ]
-    wide = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float64]
-    if not wide:
+    in_float64 = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float64]
+    if not in_float64:
         return errors
     return [
         *errors,
-        f"{first_of(wide)} in torch.float64 would be rounded to float32, the format of gradients and master weights: "
-        "call model.float(), or use TorchDDPPlugin or TorchFSDPPlugin, which compute in float64",
+        f"{first_of(in_float64)} in torch.float64 would be rounded to float32, the format of gradients and master "
+        "weights: call model.float(), or use TorchDDPPlugin or TorchFSDPPlugin, which compute in float64",
     ]
 
 
@@ -213,6 +216,7 @@ class DynamicScaler:
         self._overflows_since_growth = state["overflows_since_growth"]
 
     def _shrink(self) -> None:
+        """Shrink the scale down to its minimum; raise RuntimeError for repeated overflows at the minimum."""
         # One overflow at the minimum is a bad batch, whose step is skipped. Several in a row are an error.
         at_minimum = self.scale <= self._config.min_scale
         if at_minimum and self._overflows_in_a_row >= self._config.hysteresis:
@@ -220,15 +224,15 @@ class DynamicScaler:
         self.scale = max(self.scale * self._config.backoff_factor, self._config.min_scale)
 
 
-def beyond_fp16(in_a_row: int, where: str) -> RuntimeError:
-    """Make the error of overflows that no loss scale can prevent.
+def beyond_fp16(num_overflows: int, scale_state: str) -> RuntimeError:
+    """Return the error of overflows that no loss scale can prevent.
 
     Args:
-        in_a_row: number of consecutive steps that overflowed.
-        where: the state of the scale, in words.
+        num_overflows: number of consecutive steps that overflowed.
+        scale_state: the end of "although the loss scale …".
     """
     return RuntimeError(
-        f"fp16 gradients are infinite or NaN for {in_a_row} steps in a row although the loss scale {where}, so scaling "
-        "cannot help. Either the loss itself is not finite (print it; lower the learning rate, look for a division or "
-        "logarithm of zero), or the model exceeds the range of fp16: use precision='bf16'"
+        f"fp16 gradients are infinite or NaN for {num_overflows} steps in a row although the loss scale {scale_state}, "
+        "so scaling cannot help. Either the loss itself is not finite (print it; lower the learning rate, look for a "
+        "division or logarithm of zero), or the model exceeds the range of fp16: use precision='bf16'"
     )

@@ -15,11 +15,17 @@ from .clipping import clip_coefficient
 from .reducer import Reducer
 
 # Entries of which a CPU makes a temporary copy in float64 at a time, in its cache. Kernels of CUDA convert as they go.
-_PART = 2**16
+_CHUNK = 2**16
 
 
-class _Aside(NamedTuple):
-    """Gradients from before a call: the slices by bucket, by bucket and slot if there is one, and their factor."""
+class _EarlierGradients(NamedTuple):
+    """Reduced gradients of earlier calls of a step, kept while a call with a factor of its own accumulates.
+
+    Args:
+        slices: by bucket.
+        were_reduced: by bucket and slot, `Slot.was_reduced`.
+        factor: their pending factor.
+    """
 
     slices: list[Tensor]
     were_reduced: list[list[bool]]
@@ -47,12 +53,12 @@ class ReducedGradients:
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
-        self._aside: _Aside | None = None
+        self._earlier: _EarlierGradients | None = None
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
         self.flags: list[float] = []
-        self._slices = [bucket.own_gradients for bucket in buckets]
+        self._slices = [bucket.gradient_slice for bucket in buckets]
         self._counted = [run for bucket in buckets for run in bucket.counted]
         self._counted_elsewhere = [run for bucket in buckets for run in bucket.counted_elsewhere]
         self._reducer = reducer
@@ -65,52 +71,52 @@ class ReducedGradients:
         return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
 
     def set_aside(self, reduce: Callable[[], None]) -> None:
-        """Reduce the present gradients and keep them aside, before a call that leaves a factor for its own.
+        """Reduce the gradients of earlier calls and keep them, before a call whose gradients get another factor.
 
-        The next reduction adds them to those of the call.
+        `renew` adds them to those of the call.
 
         Args:
             reduce: reduces all gradients; collective over the data axis.
         """
         reduce()
-        self._aside = _Aside(*self._reducer.take_reduced(), self.factor)
+        self._earlier = _EarlierGradients(*self._reducer.take_reduced(), self.factor)
         self.factor = None
 
     def renew(self) -> None:
-        """Reset the state after new gradients were reduced, and add those that were set aside."""
+        """Reset norm and clipping after new gradients were reduced, and add those that were set aside."""
         self.norm = None
         self._unclip = 1.0
-        if self._aside is None:
+        if self._earlier is None:
             return
-        (slices, _, aside_factor), self._aside = self._aside, None
+        (slices, _, earlier_factor), self._earlier = self._earlier, None
         if isinstance(self.factor, Tensor):
             # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
             self.factor = torch.where(self.factor != 0, self.factor, 1.0)
         # The sum has the factor of the new gradients.
         new_factor = 1.0 if self.factor is None else self.factor
-        aside_factor = 1.0 if aside_factor is None else aside_factor
+        earlier_factor = 1.0 if earlier_factor is None else earlier_factor
         with torch.no_grad():
-            self._reducer.add(slices, aside_factor / new_factor)
+            self._reducer.add_reduced(slices, earlier_factor / new_factor)
 
     def apply_factor(self) -> None:
-        """Multiply the present gradients by their factor, before a backward that leaves none. No communication."""
+        """Multiply the gradients by their pending factor, before a backward adds some without it. No communication."""
         if self.factor is not None:
             self._reducer.scale_(self.factor)
             self.factor = None
 
     def discard(self) -> None:
-        """Drop the gradients of a call that failed, and of earlier ones with its factor; those set aside come back."""
-        aside, self._aside, self.factor = self._aside, None, None
+        """Drop the gradients of a call that failed, and of calls that share its factor; restore those set aside."""
+        earlier, self._earlier, self.factor = self._earlier, None, None
         with suppress(RuntimeError):  # another rank failed, too: the error of the call says so
-            if aside is None:
+            if earlier is None:
                 self._reducer.drop_since_zeros()
             else:
-                self._reducer.put_back(aside.slices, aside.were_reduced)
-                self.factor = aside.factor
+                self._reducer.restore_reduced(earlier.slices, earlier.were_reduced)
+                self.factor = earlier.factor
 
     def finish(self) -> None:
-        """End a step; another step on the same gradients measures them as this step left them."""
-        self.factor = self._aside = self.norm = None
+        """Forget the pending factor, the gradients set aside and the norm, at the end of a step or in `zero_grad`."""
+        self.factor = self._earlier = self.norm = None
 
     def measure(
         self,
@@ -122,11 +128,11 @@ class ReducedGradients:
     ) -> float:
         """Return the norm of the true gradients as they are now; infinite or NaN if any gradient of any rank is.
 
-        One all-reduce over the world, and one wait of the host for the device.
+        Moves the pending factor to the reducer. One all-reduce over the world, and one wait of the host for the device.
 
         Args:
             norm_type: the p of the norm.
-            code, share, flags: see `norm_over_all_ranks`. The sums of the flags become `flags`.
+            code, share, flags: see `norm_over_all_ranks`. The results become `is_agreed` and `flags`.
         """
         assert self._reducer.is_reduced
         norm, is_agreed, *sums = norm_over_all_ranks(
@@ -141,9 +147,9 @@ class ReducedGradients:
         factor = 1.0 if self.factor is None else self.factor
         if not isinstance(factor, Tensor):
             (factor,) = numbers_on(self._device, [factor], torch.float64)
-        figures = torch.cat([torch.stack([norm, factor, is_agreed, *sums]), self._reducer.has_gradients])
-        read_norm, read_factor, read_agreed, *others = figures.tolist()
-        flag_sums, has_gradients = others[: len(flags)], others[len(flags) :]
+        numbers = torch.cat([torch.stack([norm, factor, is_agreed, *sums]), self._reducer.has_gradients])
+        read_norm, read_factor, read_agreed, *rest = numbers.tolist()
+        flag_sums, has_gradients = rest[: len(flags)], rest[len(flags) :]
         if flags:
             self.flags = flag_sums
         self.is_agreed = read_agreed > 0
@@ -157,7 +163,12 @@ class ReducedGradients:
         return true_norm
 
     def clip_for_step_(self, norm: float, max_norm: float) -> None:
-        """Unscale the gradients and clip them from `norm` to `max_norm`; 0 never clips. `multiplier` undoes it."""
+        """Unscale the gradients and clip them; `multiplier` undoes the clipping.
+
+        Args:
+            norm: the norm of the true gradients.
+            max_norm: the largest norm after clipping; 0 never clips.
+        """
         coefficient = clip_coefficient(norm, max_norm)
         self._reducer.unscale_(coefficient)
         self._unclip = 1 / coefficient
@@ -179,7 +190,10 @@ class ReducedGradients:
         return norm
 
     def clip_by_value_(self, norm: float, clip_value: float) -> None:
-        """Unscale the gradients and clip every entry; if any is not finite, leave all as they are."""
+        """Unscale the gradients and clip every entry to -clip_value … clip_value.
+
+        If `norm`, measured over all ranks, is not finite, all gradients stay as they are.
+        """
         if isfinite(norm) and self._slices:
             self._reducer.unscale_()
             torch._foreach_clamp_min_(self._slices, -clip_value)
@@ -206,7 +220,7 @@ def norm_over_all_ranks(
         norm_type: the p of the p-norm; `inf` is the largest magnitude.
         device: the device on which the sum is computed.
         code: below 2**32; compared between all ranks in the same all-reduce.
-        share: summed over all ranks in the same all-reduce; the sum is 0 where they agree. See [Note: sums of codes]
+        share: this rank's term of a sum over all ranks, which is 0 where they agree. See [Note: sums of codes]
             in cluster/agreement.py.
         flags: summed over all ranks in the same all-reduce.
 
@@ -237,5 +251,7 @@ def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
 
     A float32 sum over 16M entries would lose 6e-4.
     """
-    parts = [part for x in tensors for part in ([x] if is_cuda(x.device) else x.split(_PART)) if part.numel()]
+    parts = [
+        part for x in tensors for part in ([x] if is_cuda(x.device) else x.split(_CHUNK)) if part.numel()
+    ]
     return list(torch._foreach_norm(parts, norm_type, dtype=torch.float64)) if parts else []

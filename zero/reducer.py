@@ -36,7 +36,7 @@ from .writes import WriteWatch
 class _Backward(Enum):
     """The kind of backward that may run now."""
 
-    OUTSIDE = auto()  # none of the optimizer's own; a plain loss.backward() or autograd.grad may run
+    OUTSIDE = auto()  # none that the optimizer runs; a plain loss.backward() or autograd.grad may run
     ACCUMULATING = auto()  # accumulates gradients
     LAUNCHING = auto()  # accumulates gradients and begins averages
 
@@ -89,9 +89,8 @@ class Reducer:
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
         self.num_contexts = 0
-        self._zeroed_slots: list[
-            Slot
-        ] = []  # had a gradient of zeros after the last drop; empty after a reduction
+        # Those that had a gradient of zeros after the last drop; empty after a reduction.
+        self._zeroed_slots: list[Slot] = []
         self._before_plain_backward = before_plain_backward
         self._group, self._device, self._scaler = group, device, scaler
         # The last gradient of a bucket is that of its first parameter in the model: backward reaches it last.
@@ -102,26 +101,29 @@ class Reducer:
                 -min(position[slot.parameter] for slot in bucket.slots),
             ),
         )
-        self._places = [(slot, bucket) for bucket in buckets for slot in bucket.slots]
+        self._slots_and_buckets = [(slot, bucket) for bucket in buckets for slot in bucket.slots]
         self._launches = group.size() > 1 and (overlap or self.shards_gradients)
         self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket accumulates
         self._backward = _Backward.OUTSIDE
-        self._is_held_back = False
+        self._postpones_averages = False
         # In the running backward: buckets not launched yet, and their slots still without their last gradient.
-        self._awaited: dict[Bucket, set[Slot]] = {}
+        self._slots_awaited: dict[Bucket, set[Slot]] = {}
         self._in_flight: deque[Bucket] = deque()
         # Weakly: the garbage collector cannot follow the hooks of a tensor that is referenced elsewhere, too. A cycle
         # through such a hook would never free this memory and its process groups.
-        for place, (slot, _) in enumerate(self._places):
-            before = _weakly(Reducer._before_accumulation, ref(self), place)
-            after = _weakly(Reducer._after_accumulation, ref(self), place)
+        for place, (slot, _) in enumerate(self._slots_and_buckets):
+            before = _weak_hook(Reducer._before_accumulation, ref(self), place)
+            after = _weak_hook(Reducer._after_accumulation, ref(self), place)
             slot.parameter.register_hook(before)
             slot.parameter.register_post_accumulate_grad_hook(after)
 
     # Contexts of backwards
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Mark all backwards inside as accumulating; outside, a backward may belong to autograd.grad."""
+        """Return the context of backwards that accumulate gradients, and are not the last before a reduction.
+
+        Outside of such a context, a backward may belong to autograd.grad. Within `last_backward`, averages begin too.
+        """
         is_launching = self._backward is _Backward.LAUNCHING
         return self._running(_Backward.LAUNCHING if is_launching else _Backward.ACCUMULATING)
 
@@ -129,27 +131,32 @@ class Reducer:
     def last_backward(self, parameters: Sequence[Parameter] | None = None) -> Iterator[None]:
         """Mark the backward inside as the last for these parameters, or for all, before the next reduction.
 
-        Begins averages, see [Note: reducing while backward runs], except inside `held_back`. Every rank of the data
-        axis enters it for the same parameters in the same order. Inside another such context it does nothing.
+        Begins averages, see [Note: reducing while backward runs], except inside `postponing_averages`. Every rank of
+        the data axis enters it for the same parameters in the same order. Inside another such context it does nothing.
+
+        Args:
+            parameters: those of a pipeline stage; None means all.
         """
         if not self.may_launch:
             with self.accumulating():
                 yield
             return
         if self.is_reduced:
-            self.open()
-        expected = None if parameters is None else set(parameters)
+            self.begin_accumulation()
+        in_backward = None if parameters is None else set(parameters)
         for bucket in self._buckets:
-            is_expected = expected is None or all(slot.parameter in expected for slot in bucket.slots)
-            if not bucket.sum_groups and is_expected:
-                bucket.open()
-                self._awaited[bucket] = set(bucket.slots)
+            is_complete = in_backward is None or all(slot.parameter in in_backward for slot in bucket.slots)
+            if not bucket.sum_groups and is_complete:
+                bucket.begin_accumulation()
+                self._slots_awaited[bucket] = set(bucket.slots)
         with self.accumulating():
             with self._running(_Backward.LAUNCHING):
                 yield
-            for bucket in [*self._awaited]:  # parameters without a gradient will get none
+            for bucket in [*self._slots_awaited]:  # parameters without a gradient will get none
                 self._launch(bucket)
-            if self.shards_gradients and any(bucket.partition.ends_together for bucket in self._buckets):
+            if self.shards_gradients and any(
+                bucket.partition.needs_all_ranks_to_wait for bucket in self._buckets
+            ):
                 self._wait_for_averages()  # otherwise a backward that only one rank calls would wait for the others
 
     def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
@@ -160,30 +167,30 @@ class Reducer:
         return self.last_backward(parameters) if self.shards_gradients else self.accumulating()
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Begin no average in backwards inside. All ranks of the data axis must enter it."""
-        before, self._is_held_back = self._is_held_back, True
+    def postponing_averages(self) -> Iterator[None]:
+        """Let backwards inside begin no averages, but only accumulate. All ranks of the data axis must enter it."""
+        previous, self._postpones_averages = self._postpones_averages, True
         try:
-            self.open()
+            self.begin_accumulation()
             yield
         finally:
-            self._is_held_back = before
+            self._postpones_averages = previous
 
     @property
     def may_launch(self) -> bool:
         """Return True if a backward that starts now begins averages."""
-        return self._launches and self._backward is not _Backward.LAUNCHING and not self._is_held_back
+        return self._launches and self._backward is not _Backward.LAUNCHING and not self._postpones_averages
 
     @contextmanager
     def _running(self, backward: _Backward) -> Iterator[None]:
-        """Mark a backward of this kind as running in this context."""
+        """Set the kind of the running backward in this context; the outermost one accepts its writes at the end."""
         self.num_contexts += 1
-        before, self._backward = self._backward, backward
+        outer, self._backward = self._backward, backward
         try:
             yield
         finally:
-            self._backward = before
-            if before is _Backward.OUTSIDE:
+            self._backward = outer
+            if outer is _Backward.OUTSIDE:
                 self.writes.accept()
 
     # Reduction
@@ -193,10 +200,10 @@ class Reducer:
         """Return the loss scale of the optimizer's own backwards."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
-    def open(self) -> None:
-        """Begin to accumulate gradients of further backwards; reduced gradients are kept, and added again.
+    def begin_accumulation(self) -> None:
+        """Begin to accumulate gradients of further backwards; the next reduction adds those reduced before.
 
-        Gradients that the model's own `zero_grad` dropped after a step are forgotten. All ranks must call it.
+        Reduced gradients that the model's own `zero_grad` dropped are not added. All ranks must call it.
 
         Raises:
             RuntimeError: gradients were written to by something other than a backward.
@@ -207,9 +214,9 @@ class Reducer:
         factor = self.loss_scale * self.unscale_factor if self.is_reduced else 1.0
         self.is_reduced = False
         for bucket in self._buckets:
-            bucket.open(factor)
+            bucket.begin_accumulation(factor)
         self._in_flight.clear()
-        self.writes.accept_again()
+        self.writes.accept_if_watching()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -221,15 +228,15 @@ class Reducer:
         self.writes.require_scaled()
         self.require_untouched()
         self.writes.forget()
-        not_reduced = (GradientState.NONE, GradientState.LOCAL)
-        waiting = [bucket for bucket in self._buckets if bucket.state in not_reduced]
-        for bucket in waiting:
+        states = (GradientState.NONE, GradientState.LOCAL)
+        not_reduced = [bucket for bucket in self._buckets if bucket.state in states]
+        for bucket in not_reduced:
             if bucket.sum_groups:
                 bucket.collect()
         flags = [float(slot.has_gradient) for slot in self.slots]
         has_gradients = numbers_on(self._device, flags, torch.float32)
-        _sum_over_groups(self.slots, waiting, has_gradients)
-        for bucket in waiting:
+        _sum_over_groups(self.slots, not_reduced, has_gradients)
+        for bucket in not_reduced:
             self._launch(bucket)
         self._wait_for_averages()
         if self.slots and self._group.size() > 1:
@@ -240,64 +247,65 @@ class Reducer:
 
     @torch.no_grad()
     def take_reduced(self) -> tuple[list[Tensor], list[list[bool]]]:
-        """Return copies of the reduced slices, with the loss scale, and begin to accumulate from zeros.
+        """Copy the reduced gradients, set them to zeros, and begin to accumulate further ones.
 
-        Also returns for every bucket and slot whether this rank gave a gradient.
+        Returns:
+            The slices by bucket, multiplied by the loss scale; and by bucket and slot `Slot.was_reduced`.
         """
         flags = [[slot.was_reduced for slot in bucket.slots] for bucket in self._buckets]
-        slices = [bucket.own_gradients for bucket in self._buckets]
+        slices = [bucket.gradient_slice for bucket in self._buckets]
         copies = [slice_ * (self.loss_scale * self.unscale_factor) for slice_ in slices]
         for slice_ in slices:
             slice_.zero_()
         self.writes.accept()
-        self.open()
+        self.begin_accumulation()
         return copies, flags
 
     @torch.no_grad()
-    def put_back(self, slices: Sequence[Tensor], were_reduced: Sequence[Sequence[bool]]) -> None:
-        """Replace all gradients by what `take_reduced` returned, as reduced ones. No communication."""
+    def restore_reduced(self, slices: Sequence[Tensor], were_reduced: Sequence[Sequence[bool]]) -> None:
+        """Replace all gradients by the reduced ones that `take_reduced` returned. No communication."""
         self.drop(to_zeros=False)
         for bucket, slice_, flags in zip(self._buckets, slices, were_reduced, strict=True):
-            bucket.put_back(slice_, flags)
+            bucket.restore_reduced(slice_, flags)
         self.is_reduced, self.unscale_factor = True, 1 / self.loss_scale
         self.writes.accept()
 
-    def add(self, slices: Sequence[Tensor], factor: float | Tensor) -> None:
-        """Add slices from `take_reduced`, times a factor, to the reduced ones."""
-        for bucket, added in zip(self._buckets, slices, strict=True):
-            bucket.own_gradients.add_(added * factor)
+    def add_reduced(self, slices: Sequence[Tensor], factor: float | Tensor) -> None:
+        """Add slices from `take_reduced`, times a factor, to the reduced gradients."""
+        for bucket, slice_ in zip(self._buckets, slices, strict=True):
+            bucket.gradient_slice.add_(slice_ * factor)
         self.writes.accept()
 
     @torch.no_grad()
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a factor, reduced or not, and begin to accumulate further ones."""
-        self.open()
+        self.begin_accumulation()
         for bucket in self._buckets:
             bucket.scale_(factor)
-        self.writes.accept_again()
+        self.writes.accept_if_watching()
 
     @property
     def holds_gradients(self) -> bool:
-        """Return True if gradients were computed or assigned since the last drop, by the model's `zero_grad` too."""
+        """Return True if gradients were computed or assigned since the optimizer's or the model's last `zero_grad`."""
         if self.is_reduced and self.writes.were_dropped:
             return False
         return any(bucket.holds_gradients for bucket in self._buckets)
 
     def multiply(self, factor: float) -> None:
-        """Multiply the true gradients by a factor, applied to the slices by the next `unscale_`."""
+        """Include a factor in `unscale_factor`, by which the next `unscale_` multiplies the reduced gradients."""
         self.unscale_factor *= factor
 
     def unscale_(self, coefficient: float = 1.0) -> None:
         """Unscale the reduced gradients in this rank's slices and multiply them by a coefficient."""
         if self.unscale_factor * coefficient != 1.0 and self._buckets:
-            slices = [bucket.own_gradients for bucket in self._buckets]
+            slices = [bucket.gradient_slice for bucket in self._buckets]
             torch._foreach_mul_(slices, self.unscale_factor * coefficient)
             self.writes.accept()
         self.unscale_factor = 1.0
 
     def drop(self, *, to_zeros: bool) -> None:
         """Drop all gradients, and averages in flight; with `to_zeros`, parameters with one get a gradient of zeros."""
-        self._awaited.clear()
+        self._slots_awaited.clear()
         self._wait_for_averages()
         self.writes.forget()
         self.is_reduced = False
@@ -314,7 +322,10 @@ class Reducer:
         self.drop(to_zeros=True)
 
     def require_untouched(self) -> None:
-        """Raise RuntimeError if something other than a backward changed gradients before further accumulation."""
+        """Raise RuntimeError if something other than a backward wrote to gradients that are not reduced yet.
+
+        Sharded gradients must not be dropped or replaced either, see `WriteWatch.require_kept`.
+        """
         self.writes.require_no_writes()
         if not self.is_reduced:  # after a step the model's own zero_grad drops them
             self.writes.require_kept(reduced=False)
@@ -325,20 +336,23 @@ class Reducer:
         self.writes.require_no_writes()
         self.writes.require_kept(reduced=True)
 
-    def _complete(self, slot: Slot, bucket: Bucket) -> None:
-        """Launch the buckets that were waiting for the last gradient of this slot in a backward."""
-        if bucket not in self._awaited:
+    def _record_last_gradient(self, slot: Slot, bucket: Bucket) -> None:
+        """Record that a backward computed the last gradient of a slot; launch the buckets that are complete now.
+
+        Buckets are launched in the order of `_slots_awaited`, equal on all ranks: an incomplete one delays the next.
+        """
+        if bucket not in self._slots_awaited:
             return
-        self._awaited[bucket].discard(slot)
-        while self._awaited:
-            following, awaited_slots = next(iter(self._awaited.items()))
-            if awaited_slots:
+        self._slots_awaited[bucket].discard(slot)
+        while self._slots_awaited:
+            next_bucket, missing_slots = next(iter(self._slots_awaited.items()))
+            if missing_slots:
                 return
-            self._launch(following)
+            self._launch(next_bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         """Begin to average a bucket. Every rank of the data axis launches the same buckets in the same order."""
-        self._awaited.pop(bucket, None)
+        self._slots_awaited.pop(bucket, None)
         if not bucket.sum_groups:  # they are collected before they are summed
             bucket.collect()
         bucket.start_reduction()
@@ -351,8 +365,12 @@ class Reducer:
         while len(self._in_flight) > num_left:
             self._in_flight.popleft().finish_reduction()
 
-    def _make_room(self, bucket: Bucket) -> None:
-        """Prepare a bucket for a gradient."""
+    def _prepare_for_gradient(self, bucket: Bucket) -> None:
+        """Let a bucket accumulate, with memory for gradients, before a backward computes the first one in it.
+
+        Raises:
+            RuntimeError: its gradients are being averaged.
+        """
         if bucket.state is GradientState.REDUCING and not bucket.shards_gradients:
             raise RuntimeError(
                 "a backward adds to gradients that are being averaged: call booster.backward instead of "
@@ -360,43 +378,54 @@ class Reducer:
                 "booster.no_sync(model, optimizer), all but the last, and checkpoint with use_reentrant=False"
             )
         if self.is_reduced:
-            self.open()
-        bucket.open()
-        bucket.borrow()
+            self.begin_accumulation()
+        bucket.begin_accumulation()
+        bucket.borrow_buffer()
 
     def _before_accumulation(self, place: int, gradient: Tensor | None) -> None:
-        """Hook before a parameter's complete gradient is accumulated; `gradient` is None where it is deferred."""
-        slot, bucket = self._places[place]
+        """Hook before autograd adds a gradient to `parameter.grad`.
+
+        Args:
+            place: index in `_slots_and_buckets`.
+            gradient: None if backward computes none here, because a weight gradient is deferred (zbh1, zbv).
+        """
+        slot, bucket = self._slots_and_buckets[place]
         if self._backward is _Backward.OUTSIDE:
             if not _accumulates(slot.parameter):
                 return
             if self.writes.begin_plain_backward():
                 self._before_plain_backward()
-                self.open()
+                self.begin_accumulation()
         if gradient is None:
-            self._complete(slot, bucket)
+            self._record_last_gradient(slot, bucket)
             return
-        if self.is_reduced or not bucket.has_room:
-            self._make_room(bucket)
+        if self.is_reduced or not bucket.can_accumulate:
+            self._prepare_for_gradient(bucket)
         if self.shards_gradients:
-            slot.show(slot.local_gradient)  # autograd is about to add to it
+            slot.set_grad(slot.local_gradient)  # autograd is about to add to it
 
     def _after_accumulation(self, place: int, parameter: Parameter) -> None:
-        """Hook after a gradient was accumulated. If a foreign hook may still change it, the end of backward counts."""
-        slot, bucket = self._places[place]
+        """Hook after autograd added a gradient: collect it, and launch buckets that are complete.
+
+        If a hook of the user runs later and may change the gradient, its bucket is launched at the end of backward.
+        """
+        slot, bucket = self._slots_and_buckets[place]
         if self._backward is _Backward.OUTSIDE:
             self.writes.record_unscaled()
         slot.collect()
-        if self._awaited and not has_foreign_last_hooks(parameter):
-            self._complete(slot, bucket)
+        if self._slots_awaited and not has_foreign_last_hooks(parameter):
+            self._record_last_gradient(slot, bucket)
 
 
 def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, ProcessGroup, list[int]]]:
-    """Return the sums over groups in order: the group's place in `sum_groups`, the group, the parameters' indices.
+    """Return the sums of gradients over groups, in the order in which all ranks make them.
 
     The first groups of all parameters come before the second ones: a gradient must be summed over its first group
-    before it is sent over its second. Groups of one place are ordered by their global ranks, equally on all ranks, so
-    that two ranks that share two groups cannot deadlock.
+    before it is sent over its second. Groups of one position are ordered by their global ranks, equally on all ranks,
+    so that two ranks that share two groups cannot deadlock.
+
+    Returns:
+        For each sum the position of the group in `sum_groups`, the group, and the indices of its parameters.
     """
     members: dict[tuple[int, ProcessGroup], list[int]] = {}
     for index, managed in enumerate(parameters):
@@ -422,10 +451,10 @@ def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradi
         has_gradients: (len(slots),) float32, 1 where this rank has a gradient; set to 1 where any rank of a sum has.
     """
     for position, group, indices in sums_in_order([slot.managed for slot in slots]):
-        places = numbers_on(has_gradients.device, indices, torch.long)  # a list would be copied synchronously
-        own_flags = has_gradients[places]
-        dist.all_reduce(own_flags, op=dist.ReduceOp.MAX, group=group)
-        has_gradients[places] = own_flags
+        index = numbers_on(has_gradients.device, indices, torch.long)  # a list would be copied synchronously
+        flags = has_gradients[index]
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        has_gradients[index] = flags
         for bucket in buckets:
             if bucket.sum_groups[position : position + 1] == (group,):
                 assert bucket.gradients is not None  # collected
@@ -440,8 +469,14 @@ def _accumulates(parameter: Parameter) -> bool:
         return False
 
 
-def _weakly(method: Callable[..., None], reference: ref, place: int) -> Callable[[Any], None]:
-    """Return a hook that calls a method with a place and the hook's argument, while the method's object exists."""
+def _weak_hook(method: Callable[..., None], reference: ref, place: int) -> Callable[[Any], None]:
+    """Return a hook that calls a method with `place` and the hook's argument, and does not keep its object alive.
+
+    Args:
+        method: a method of a class, not bound.
+        reference: to the object; once it is gone, the hook does nothing.
+        place: the first argument of the method.
+    """
 
     def call(argument: Any) -> None:
         if (owner := reference()) is not None:

@@ -102,15 +102,18 @@ class Slot:
         """Return the parameter's view into an unsharded buffer, in its shape."""
         return view_like(flat, self.weight, self.start)  # the parameter itself may be in flight
 
-    def show(self, gradient: Tensor | None) -> None:
+    def set_grad(self, gradient: Tensor | None) -> None:
         """Set `parameter.grad`."""
         if self.parameter.grad is not gradient:
             self.parameter.grad = gradient
 
     def collect(self) -> None:
-        """Make the parameter's gradient the view into the bucket, copying in a gradient stored elsewhere.
+        """Copy `parameter.grad` into the view into the bucket, and set it to this view; no gradient stays None.
 
         Autograd makes a new tensor for the first gradient after `zero_grad`, and adds in place from then on.
+
+        Raises:
+            ValueError: the gradient is sparse.
         """
         gradient = self.parameter.grad
         if gradient is None or gradient is self.gradient or isinstance(gradient, ShardedGradient):

@@ -22,7 +22,7 @@ from .bucket import Bucket
 
 
 class WriteWatch:
-    """The write counts of unsharded gradients after the last backward or reduction.
+    """Detects writes to gradients since the last backward or reduction; see [Note: writes to unreduced gradients].
 
     Args:
         buckets: the buckets of the gradients.
@@ -31,21 +31,22 @@ class WriteWatch:
 
     def __init__(self, buckets: Sequence[Bucket], *, has_loss_scale: bool) -> None:
         self._has_loss_scale = has_loss_scale
-        self._has_unscaled = False
-        self._plain_backward = -1
+        self._has_unscaled = False  # True after a gradient of a plain backward under a loss scale
+        self._plain_backward = -1  # autograd's id of the last plain backward
         self._buckets = buckets
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
-        # As of the last `accept`: versions of the buckets, None to accept all writes; and the slots with a gradient.
+        # As of the last `accept`, by bucket: the version counter of its gradients, None without a buffer. All None: any
+        # write is accepted.
         self._versions: list[int | None] | None = None
-        self._had = [False] * len(self._slots)
+        self._had_gradient = [False] * len(self._slots)  # as of the last `accept`, by slot
 
     def accept(self) -> None:
-        """Accept all writes of a backward or reduction that has ended."""
+        """Accept all writes until now, of a backward or reduction that has ended; detect later ones."""
         self._versions = [_version(bucket) for bucket in self._buckets]
-        self._had = [slot.parameter.grad is not None for slot in self._slots]
+        self._had_gradient = [slot.parameter.grad is not None for slot in self._slots]
 
-    def accept_again(self) -> None:
-        """Accept the write that kept reduced gradients aside, unless a plain backward is running."""
+    def accept_if_watching(self) -> None:
+        """Accept all writes until now, if later ones would be detected: not during a plain backward."""
         if self._versions is not None:
             self.accept()
 
@@ -53,7 +54,7 @@ class WriteWatch:
         """Accept all writes until the next call of `accept`: gradients are dropped or reduced."""
         self._versions = None
         self._has_unscaled = False
-        self._had = [False] * len(self._slots)
+        self._had_gradient = [False] * len(self._slots)
 
     def begin_plain_backward(self) -> bool:
         """Accept the writes of a backward that the optimizer does not run; return True if it has just begun.
@@ -85,14 +86,19 @@ class WriteWatch:
             )
 
     def _has_assigned(self) -> bool:
-        """Return True if, under a loss scale, a nonzero gradient exists where the last backward had left none."""
+        """Return True if a script assigned a nonzero gradient where the last backward left none, under a loss scale.
+
+        Waits for the device if there is a new gradient.
+        """
         if not self._has_loss_scale:
             return False
-        new = [slot.local_gradient for slot, had in zip(self._slots, self._had, strict=True) if not had]
+        new = [
+            slot.local_gradient for slot, had in zip(self._slots, self._had_gradient, strict=True) if not had
+        ]
         return any(gradient is not None and bool(gradient.count_nonzero()) for gradient in new)
 
     def require_no_writes(self) -> None:
-        """Raise RuntimeError if anything but zeros was written to gradients since the last backward."""
+        """Raise RuntimeError if something wrote to gradients since the last `accept`. Writing zeros is allowed."""
         if self._versions is None:
             return
         for bucket, version in zip(self._buckets, self._versions, strict=True):
@@ -114,7 +120,7 @@ class WriteWatch:
         """
         if self._versions is None:
             return
-        for slot, had_gradient in zip(self._slots, self._had, strict=True):
+        for slot, had_gradient in zip(self._slots, self._had_gradient, strict=True):
             gradient, local = slot.parameter.grad, slot.local_gradient
             is_replaced = reduced and local is not None and local is not slot.gradient
             is_dropped = had_gradient and gradient is None and (reduced or slot.was_reduced)
@@ -130,7 +136,7 @@ class WriteWatch:
     @property
     def were_dropped(self) -> bool:
         """Return True if the model's own `zero_grad` dropped all gradients of the last backward or reduction."""
-        return any(self._had) and all(slot.parameter.grad is None for slot in self._slots)
+        return any(self._had_gradient) and all(slot.parameter.grad is None for slot in self._slots)
 
 
 def _version(bucket: Bucket) -> int | None:

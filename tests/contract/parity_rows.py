@@ -105,13 +105,14 @@ def covering_rows() -> Iterator[ParityRow]:
         able = [each for each in KINDS[row["kind"]] if takes(each, row) and each in known]
         model_type = min(able, key=lambda each: met[each])
         met[model_type] += 1
-        choice = ModelChoice(model_type=model_type, tied=row["tied"])
         row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
-        yield ParityRow(choice=choice, layout=layout_of(row), num_steps=2, quick=True)
+        layout = layout_of(row)
+        num_stages = 4 if layout.schedule in ("interleaved", "zbv") else 2
+        choice = ModelChoice(model_type=model_type, tied=row["tied"], num_layers=num_stages)
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True)
     for model_type in (each for each, count in met.items() if not count and each in known):
-        yield ParityRow(
-            choice=ModelChoice(model_type=model_type), layout=Layout(tp=2, pp=2), num_steps=2, quick=True
-        )
+        choice = ModelChoice(model_type=model_type, num_layers=2)
+        yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2, quick=True)
 
 
 # Schedules, and weights shared between stages.

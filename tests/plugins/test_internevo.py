@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from echelon import HybridParallelPlugin, PipelineGradientCheckpointConfig
-from echelon.plugins.internevo import in_its_words, plugin_arguments
+from echelon.plugins.internevo import plugin_arguments, with_configuration_keys
 
 from ..pool import Pool
 
@@ -280,16 +280,16 @@ def test_other_json_is_refused(tmp_path: Path, text: str, reported: str) -> None
 
 def test_errors_of_the_plugin_name_the_keys_of_the_configuration() -> None:
     arguments = plugin_arguments(ISSUE)
-    assert in_its_words("zero_size=32 must divide the 8 ranks", arguments) == (
+    assert with_configuration_keys("zero_size=32 must divide the 8 ranks", arguments) == (
         "zero_size=32 must divide the 8 ranks\nin InternEvo's configuration zero_size=32 is zero1.size=8 times "
         "weight.size=4"
     )
-    assert in_its_words("sp_size=2, wp_size=4", arguments).endswith(
+    assert with_configuration_keys("sp_size=2, wp_size=4", arguments).endswith(
         "\nin InternEvo's configuration sp_size=2 is tensor.size, wp_size=4 is weight.size"
     )
-    assert in_its_words("precision='fp9'", arguments) == "precision='fp9'"
+    assert with_configuration_keys("precision='fp9'", arguments) == "precision='fp9'"
     for argument, key in (("max_norm", "clip_grad_norm"), ("overlap_communication", "overlap_sync_grad")):
-        words = in_its_words(f"{argument}=-1 must be", {argument: -1})
+        words = with_configuration_keys(f"{argument}=-1 must be", {argument: -1})
         assert words.endswith(f"configuration {argument}=-1 is hybrid_zero_optimizer.{key}")
 
 

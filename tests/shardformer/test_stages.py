@@ -12,7 +12,8 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.stage import local_stages
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.pipeline.stand_ins import StandIn
-from echelon.plugins.hybrid_model import ParameterNames, managed_parameters
+from echelon.plugins.hybrid_model import managed_parameters
+from echelon.plugins.state import ParameterNames
 from echelon.shardformer import (
     ModelSharder,
     ModulePolicyDescription,

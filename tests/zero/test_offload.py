@@ -91,7 +91,7 @@ def check_memory() -> None:
                     for each in (
                         bucket.parameters,
                         bucket.masters,
-                        bucket.own_gradients,
+                        bucket.gradient_slice,
                         bucket.stepped_gradients,
                     )
                 }

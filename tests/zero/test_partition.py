@@ -39,7 +39,7 @@ def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
     work = partition.average_(gradients)
     assert work is not None
     work.wait()
-    own = partition.own(gradients)
+    own = partition.local_slice(gradients)
     return partition.index, partition.is_counted, own.tolist(), partition.gathered(own).tolist()
 
 
@@ -55,7 +55,7 @@ def average_large(num_slices: int) -> None:
     work = partition.average_(gradients, torch.float16)
     assert work is not None
     work.wait()
-    assert partition.own(gradients).eq(60000).all()
+    assert partition.local_slice(gradients).eq(60000).all()
 
 
 @SLICES
@@ -67,11 +67,11 @@ def test_a_mean_in_16_bits_is_divided_before_it_is_rounded(pool: Pool, num_slice
 def average_thirds(num_slices: int) -> None:
     partition = Partition.of(ParallelMesh(), num_slices)
     gradients = torch.randn(96, generator=torch.Generator().manual_seed(0))
-    expected = partition.own((3 * (gradients / 3).bfloat16().float()).bfloat16().float())
+    expected = partition.local_slice((3 * (gradients / 3).bfloat16().float()).bfloat16().float())
     work = partition.average_(gradients, torch.bfloat16)
     assert work is not None
     work.wait()
-    assert torch.equal(partition.own(gradients), expected)
+    assert torch.equal(partition.local_slice(gradients), expected)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[f
     assert work is not None
     work.wait()
     ranks = dist.get_process_group_ranks(partition.group)
-    return ranks, partition.index, partition.is_counted, partition.own(gradients).tolist()
+    return ranks, partition.index, partition.is_counted, partition.local_slice(gradients).tolist()
 
 
 def test_the_second_sum_of_an_average_begins_without_a_wait(pool: Pool) -> None:
@@ -118,13 +118,13 @@ def average_beside() -> tuple[int, list[float]]:
             sums.assert_called_once()
 
     stream = Stream()
-    partition = replace(Partition.of(ParallelMesh(), 2), beside=stream)
+    partition = replace(Partition.of(ParallelMesh(), 2), waiting_stream=stream)
     with late_completion(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
         gradients = torch.arange(8.0) * 10 + dist.get_rank()
         work = partition.average_(gradients)
         assert work is not None
         work.wait()
-    return stream.entered, partition.own(gradients).tolist()
+    return stream.entered, partition.local_slice(gradients).tolist()
 
 
 def test_placement_and_tie_determine_where_a_gradient_is_summed_and_counted(pool: Pool) -> None:

@@ -34,10 +34,10 @@ def watch(optimizer: ShardedOptimizer) -> list[str]:
         def give_back(bucket: Bucket = bucket) -> None:
             if bucket.shards_gradients and bucket.gradients is not None:
                 events.append(f"-{bucket.slots[0].managed.name}")
-            Bucket._give_back(bucket)
+            Bucket._return_buffer(bucket)
 
         bucket.start_reduction = start  # type: ignore[method-assign]
-        bucket._give_back = give_back  # type: ignore[method-assign]
+        bucket._return_buffer = give_back  # type: ignore[method-assign]
     return events
 
 
@@ -126,10 +126,10 @@ def check_padding() -> None:
     model = nn.Sequential(nn.Linear(17, 16, bias=False), nn.Linear(16, 1, bias=False), nn.Linear(1, 3))
     optimizer = shard(model, stage=2, bucket_size=20)
     for bucket in optimizer.buckets:  # as if left over in the memory
-        bucket.borrow()
+        bucket.borrow_buffer()
         assert bucket.gradients is not None
         bucket.gradients.fill_(torch.nan)
-        bucket._give_back()
+        bucket._return_buffer()
     optimizer.backward(model(torch.ones(2, 17)).sum())
     optimizer.step()
     assert optimizer.skipped_steps == 0

@@ -76,7 +76,7 @@ FAULTS = {
         notice="^step 1: ",
     ),
     "the second sum of the data axis does not wait for the first": fault(
-        "zero.partition:Chain._follow",
+        "zero.partition:Chain._begin_second",
         lambda chain: chain._begin(),
         check=departs,
         args=(Layout(dp=4, zero=1, zero_size=2),),

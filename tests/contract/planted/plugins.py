@@ -37,7 +37,7 @@ def of_one_label(counted: Callable[..., Any]) -> Callable[..., Any]:
 
     def one(*args: Any) -> Any:
         found = counted(*args)
-        return None if found is None else found._replace(number=torch.ones_like(found.number))
+        return None if found is None else found._replace(denominator=torch.ones_like(found.denominator))
 
     return one
 
@@ -58,7 +58,7 @@ FAULTS = {
         notice="running_mean",
     ),
     "FSDP steps beside parameters that an evaluation gathered": fault(
-        "plugins.torch_fsdp:TorchFSDPModel.free_whole_parameters", returning(None), check=old_weights
+        "plugins.torch_fsdp:TorchFSDPModel.free_unsharded_parameters", returning(None), check=old_weights
     ),
     "a loss over the global batch is not corrected": fault(
         "plugins.engine:set_gradient_factor",
@@ -66,7 +66,7 @@ FAULTS = {
         check=SCRIPTS["a loss exact over the global batch"].departure,
     ),
     "microbatches weigh equally, whatever their labels": fault(
-        "pipeline.counted_loss:Observed.counted", around(of_one_label), check=of_whole_batch
+        "pipeline.counted_loss:LossObserver.record_of", around(of_one_label), check=of_whole_batch
     ),
     "the terms of a loss are weighed together": fault(
         "plugins.loss:terms_of", returning([]), check=of_whole_batch, args=("several terms",)

@@ -21,7 +21,7 @@ OVERFLOW = Training(overflow_step=1)
 def last_gradient_scaled(reduce: Callable[[Any], None]) -> Callable[[Any], None]:
     def scaled(self: Any) -> None:
         reduce(self)
-        self.buckets[-1].own_gradients.data[-1] *= 1.001  # by `data`, so it does not count as a write
+        self.buckets[-1].gradient_slice.data[-1] *= 1.001  # by `data`, so it does not count as a write
 
     return scaled
 
@@ -72,9 +72,9 @@ def kept_after_the_step(drop: Callable[..., None]) -> Callable[..., None]:
     """Keep the gradients of slices, so the next backward adds to them."""
 
     def dropped(self: Any, *, to_zeros: bool) -> None:
-        before = self.own_gradients.clone()
+        before = self.gradient_slice.clone()
         drop(self, to_zeros=to_zeros)
-        self.own_gradients.copy_(before)
+        self.gradient_slice.copy_(before)
 
     return dropped
 
@@ -157,7 +157,7 @@ FAULTS = {
         notice=r"^step 1: copy of model.norm.weight ",
     ),
     "a bucket is averaged before its last gradient": fault(
-        "zero.reducer:Reducer._complete",
+        "zero.reducer:Reducer._record_last_gradient",
         around(launched_at_the_first),
         LLAMA,
         ZERO1,
@@ -190,7 +190,7 @@ FAULTS = {
         num_steps=2,
     ),
     "offloaded gradients are those of the previous step": fault(
-        f"{BUCKET}.send_gradients", returning(None), LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))
+        f"{BUCKET}.offload_gradients", returning(None), LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))
     ),
     "an owner steps a stale piece": fault(
         "zero.owned:OwnedParameters.collect_gradients",
@@ -202,7 +202,7 @@ FAULTS = {
         notice="^step 2: weight",
     ),
     "updated pieces do not return from their owners": fault(
-        "zero.owned:OwnedParameters.return_to_slices",
+        "zero.owned:OwnedParameters.scatter_masters",
         returning(None),
         LLAMA,
         ZERO1,
