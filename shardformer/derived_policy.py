@@ -57,7 +57,7 @@ class DerivedPolicy(TablePolicy):
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Set the requested axes; for a tensor axis take the table that was tried."""
         if shard_config.tensor_parallel_size > 1:
-            self.table = self._newest = self._tried
+            self.table = self._table_for_newest = self._tried
         super().set_shard_config(shard_config)
 
     @cached_property
