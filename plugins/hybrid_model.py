@@ -101,7 +101,7 @@ def boost(
         ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
-        load.count_in(model)
+        load.add_hooks(model)
         if config.ep_size > 1:
             apply_expert_sharding(model, mesh.group("ep"))
         model.to(mesh.device)  # only this rank's shards
