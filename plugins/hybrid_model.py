@@ -36,7 +36,7 @@ from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
 from ..shardformer.expert_load import ExpertLoad, LayerLoad
 from ..shardformer.expert_sharding import apply_expert_sharding, expert_errors
 from ..shardformer.layers.batch_norm import RunningStatistics, convert_batch_norms
-from ..shardformer.layers.expert_parallel import replaying
+from ..shardformer.layers.expert_parallel import replay_choices
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import (
@@ -154,7 +154,7 @@ class BoostPlan:
         if config.gradient_checkpoint_config is not None:
             checkpoint = ActivationOffload(mesh.device).checkpoint if config.activation_offload else RECOMPUTE
             if config.ep_size > 1:
-                checkpoint = replaying(checkpoint)
+                checkpoint = replay_choices(checkpoint)
             checkpoint_layers(self.recomputed, config.gradient_checkpoint_config, checkpoint)
 
 

@@ -25,7 +25,7 @@ from ..cluster.transformers_api import (
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
-from .layers.forward_code import exit_error, own_names, takes_named_inputs, tensor_inputs
+from .layers.forward_code import attributes_read, exit_error, takes_named_inputs, tensor_inputs
 from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present
 
 # Packed: two projections of equal size in one weight.
@@ -247,7 +247,7 @@ def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
         return errors
     if other_inputs:
         errors.append(f"{path} takes {', '.join(other_inputs)} besides hidden states: {_ADVICE}")
-    if counts := sorted(own_names(module) & _HEAD_COUNTS):
+    if counts := sorted(attributes_read(module) & _HEAD_COUNTS):
         errors.append(
             f"the code of {path} reads {', '.join(counts)}, of which each rank has only a part: {_ADVICE}"
         )

@@ -22,18 +22,18 @@ from .layers.linear import (
     Linear1D_Row,
     SharedKeyValueLinear1D_Col,
 )
-from .layers.lora import LoraSplit, adapted, is_lora, plain, plain_path
+from .layers.lora import LoraSplit, adapted, base_layer_of, base_layer_path, is_lora
 from .layers.norm import SplitRMSNorm
 from .layers.region import (
+    AttentionInputs,
     AttributeView,
     CommonInput,
-    FurtherInputs,
     LocalCount,
     Region,
     RegionExit,
     SplitParameter,
 )
-from .layers.sequence_axis import INSTEAD, CommonRandom, PartRandom, draws, samplewise
+from .layers.sequence_axis import INSTEAD, CommonRandom, PartRandom, draws_random_numbers, sample_droppers
 from .layers.split_gather import RegionSequence, WholeSequence
 from .policy import Errors, SubModuleReplacementDescription, join
 from .tables.heads import Cut, HeadOrder, Heads
@@ -255,10 +255,10 @@ class LayerSplit:
                 with self._collect_errors(name):
                     module = layer.get_submodule(name)
                     of_linear, of_conv = targets
-                    target: Any = of_conv if isinstance(plain(module), Conv1D) else of_linear
+                    target: Any = of_conv if isinstance(base_layer_of(module), Conv1D) else of_linear
                     if self._shares_key_values(name):
                         target = SharedKeyValueLinear1D_Col
-                    linear.append(self._replacement(plain_path(layer, name), target, kwargs(name)))
+                    linear.append(self._replacement(base_layer_path(layer, name), target, kwargs(name)))
                     if is_lora(module):
                         random = randoms.get(table.region_of(name) or "")
                         adapters.append(self._replacement(name, LoraSplit, {"split_random": random}))
@@ -319,17 +319,17 @@ class LayerSplit:
             if (second := table.second_input.get(region)) is not None:
                 self._require_input(region, second)
                 kwargs |= {"second_input": second, "common_input": self._common_input}
-            return kwargs | {"further": self._further_inputs(region)}
+            return kwargs | {"attention_inputs": self._attention_inputs(region)}
 
         single = (name for name in active_regions(self.layer, table) if name not in table.joined)
         further = self._replacing(
             [region for region in table.joined if region in table.attention],
-            FurtherInputs,
-            lambda region: {"further": self._further_inputs(region)},
+            AttentionInputs,
+            lambda region: {"attention_inputs": self._attention_inputs(region)},
         )
         return [*joined, *further, *self._replacing(single, Region, entry)]
 
-    def _further_inputs(self, region: str) -> FurtherInputs | None:
+    def _attention_inputs(self, region: str) -> AttentionInputs | None:
         """Return the inputs of a region that are sliced to local heads, such as masks; None if it has none."""
         by_head = self._table.by_head.get(region, {})
         for name in by_head:
@@ -338,7 +338,7 @@ class LayerSplit:
             return None
         # A mask made of sharded position biases has this rank's heads, and gradients of them alone.
         masks = () if self._table.biases or self._table.shared_biases else MASK_NAMES
-        return FurtherInputs(
+        return AttentionInputs(
             group=self._group,
             by_head={**dict.fromkeys(masks, 1), **by_head},  # masks are (B, N, S, S)
             num_heads=self.heads.query,
@@ -354,9 +354,9 @@ class LayerSplit:
             return []
         wholes = whole_paths(self._table, self.layer)
         around = self._replacing(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
-        if not draws(self.layer):
+        if not draws_random_numbers(self.layer):
             return around
-        by_sample = [name for name in samplewise(self.layer) if not is_any_within(name, wholes)]
+        by_sample = [name for name in sample_droppers(self.layer) if not is_any_within(name, wholes)]
         common = self._replacing((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
         return [*around, *common, self._replacement("", PartRandom, {})]
 
@@ -392,7 +392,7 @@ class LayerSplit:
 
     def _native_class(self, name: str) -> dict[str, Any]:
         """Return as a layer argument the subclass of nn.Linear that the table lists as computing like it, or None."""
-        kind = type(plain(self.layer.get_submodule(name)))
+        kind = type(base_layer_of(self.layer.get_submodule(name)))
         is_native = kind.__name__ in self._table.native and issubclass(kind, nn.Linear)
         return {"native_class": kind if is_native else None}
 
@@ -446,7 +446,7 @@ def cut_arguments(cut: Cut) -> dict[str, Any]:
 
 def widths(projection: Any) -> tuple[int, int]:
     """Return the input and output features of an nn.Linear or transformers' Conv1D, perhaps inside LoRA."""
-    projection = plain(projection)
+    projection = base_layer_of(projection)
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(

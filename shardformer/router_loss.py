@@ -246,8 +246,8 @@ def local_mask(num_tokens: int, mask_BS: Tensor | None, axis: SequenceAxis) -> T
         axis: the sharding of sequences.
     """
     if mask_BS is None:
-        mask_BS = torch.ones(num_tokens // axis.part_length, axis.length)
-    return axis.own(mask_BS, 1)
+        mask_BS = torch.ones(num_tokens // axis.shard_length, axis.length)
+    return axis.shard(mask_BS, 1)
 
 
 def _without_logits(outputs: Any) -> Any:

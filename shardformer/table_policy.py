@@ -15,7 +15,7 @@ from ..pipeline.plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layers.forward_code import says_tuple, scales_alone
+from .layers.forward_code import only_scales_result, returns_tuple
 from .layers.loss import reads_weights, route_loss
 from .layers.region import CommonInput, SplitParameter
 from .layers.sequence_axis import axis_of
@@ -301,7 +301,7 @@ class TablePolicy(Policy):
                 f"the forward of this {type(self.model).__name__} reads a weight itself (a fused loss does), "
                 "but the head's weight is sharded: use transformers' own forward, or tp_size=1"
             )
-        if scales_alone(self.model, name) and not self.shard_config.fused.takes_loss(self.model):
+        if only_scales_result(self.model, name) and not self.shard_config.fused.takes_loss(self.model):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
 
     def _pipelined_part(self) -> PartStages:
@@ -405,7 +405,7 @@ def _with_arity(plan: StagePlan, model: nn.Module, full_path: Callable[[str], st
     path = full_path(plan.layers)
     layers = layers_of(model, [path]) if has_submodule(model, path) else {}
     one_of_class = {type(layer): layer for layer in layers.values()}
-    if plan.arity == 0 and any(says_tuple(layer) for layer in one_of_class.values()):
+    if plan.arity == 0 and any(returns_tuple(layer) for layer in one_of_class.values()):
         plan = replace(plan, arity=1)
     return replace(plan, encoder=encoder)
 

@@ -63,7 +63,7 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
     """Set the attention of layers with sharded sequences to a mode that attends over full sequences.
 
     Args:
-        model: its layers are marked by `SequenceAxis.note`, and have no `sequence_attention_errors`.
+        model: its layers are marked by `SequenceAxis.mark`, and have no `sequence_attention_errors`.
         mode: a key of KNOWN.
     """
     _register()
@@ -247,7 +247,7 @@ def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
     """Return the position ids of the full sequence from this rank's; an all-gather over the axis if sharded."""
     if positions.shape[-1] == axis.length:
         return positions
-    return axis.gathered(positions, -1, axis.length)
+    return axis.gather(positions, -1, axis.length)
 
 
 def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:

@@ -194,7 +194,7 @@ class PartsAlone:
         """Return this rank's shard, padded as by `shard_sequence`."""
         missing = self._axis.order.padded(whole.shape[-1]) - whole.shape[-1]
         padding = whole[..., -1:].expand(*whole.shape[:-1], missing)
-        return self._axis.own(torch.cat([whole, padding], -1) if missing else whole, -1)
+        return self._axis.shard(torch.cat([whole, padding], -1) if missing else whole, -1)
 
     def _without_padding(self, part: Tensor, length: int) -> Tensor:
         """Return the shard with its padding, at the end, detached."""

@@ -45,9 +45,9 @@ from ..layers.sequence_axis import (
     SequenceAxis,
     SequenceOrder,
     axis_of,
-    draws,
+    draws_random_numbers,
     gather_sequence,
-    samplewise,
+    sample_droppers,
     shard_sequence,
 )
 from .attention import ALL_TO_ALL, RING, attention_kernels, sequence_attention_errors, set_sequence_attention
@@ -309,7 +309,7 @@ class Boundary:
         """Gather sequences after the last layer, unless they stay sharded up to the loss."""
 
         def end(module: nn.Module, args: tuple, output: Any) -> Any:
-            if not self.axis.ends_whole:
+            if not self.axis.gathers_after_last_layer:
                 return output
             hidden = output[0] if isinstance(output, tuple) else output
             whole = gather_sequence(
@@ -330,8 +330,8 @@ class Boundary:
                 inputs[name] = self._own(module, name, inputs[name])
 
         change_inputs(layer, cut)
-        if draws(layer):
-            for name in samplewise(layer):
+        if draws_random_numbers(layer):
+            for name in sample_droppers(layer):
                 CommonRandom.from_native_module(layer.get_submodule(name), self.axis.group, layer=layer)
             PartRandom.from_native_module(layer, self.axis.group)
 
@@ -350,7 +350,7 @@ class Boundary:
     def _part(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard, which a `PartTensor` already contains."""
         part = x.part if isinstance(x, PartTensor) else None
-        return self.axis.own(x, dim) if part is None else part
+        return self.axis.shard(x, dim) if part is None else part
 
 
 class CheckpointWithLength:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ...cluster.collectives import all_reduce, paired
 from ...pipeline.counted_loss import unobserved
 from ...pipeline.plan import StagePlan, is_within
-from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
+from ..layers.forward_code import is_by_position, is_by_position_after_loops, only_scales_result
 from ..layers.loss import ShardedLogits, has_causal_loss, has_labels, route_causal_loss
-from ..layers.sequence_axis import SequenceAxis, gather_sequence, of_all_ranks
+from ..layers.sequence_axis import SequenceAxis, gather_sequence, times_num_ranks
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SequenceParallelLogits(ShardedLogits):
     part: Tensor | ShardedLogits
     axis: SequenceAxis
     length: int
-    _part_of = "sharded over the sequence"
+    _description = "sharded over the sequence"
 
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis."""
@@ -42,7 +42,7 @@ def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
         plan: the paths of its layers.
         head: the path of its language-model head, or None.
     """
-    if head is None or not has_causal_loss(model) or not scales_alone(model, head):
+    if head is None or not has_causal_loss(model) or not only_scales_result(model, head):
         return False
     before = [*plan.kept_paths(model), head]
     behind = [
@@ -53,7 +53,7 @@ def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
     ]
     outer = plan.layers.split(".")[:-1]  # the modules around the list of layers, the innermost last
     around = [model.get_submodule(".".join(outer[: depth + 1])) for depth in range(len(outer))]
-    return all(map(is_by_position, behind)) and all(map(is_by_position_behind_loops, around))
+    return all(map(is_by_position, behind)) and all(map(is_by_position_after_loops, around))
 
 
 def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
@@ -72,7 +72,10 @@ def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
 
     route_causal_loss(
         model,
-        (axis, "ends_whole"),  # the attribute that tells the last layer to gather; off during these calls
+        (
+            axis,
+            "gathers_after_last_layer",
+        ),  # the attribute that tells the last layer to gather; off during these calls
         total=partial(_sum_of_parts, axis=axis, inner=inner),
         finish=lambda part: SequenceParallelLogits(part, axis, axis.length),
         is_sharded=is_sharded,
@@ -89,11 +92,11 @@ def _sum_of_parts(
     inner: Callable[..., Tensor],
 ) -> Tensor:
     """Return the loss sum over all sequence shards, from this rank's logits; a `LossSum`. One all-reduce."""
-    labels = axis.own(shift_labels, 1, padding=ignore_index)
+    labels = axis.shard(shift_labels, 1, padding=ignore_index)
     with unobserved():  # no term of the loss, which is the sum over all shards
         share = inner(
             logits, labels, vocab_size, num_items_in_batch=1, ignore_index=ignore_index, shift_labels=labels
         )
     return paired(
-        share, lambda share: all_reduce(share, axis.group), lambda gradient: of_all_ranks(gradient, axis)
+        share, lambda share: all_reduce(share, axis.group), lambda gradient: times_num_ranks(gradient, axis)
     )

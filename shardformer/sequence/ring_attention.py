@@ -306,11 +306,11 @@ def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> None:
     """Raise AssertionError for shapes that are not of shards of the axis' sequence."""
-    part_length = axis.part_length
-    if not q.shape[2] == k.shape[2] == v.shape[2] == part_length:
+    shard_length = axis.shard_length
+    if not q.shape[2] == k.shape[2] == v.shape[2] == shard_length:
         raise AssertionError(
             f"got {q.shape[2]} queries, {k.shape[2]} keys and {v.shape[2]} values: of a sequence of "
-            f"{axis.length} on {axis.order.size} ranks each rank has {part_length}"
+            f"{axis.length} on {axis.order.size} ranks each rank has {shard_length}"
         )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise AssertionError(f"{k.shape[1]} heads of keys, {v.shape[1]} of values, {q.shape[1]} of queries")

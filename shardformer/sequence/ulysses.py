@@ -141,11 +141,11 @@ def _check(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) ->
     """Raise for shapes that are not of contiguous shards of the axis' sequence."""
     if axis.order.is_zigzag:
         raise AssertionError("all-to-all concatenates shards: each must be contiguous in the sequence")
-    part_length = axis.part_length
-    if query.shape[2] != part_length or key.shape[2] != part_length:
+    shard_length = axis.shard_length
+    if query.shape[2] != shard_length or key.shape[2] != shard_length:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, but this "
-            f"rank has {part_length} of a sequence of {axis.length}: for cross-attention or a key-value cache use a "
+            f"rank has {shard_length} of a sequence of {axis.length}: for cross-attention or a key-value cache use a "
             "sequence_parallelism_mode of the tensor axis, 'split_gather' or 'ring'"
         )
 

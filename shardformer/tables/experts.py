@@ -23,7 +23,7 @@ def _rows_of_experts(inputs: dict[str, Any], count: int) -> Call:
 
 def _equal_sections(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor, ...], Tensor]:
     """Llama 4: sections of equal length, filled up with zeros."""
-    hidden_RH, expert_R, length = call.hidden_NH, call.index_NK[:, 0], max(rows.most, 1)
+    hidden_RH, expert_R, length = call.hidden_NH, call.index_NK[:, 0], max(rows.max_received, 1)
     counts_E = rows.counts_PE.sum(0)
     order = torch.argsort(expert_R, stable=True)
     sorted_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

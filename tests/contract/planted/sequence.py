@@ -35,7 +35,7 @@ def tokens_of_the_first(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _of_the_first(own: Callable[..., Tensor], is_meant: Callable[[Any], bool]) -> Callable[..., Tensor]:
     def first(self: Any, whole: Tensor) -> Tensor:
         assert self._given is not None
-        return self._axis.order.own(whole, -1, 0) if is_meant(self._given[1]) else own(self, whole)
+        return self._axis.order.shard(whole, -1, 0) if is_meant(self._given[1]) else own(self, whole)
 
     return first
 
@@ -115,15 +115,15 @@ FAULTS = {
         PARTIAL, Replicated, BERT, Layout(tp=2, sequence="ring")
     ),
     "gradients of a shard of the sequence are not scaled": fault(
-        "shardformer.layers.sequence_axis:of_all_ranks", lambda gradient, axis: gradient, GPT2, ULYSSES
+        "shardformer.layers.sequence_axis:times_num_ranks", lambda gradient, axis: gradient, GPT2, ULYSSES
     ),
     "gradients of a rank's part of the loss are not scaled": fault(
-        f"{SEQUENCE}.loss:of_all_ranks", lambda gradient, axis: gradient, LLAMA, RING_ATTENTION
+        f"{SEQUENCE}.loss:times_num_ranks", lambda gradient, axis: gradient, LLAMA, RING_ATTENTION
     ),
     "positions are those of the first rank": fault(OWN, around(positions_of_the_first), LLAMA, ULYSSES),
     "tokens are those of the first rank": fault(OWN, around(tokens_of_the_first), LLAMA, RING_ATTENTION),
     "labels are sharded before they are shifted": fault(
-        "shardformer.layers.sequence_axis:SequenceAxis.own",
+        "shardformer.layers.sequence_axis:SequenceAxis.shard",
         around(labels_cut_before_they_are_shifted),
         LLAMA,
         ULYSSES,
