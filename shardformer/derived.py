@@ -26,7 +26,7 @@ from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
 from .layers.forward_code import attributes_read, exit_error, takes_named_inputs, tensor_inputs
-from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present
+from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present_modules
 
 # Packed: two projections of equal size in one weight.
 _PACKED = 2
@@ -54,7 +54,9 @@ def derived_table(model: nn.Module) -> Table:
     splits: Mapping[str, str] = getattr(config, TP_PLAN, None) or {}
     order: Mapping[str, Any] = getattr(config, PP_PLAN, None) or {}
     listed = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
-    stacks = [name for name in present(base, listed) if isinstance(base.get_submodule(name), nn.ModuleList)]
+    stacks = [
+        name for name in present_modules(base, listed) if isinstance(base.get_submodule(name), nn.ModuleList)
+    ]
     if len(stacks) != 1:
         plans = f"plans for {stacks}" if stacks else f"no {TP_PLAN} or {PP_PLAN} for its layers"
         raise ValueError(
@@ -91,7 +93,7 @@ def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
         stage=StagePlan(
             layers=stack,
             entry=order[: order.index(stack)] if stack in order else (),
-            everywhere=tuple(present(base, (ROTARY,))),
+            everywhere=tuple(present_modules(base, (ROTARY,))),
         ),
         divisible=(),
         embedding=embedding,
@@ -218,7 +220,7 @@ def _layer_errors(layer: nn.Module, table: Table) -> list[str]:
     ]
     alone = [
         f"{row} is sharded by its inputs, but no layer beside it by its outputs: {_ADVICE}"
-        for row in present(layer, table.row)
+        for row in present_modules(layer, table.row)
         if row.rpartition(".")[0] not in active
     ]
     return [*nested, *(error for path in active for error in _region_errors(layer, path, table)), *alone]
@@ -228,7 +230,7 @@ def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
     """Return the reasons why the region at a path cannot compute with sharded activations; empty if it can."""
     module = layer.get_submodule(path)
     replicated = _replicated_modules(layer, path, table)
-    rows = [name for name in present(layer, table.row) if name.rpartition(".")[0] == path]
+    rows = [name for name in present_modules(layer, table.row) if name.rpartition(".")[0] == path]
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
     errors = [
         f"{path}.{name} is replicated, but the activations around it are sharded: {_ADVICE}"
@@ -290,7 +292,9 @@ def _paddable_attention(
         _, outputs = widths(layer.get_submodule(name))
         return outputs % getattr(config, heads) == 0
 
-    is_by_head = all(divides_by_heads(layer, name) for layer in layers for name in present(layer, columns))
+    is_by_head = all(
+        divides_by_heads(layer, name) for layer in layers for name in present_modules(layer, columns)
+    )
     has_others = any(is_within(name, attention) for name in table.split)
     return {attention: rows[0]} if len(rows) == 1 and is_by_head and not has_others else {}
 

@@ -41,12 +41,12 @@ from .tables.table import (
     Table,
     active_regions,
     attribute,
+    full_sequence_paths,
     has_attribute,
     has_parameter,
     has_submodule,
     is_any_within,
-    present,
-    whole_paths,
+    present_modules,
 )
 
 
@@ -109,7 +109,7 @@ class LayerSplit:
         None is a parameter inside a region that the table declares in no way: if it stays unsharded, it is an error.
         """
         table, regions = self._table, active_regions(self.layer, self._table)
-        all_token_paths = whole_paths(table, self.layer)
+        all_token_paths = full_sequence_paths(table, self.layer)
 
         def kind(name: str) -> ReplicaKind | None:
             """Return how one parameter of the layer is replicated, by its path in the layer."""
@@ -143,7 +143,7 @@ class LayerSplit:
                     config, **{name: self._local_count(path, attribute(layer, path))}
                 )
         # In some models, layers of other kinds have no key-value projections.
-        has_key_value = not table.key_value or present(layer, table.key_value)
+        has_key_value = not table.key_value or present_modules(layer, table.key_value)
         if table.groups is not None and has_key_value:
             values[table.groups] = self.heads.padded_group // self.heads.replicas
         for path in table.divide_key_value:
@@ -199,7 +199,7 @@ class LayerSplit:
 
     def _sequence_shard_errors(self) -> list[str]:
         """List reasons why the layer cannot compute on sequence shards between its regions."""
-        table, wholes = self._table, whole_paths(self._table, self.layer)
+        table, wholes = self._table, full_sequence_paths(self._table, self.layer)
         if self._sequence is None:
             return []
         if "" in wholes:
@@ -251,7 +251,7 @@ class LayerSplit:
         )
         linear, adapters = list[SubModuleReplacementDescription](), list[SubModuleReplacementDescription]()
         for names, targets, kwargs in kinds:
-            for name in present(layer, names):
+            for name in present_modules(layer, names):
                 with self._collect_errors(name):
                     module = layer.get_submodule(name)
                     of_linear, of_conv = targets
@@ -268,7 +268,7 @@ class LayerSplit:
         """Raise ValueError for a projection that seems fused, if the table does not give the order of its features."""
         table, region = self._table, self._table.region_of(name)
         columns, rows = (
-            [path for path in present(self.layer, names) if table.region_of(path) == region]
+            [path for path in present_modules(self.layer, names) if table.region_of(path) == region]
             for names in (table.column, table.row)
         )
         if name in table.fused or len(columns) != 1 or len(rows) != 1:
@@ -305,7 +305,7 @@ class LayerSplit:
         """
         table = self._table
         joined = []
-        for region in present(self.layer, table.joined):
+        for region in present_modules(self.layer, table.joined):
             first, *others = table.joined[region]
             joined.append(self._replacement(first, Region, {"split_random": randoms.get(region)}))
             joined += [self._replacement(name, Region, {"split_random": None}) for name in others]
@@ -342,7 +342,7 @@ class LayerSplit:
             group=self._group,
             by_head={**dict.fromkeys(masks, 1), **by_head},  # masks are (B, N, S, S)
             num_heads=self.heads.query,
-            local_heads=self.heads.local_to(self._group.rank()),
+            local_heads=self.heads.query_heads_of(self._group.rank()),
         )
 
     def _on_sequence_shards(self) -> list[SubModuleReplacementDescription]:
@@ -352,7 +352,7 @@ class LayerSplit:
         """
         if self._sequence is None:
             return []
-        wholes = whole_paths(self._table, self.layer)
+        wholes = full_sequence_paths(self._table, self.layer)
         around = self._replacing(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
         if not draws_random_numbers(self.layer):
             return around
@@ -362,7 +362,7 @@ class LayerSplit:
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
         """Return the sequence sharding around a module of the layer; None if its sequences are unsharded."""
-        return None if is_any_within(name, whole_paths(self._table, self.layer)) else self._sequence
+        return None if is_any_within(name, full_sequence_paths(self._table, self.layer)) else self._sequence
 
     def _require_input(self, region: str, name: str) -> None:
         """Raise ValueError if a region's forward lacks this input: its gradient would not be summed."""
@@ -380,7 +380,7 @@ class LayerSplit:
         `kwargs` returns the arguments of `target` for a path.
         """
         replacements = []
-        for name in present(self.layer, names):
+        for name in present_modules(self.layer, names):
             with self._collect_errors(name):
                 replacements.append(self._replacement(name, target, kwargs(name)))
         return replacements

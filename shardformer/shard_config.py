@@ -84,7 +84,7 @@ class ShardOptions:
             sp_size: size of the sequence axis, by which the default mode is chosen; None or 1 if there is none.
             inner_ring_size: for "ring_attn": ranks of an inner ring of a double ring; None is one ring.
         """
-        return SequenceParallelism.asked(
+        return SequenceParallelism.from_options(
             enable=self.enable_sequence_parallelism,
             mode=self.sequence_parallelism_mode,
             sp_size=sp_size,

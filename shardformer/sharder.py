@@ -35,7 +35,7 @@ from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacemen
 from .recompute import recomputable_layers
 from .sequence.before_layers import compute_parts_before_layers
 from .sequence.boundary import shard_sequences, with_derived_entries
-from .sequence.config import WHOLE, SequenceParallelism
+from .sequence.config import UNSHARDED, SequenceParallelism
 from .sequence.loss import keep_sharded, stays_sharded
 from .shard_config import ShardConfig
 
@@ -92,7 +92,7 @@ def split_errors(
     num_stages: int = 1,
     sp_size: int = 1,
     num_layers_per_stage: Sequence[int] | None = None,
-    sequence: SequenceParallelism = WHOLE,
+    sequence: SequenceParallelism = UNSHARDED,
 ) -> list[str]:
     """List reasons why a model cannot be sharded over axes of these sizes. No process groups are needed."""
     groups: Any = [StandInGroup(0, size) if size > 1 else None for size in (tp_size, sp_size)]

@@ -33,7 +33,7 @@ from .tables.table import (
     has_parameter,
     has_submodule,
     layers_of,
-    present,
+    present_modules,
     table_for,
 )
 
@@ -67,7 +67,7 @@ class TablePolicy(Policy):
         part_tables = {self._full_path(path): table for path, table in self.table.parts.items()}
         self._parts = {}
         errors = []
-        for path in present(model, part_tables):
+        for path in present_modules(model, part_tables):
             part: Any = model.get_submodule(path)
             table = part_tables[path] or table_for(part.config.model_type)
             if table is None:
@@ -166,7 +166,7 @@ class TablePolicy(Policy):
     def _vocabulary_replacements(self, prefix: str) -> list[SubModuleReplacementDescription]:
         """Return the replacements of token embeddings and head, sharded over the vocabulary."""
         embeddings = [] if self.table.embedding is None else [self._full_path(self.table.embedding)]
-        embeddings += present(self.model, map(self._full_path, self.table.further_embeddings))
+        embeddings += present_modules(self.model, map(self._full_path, self.table.further_embeddings))
         targets: dict[str, Any] = dict.fromkeys(embeddings, VocabParallelEmbedding1D)
         if head := self.head_path():
             targets[head] = VocabParallelLMHead1D

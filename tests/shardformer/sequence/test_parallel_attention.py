@@ -228,7 +228,7 @@ def test_zigzag_gives_all_ranks_equally_many_scores() -> None:
         order = SequenceOrder(size=4, is_zigzag=is_zigzag)
         counts = [
             sum(
-                (0.5 if piece.seen is BlockKind.TRIANGLE else 1.0) * len(piece.queries) * len(piece.keys)
+                (0.5 if piece.visible is BlockKind.TRIANGLE else 1.0) * len(piece.queries) * len(piece.keys)
                 for source in range(4)
                 for piece in ring.pieces(mask, order, 64, rank=rank, source=source, size=64)
             )
@@ -456,7 +456,7 @@ def test_a_rank_saves_only_its_shard_and_makes_no_tensor_larger_than_its_queries
 def test_few_key_value_heads_are_repeated_no_more_than_ranks_need(
     heads: tuple[int, int], size: int, expected: tuple[int, int, int]
 ) -> None:
-    found = HeadShare.least(*heads, size)
+    found = HeadShare.with_fewest_heads(*heads, size)
     assert (found.queries, found.keys, found.repeats) == expected
 
 
