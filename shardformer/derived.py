@@ -53,9 +53,11 @@ def derived_table(model: nn.Module) -> Table:
     config = getattr(base, "config", None)
     splits: Mapping[str, str] = getattr(config, TP_PLAN, None) or {}
     order: Mapping[str, Any] = getattr(config, PP_PLAN, None) or {}
-    listed = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
+    candidates = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
     stacks = [
-        name for name in present_modules(base, listed) if isinstance(base.get_submodule(name), nn.ModuleList)
+        name
+        for name in present_modules(base, candidates)
+        if isinstance(base.get_submodule(name), nn.ModuleList)
     ]
     if len(stacks) != 1:
         plans = f"plans for {stacks}" if stacks else f"no {TP_PLAN} or {PP_PLAN} for its layers"
@@ -137,8 +139,10 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     key_value = tuple(
         name for name in table.column if name.rpartition(".")[0] in attentions and name.endswith(_KEY_VALUE)
     )
-    has_replicas = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
-    counts = ("num_attention_heads",) if has_replicas else ("num_attention_heads", "num_key_value_heads")
+    can_replicate_heads = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
+    counts = (
+        ("num_attention_heads",) if can_replicate_heads else ("num_attention_heads", "num_key_value_heads")
+    )
     second_input = {}
     for path in table.exits:
         for layer in layers:
@@ -154,7 +158,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         ),
         dropout=_dropouts(layers, table),
     )
-    if not has_replicas:
+    if not can_replicate_heads:
         return table
     return replace(
         table,

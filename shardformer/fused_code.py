@@ -37,7 +37,7 @@ _OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
 def compile_elementwise(model: nn.Module) -> Counter[str]:
     """Compile a model's activation formulas, and modules that add something to the result of a dropout, in place.
 
-    Names, parameters and hooks stay. The compiler runs at the first call of such code.
+    Names, parameters and hooks stay. The compiler runs at the first call of such code. See [Note: compiled code].
 
     Args:
         model: already sharded, with weight gradients already deferred if the schedule needs that.

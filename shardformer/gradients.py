@@ -201,7 +201,7 @@ def clip_grad_norm_(
     group = None if axes is None else axes.tensor
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    coordinate = {"tp": rank}.__getitem__
+    coordinate = {"tp": rank}.__getitem__  # by axis; a shard counts on one of the ranks that have it
     primary = [parameter for parameter in parameters if is_primary(parameter, coordinate)]
     counted = [parameter.grad for parameter in primary if parameter.grad is not None]
     norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))

@@ -397,7 +397,10 @@ class LayerSplit:
         return {"native_class": kind if is_native else None}
 
     def _cut_of(self, name: str, length: int) -> dict[str, Any]:
-        """Return the cut of a module's or parameter's dimension of this length, as layer arguments; {} if even."""
+        """Return how the sharded dimension, of this length, of a module or parameter is cut, as layer arguments.
+
+        By key-value heads, by the order of a fused projection, by query heads, by equal fused blocks, or {}: evenly.
+        """
         table, fused = self._table, self._table.fused.get(name, 1)
         is_by_head = table.region_of(name) in table.attention or name in table.attention.values()
         if name in table.key_value:

@@ -123,6 +123,7 @@ class ActivationOffload:
             host_copy.copy_(saved, non_blocking=True)
             self._being_offloaded.append((saved, self._stream.event()))
         offloaded = _Offloaded(host_copy, self._last)
+        # The buffer returns to the pool when autograd releases the saved tensor.
         finalize(offloaded, self._buffers.give_back, buffer).atexit = False
         self._last = ref(offloaded)
         return offloaded

@@ -164,7 +164,10 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> str:
-    """Return the innermost module around linear layers that takes their input; a linear layer may be its own."""
+    """Return the path of the innermost module around linear layers that takes their input.
+
+    Without one, the first linear layer is the region.
+    """
     paths = [linear.path for linear in columns]
     parents = {*accumulate(paths[0].split(".")[:-1], lambda path, name: f"{path}.{name}")}
     around = [

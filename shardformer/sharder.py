@@ -130,11 +130,10 @@ class ModelSharder:
         self.policy = policy
         self.shard_config = shard_config
         plan_parallelism(model, policy, shard_config)
-        # Both are read from the full model by `cut_stages`.
-        self._last_sharded_layer: str | None = (
-            None  # path of the last layer, if sequences stay sharded after it
-        )
-        self._classes: set[type[nn.Module]] = set()  # of all modules
+        # Set by `cut_stages` from the full model: the path of the last layer, if sequences stay sharded after it, and
+        # the classes of all modules.
+        self._last_sharded_layer: str | None = None
+        self._classes: set[type[nn.Module]] = set()
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:
         """Return the layers of every stage, before the cut; without stages, all layers as stage 0."""
@@ -178,7 +177,7 @@ class ModelSharder:
 
     def split_layers(self) -> None:
         """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`."""
-        _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers depend on it
+        _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers read its axis
         errors = Errors()
         self.policy.errors = errors
         _apply_policy(self.model, self.policy, self.shard_config.groups, self._classes, errors)

@@ -36,19 +36,20 @@ def split_departure(copy: Copy, policy: Callable[[nn.Module], Policy], size: int
         ValueError: the policy refuses the model, or its sizes.
     """
     groups = thread_groups(size)
-    shards = [_shard_over(copy.make(0), policy, group) for group in groups]
-    whole = copy.make(0)
+    sharded = [_shard_over(copy.make(0), policy, group) for group in groups]  # by rank, with equal weights
+    unsharded = copy.make(0)
     try:
-        loss = _loss(copy, whole)
-        losses = run_threads(groups, lambda group: _loss(copy, shards[group.rank()]))
-    except Exception as error:  # of any model class, in code that reads the width of a shard
+        loss = _loss(copy, unsharded)
+        losses = run_threads(groups, lambda group: _loss(copy, sharded[group.rank()]))
+    except Exception as error:  # the code of any model, given tensors of another width, may raise anything
         return described(error)
-    for split in losses:
-        if departure := loss_departure(loss, split, f"on {size} ranks"):
+    for sharded_loss in losses:
+        if departure := loss_departure(loss, sharded_loss, f"on {size} ranks"):
             return departure
-    local = [dict(model.named_parameters()) for model in shards]
-    for name, parameter in whole.named_parameters():
-        if departure := _gradient_departure(name, parameter, [shards[name] for shards in local]):
+    parameters_by_rank = [dict(model.named_parameters()) for model in sharded]
+    for name, parameter in unsharded.named_parameters():
+        local = [parameters[name] for parameters in parameters_by_rank]
+        if departure := _gradient_departure(name, parameter, local):
             return departure
     return None
 

@@ -190,8 +190,8 @@ def linear(
         return _product(x, weight, bias, is_transposed)
     shard, regather = input_shard or (None, None)
     routed_weight = weight if later_product is None else later_product.weight
-    # The weight in the tuple is not an input of the node. The one that the node saves may be another object in
-    # backward. One tuple, since torch inspects each argument.
+    # The weight is in the tuple too, for the parameter itself: a saved tensor may be another object in backward. A
+    # tuple, because torch spends time on each argument.
     out: Tensor = _Linear.apply(
         x, routed_weight, bias, shard, (weight, is_transposed, store, later_product, regather)
     )

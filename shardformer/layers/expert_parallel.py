@@ -321,7 +321,7 @@ def replay_choices(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def checkpoint_with_choices(function: Callable[..., Any], *args: Any) -> Any:
-        choices = Choices()
+        choices = Choices()  # of this call: entered in its forward, and again in its recomputation
 
         def compute(*args: Any) -> Any:
             with choices:

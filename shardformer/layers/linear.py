@@ -221,6 +221,7 @@ class SharedKeyValueLinear1D_Col(Linear1D_Col):
         out = super().forward(x_BSI)
         query_BSQ, key_value_slices = out.tensor_split([-2 * self.shard_width], -1)
         ranks_per_head = self.group.size() // self.num_key_value_heads
+        # (B, S, K, C, 2, width of a slice); 2: key and value
         gathered_KC2 = gather_to(key_value_slices, self.group, -1).unflatten(
             -1, (self.num_key_value_heads, ranks_per_head, 2, self.shard_width)
         )

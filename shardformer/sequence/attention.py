@@ -215,7 +215,7 @@ def _register() -> None:
         register_attention(name, partial(all_to_all_attention, kernel), kernel)
     for kernel in (SDPA, EAGER):
         ring = partial(ring_attention_of, is_eager=kernel == EAGER)
-        blocks = partial(block_mask, levels=kernel == EAGER)
+        blocks = partial(block_mask, is_eager=kernel == EAGER)
         register_attention(_sequence_attention_name(RING, kernel), ring, blocks)
 
 
@@ -248,6 +248,7 @@ def _unsharded_mask(
         return SDPA, None, seen is BlockKind.TRIANGLE
     if uniform_queries is None:
         return SDPA, seen, False
+    # Only eager attention gives queries that see no key the mean of all values.
     return EAGER, query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min), False
 
 

@@ -208,11 +208,12 @@ class ShardedCalls:
     def _without_padding(self, part: Tensor, length: int) -> Tensor:
         """Return a shard whose padding, at its end, is detached, so that it adds nothing to gradients."""
         stretches = self._axis.order.stretches(self._axis.rank, length)
-        count = sum(position < length for stretch in stretches for position in stretch)
-        if not part.requires_grad or count == part.shape[DIM]:
+        num_real = sum(position < length for stretch in stretches for position in stretch)
+        num_padded = part.shape[DIM] - num_real
+        if not part.requires_grad or not num_padded:
             return part
         return torch.cat(
-            [part.narrow(DIM, 0, count), part.narrow(DIM, count, part.shape[DIM] - count).detach()], DIM
+            [part.narrow(DIM, 0, num_real), part.narrow(DIM, num_real, num_padded).detach()], DIM
         )
 
 

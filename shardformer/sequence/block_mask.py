@@ -97,8 +97,8 @@ class BlockMask(Mask):
         padding_BS: False at keys that no query sees.
         batch_size: number of rows.
         device: where tensors are made.
-        takes_numbers: True if the function takes only single positions and must be mapped over tensors by vmap.
-        levels: True if a query that sees no key gets the mean of all values, as by eager attention, instead of 0.
+        takes_single_positions: True if the function takes only single positions; vmap then maps it over tensors.
+        is_eager: True if a query that sees no key gets the mean of all values, as by eager attention, instead of 0.
 
     Attributes:
         flex_masks: cached masks of flex.py, by the rank of the keys.
@@ -112,20 +112,24 @@ class BlockMask(Mask):
         padding_BS: Tensor | None = None,
         batch_size: int = 1,
         device: torch.device | str = "cpu",
-        takes_numbers: bool = False,
-        levels: bool = False,
+        takes_single_positions: bool = False,
+        is_eager: bool = False,
     ) -> None:
         super().__init__(lengths)
         self._function = function
         self._padding_BS = None if padding_BS is None or bool(padding_BS.all()) else padding_BS
-        self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
+        self._batch_size, self._device, self._takes_single_positions = (
+            batch_size,
+            device,
+            takes_single_positions,
+        )
         self.is_plain = self._padding_BS is None and function in _KINDS_OF_FUNCTIONS
-        self.levels = levels and not self.is_plain
+        self.is_eager = is_eager and not self.is_plain
         self._uniform_queries: dict[range, Tensor | None] = {}  # (B, 1, Q) by range of queries
         self.flex_masks: dict[int, Any] = {}
 
     def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
-        """Determine the kinds of blocks, and the queries that see no key: one more host read if `levels`."""
+        """Determine the kinds of blocks, and the queries that see no key: one more host read if `is_eager`."""
         blocks = list(blocks)
         super().classify(blocks)
         self._find_uniform_queries([queries for queries, _ in blocks])
@@ -172,11 +176,11 @@ class BlockMask(Mask):
         return torch.stack([seen.any(), seen.all(), triangle.all()])
 
     def _find_uniform_queries(self, rows: Iterable[range]) -> None:
-        """Determine the queries that see no key, for ranges of queries, if `levels`; one host read for all.
+        """Determine the queries that see no key, for ranges of queries, if `is_eager`; one host read for all.
 
         Results are kept in `_uniform_queries`.
         """
-        new_rows = [row for row in rows if self.levels and row not in self._uniform_queries]
+        new_rows = [row for row in rows if self.is_eager and row not in self._uniform_queries]
         blind = {row: self._sees_no_key(row) for row in new_rows}  # (B, 1, Q) by row
         if blind:
             has_blind = torch.stack([is_blind.any() for is_blind in blind.values()]).tolist()
@@ -189,7 +193,7 @@ class BlockMask(Mask):
             torch.arange(indices.start, indices.stop, device=self._device)
             for indices in (range(self._batch_size), range(1), queries, keys)
         ]
-        function = _mapped(self._function) if self._takes_numbers else _broadcast(self._function)
+        function = _mapped(self._function) if self._takes_single_positions else _broadcast(self._function)
         seen = function(*numbers)
         if self._padding_BS is not None:
             seen = seen & self._padding_BS[:, None, None, keys.start : keys.stop]
@@ -262,7 +266,7 @@ def block_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    levels: bool = False,
+    is_eager: bool = False,
     **_: Any,
 ) -> BlockMask:
     """Return a `BlockMask`; called by transformers, with the signature that `register_attention` asks for.
@@ -278,7 +282,7 @@ def block_mask(
             or sees all keys.
         use_vmap: True if the mask function takes only single positions.
         device: where tensors are made.
-        levels: see `BlockMask`.
+        is_eager: see `BlockMask`.
 
     Raises:
         ValueError: a cache contains keys.
@@ -302,8 +306,8 @@ def block_mask(
         padding_BS=padding,
         batch_size=batch_size,
         device=device,
-        takes_numbers=use_vmap,
-        levels=levels,
+        takes_single_positions=use_vmap,
+        is_eager=is_eager,
     )
 
 

@@ -361,7 +361,7 @@ class Boundary:
         """Return this rank's shard of an argument of a layer, or the argument itself if it is not by position.
 
         Raises:
-            ValueError: it may be by position, since a dimension has the length of the sequence, but is not known.
+            ValueError: it is not known to be by position, but a dimension has the length of the sequence.
         """
         if name in LAYER_POSITIONS:
             return tree_map_only(Tensor, lambda x: self._shard_tensor(x, LAYER_POSITIONS[name]), value)
@@ -395,6 +395,7 @@ class CheckpointWithLength:
         lengths: list[int] = []  # of this call; empty until its forward has run
 
         def compute(*args: Any) -> Any:
+            """Call the function; in backward with the length of its forward."""
             if lengths:
                 with self._axis.computing(lengths[0]):
                     return function(*args)

@@ -148,7 +148,10 @@ class OnlineSoftmax:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Add a block of keys for some queries, by the outputs and lse of attention to this block only."""
-        out_before, lse_before = self.out_BNQD[:, :, rows], self.lse_BNQ[:, :, rows]
+        out_before, lse_before = (
+            self.out_BNQD[:, :, rows],
+            self.lse_BNQ[:, :, rows],
+        )  # views, updated in place
         lse_after = torch.logaddexp(lse_before, lse)
         scale = lse_after.masked_fill(lse_after == -torch.inf, 0)  # infinity minus infinity is NaN
         out_before.mul_((lse_before - scale).exp_().unsqueeze(-1))
@@ -207,7 +210,7 @@ class _Call(NamedTuple):
 
     def _uses_flex(self, q: Tensor, v: Tensor) -> bool:
         """Return True for masks that are functions of positions and that no fused kernel supports."""
-        if not isinstance(self.mask, BlockMask) or self.mask.levels or self.settings.dropout:
+        if not isinstance(self.mask, BlockMask) or self.mask.is_eager or self.settings.dropout:
             return False
         return self._size(q, v) == _TILE and flex.fits(q, v)
 

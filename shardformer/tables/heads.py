@@ -68,14 +68,14 @@ class Heads:
 
     @property
     def padded_key_value(self) -> int:
-        """Number of key-value heads, including padded heads."""
+        """Number of key-value heads, including padded heads: the ranks divide it, or it divides the ranks."""
         if self.key_value > self.ranks or self.group == 1:
             return _round_up(self.key_value, self.ranks)
         return next(count for count in range(self.key_value, self.ranks + 1) if self.ranks % count == 0)
 
     @property
     def padded_group(self) -> int:
-        """Number of query heads that share a key-value head, including padded heads."""
+        """Number of query heads that share a key-value head, including padded heads; a multiple of `replicas`."""
         return _round_up(self.group, self.replicas)
 
     @property
