@@ -64,9 +64,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     Args:
         layers: layers of the full model, already sharded; layers of other stages are skipped.
     """
-    compiled: dict[
-        tuple[Any, ...], type[nn.Module]
-    ] = {}  # by class of the layer and positions of hooks in it
+    compiled: dict[tuple[Any, ...], type[nn.Module]] = {}  # by class of the layer and positions of hooks
     for layer in layers:
         if any(parameter.is_meta for parameter in layer.parameters()):  # of another stage: released
             continue

@@ -122,6 +122,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     table, errors = _with_plan_entries(plain, splits, layers)
     errors += [error for layer in layers for error in _layer_errors(layer, table)]
     raise_errors(list(dict.fromkeys(errors)))
+    # Modules in a region that the plan leaves replicated get gradients of the local activations only.
     replicated = [
         f"{path}.{name}"
         for layer in layers
@@ -139,6 +140,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     key_value = tuple(
         name for name in table.column if name.rpartition(".")[0] in attentions and name.endswith(_KEY_VALUE)
     )
+    # Key-value heads may be replicated if it is known which projections have them.
     can_replicate_heads = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
     counts = (
         ("num_attention_heads",) if can_replicate_heads else ("num_attention_heads", "num_key_value_heads")
@@ -148,7 +150,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         for layer in layers:
             names = tensor_inputs(layer.get_submodule(path)) if has_submodule(layer, path) else []
             if names:
-                second_input[path] = names[-1]
+                second_input[path] = names[-1]  # the only one, see `_region_errors`
     table = replace(
         table,
         second_input=second_input,
@@ -231,7 +233,11 @@ def _layer_errors(layer: nn.Module, table: Table) -> list[str]:
 
 
 def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
-    """Return the reasons why the region at a path cannot compute with sharded activations; empty if it can."""
+    """Return the reasons why the region at a path cannot compute with sharded activations; empty if it can.
+
+    Only its hidden states may enter, one row-parallel layer must end it, and its code may not read numbers of heads.
+    Experts (`exits`) may take one more input, and end the region themselves.
+    """
     module = layer.get_submodule(path)
     replicated = _replicated_modules(layer, path, table)
     rows = [name for name in present_modules(layer, table.row) if name.rpartition(".")[0] == path]

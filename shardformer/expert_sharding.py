@@ -102,7 +102,7 @@ def _distribute(experts: Any, interface: Interface, group: dist.ProcessGroup) ->
             _place_shard(parameter, group, dim=0, blocks=_row_blocks(parameter, counts))
         for name in interface.counts:
             setattr(experts, name, getattr(experts, name) // group.size())
-    ExpertParallel(experts, group, interface)
+    ExpertParallel(experts, group, interface)  # adds its hooks
 
 
 def _assign_to_rank(expert: nn.Module, owner: int, group: dist.ProcessGroup) -> None:

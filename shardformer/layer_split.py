@@ -222,7 +222,9 @@ class LayerSplit:
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
         """Return the replacements of linear layers, followed by those of the LoRA adapters around them."""
         table, layer = self._table, self.layer
-        at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
+        randoms_of_rows = {
+            table.dropout[region].row: split_random for region, split_random in randoms.items()
+        }
 
         def column(name: str) -> dict[str, Any]:
             """Return the arguments of a column-parallel layer; its region reduces the gradient of the input."""
@@ -240,9 +242,10 @@ class LayerSplit:
         def row(name: str) -> dict[str, Any]:
             """Return the arguments of a row-parallel layer, which ends its region."""
             inputs, _ = widths(layer.get_submodule(name))
-            region_exit = {"split_random": at_row.get(name), "sequence": self._sequence_of(name)}
+            region_exit = {"split_random": randoms_of_rows.get(name), "sequence": self._sequence_of(name)}
             return {**region_exit, **self._cut_of(name, inputs), **self._native_class(name)}
 
+        # Paths, classes in place of nn.Linear and of Conv1D, and the arguments for a path.
         kinds = (
             (table.column, (Linear1D_Col, GPT2FusedLinearConv1D_Col), column),
             (table.row, (Linear1D_Row, GPT2FusedLinearConv1D_Row), row),
@@ -307,6 +310,7 @@ class LayerSplit:
         joined = []
         for region in present_modules(self.layer, table.joined):
             first, *others = table.joined[region]
+            # The first entry switches to the random state of the region.
             joined.append(self._replacement(first, Region, {"split_random": randoms.get(region)}))
             joined += [self._replacement(name, Region, {"split_random": None}) for name in others]
 
@@ -330,7 +334,7 @@ class LayerSplit:
         return [*joined, *further, *self._replacing(single, Region, entry)]
 
     def _attention_inputs(self, region: str) -> AttentionInputs | None:
-        """Return the inputs of a region that are sliced to local heads, such as masks; None if it has none."""
+        """Return how masks, and other inputs of a region besides hidden states, enter it; None if it has none."""
         by_head = self._table.by_head.get(region, {})
         for name in by_head:
             self._require_input(region, name)

@@ -189,7 +189,16 @@ def _combinations(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
 
 
 def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Module]) -> Table:
-    """Return the table without layers, extended by the pairs of these variants and the regions around them."""
+    """Return the table without layers, extended by the pairs of these variants and the regions around them.
+
+    Other parameters in a region are declared too: those of the region itself are sharded, with a value for each head;
+    those of modules in it are replicated with partial gradients.
+
+    Args:
+        plain: the table without layers.
+        variants: one for each pair.
+        layers: the layers of the full model, for the attributes and parameters of the regions.
+    """
     pairs = [variant.pair for variant in variants]
     columns = [linear.path for pair in pairs for linear in pair.columns]
     rows = [pair.row.path for pair in pairs]
@@ -207,9 +216,9 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
         for name, _ in module.named_parameters():
             owner, _, _ = (path := f"{region}.{name}").rpartition(".")
             if owner == region and region not in columns:
-                split[path] = 0  # a value for each head
+                split[path] = 0
             elif owner not in (*columns, *rows):
-                partial.append(owner)  # works on heads of this rank alone
+                partial.append(owner)
     return replace(
         plain,
         regions=tuple(regions),

@@ -221,7 +221,7 @@ def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
     """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer with recomputation, which takes arguments by position alone."""
+        """Call the module with recomputation; a checkpoint function takes arguments by position only."""
         names, count = tuple(kwargs), len(args)
 
         def by_position(*values: Any) -> Any:

@@ -65,7 +65,7 @@ class ShardOptions:
 
     @property
     def fused(self) -> FusedKernels:
-        """Requested fused kernels; `enable_all_optimization` does not include xFormers and the loss."""
+        """The requested fused kernels. `enable_all_optimization` turns on all but xFormers and the loss."""
         return FusedKernels(
             flash_attention=self.enable_flash_attention or self.enable_all_optimization,
             xformers=self.enable_xformers,

@@ -176,7 +176,10 @@ class _ChunkedCrossEntropy(Function):
         group: dist.ProcessGroup | None,
         ignore_index: int,
     ) -> Tensor:
-        """Return the sum of the losses of all chunks; save the gradients of the head's inputs, weight and bias."""
+        """Return the sum of the losses of all chunks; save the gradients of the head's inputs, weight and bias.
+
+        Args: see `chunked_cross_entropy`. Gradients of inputs are of this rank's part of the vocabulary alone.
+        """
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         hidden_gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None

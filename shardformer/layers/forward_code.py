@@ -165,7 +165,7 @@ def is_by_position_after_loops(module: nn.Module) -> bool:
 
 
 def mixing_errors(layer: nn.Module, exempt: Sequence[str]) -> list[str]:
-    """Return the modules of a layer that may mix positions, so that it cannot compute on a sequence shard.
+    """Return errors of modules of a layer that may mix positions, and so cannot compute on a sequence shard.
 
     Modules with children are judged by the code of their forward, others by the names of their classes.
 

@@ -56,10 +56,8 @@ class ProductLayer(ParallelModule):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the weight, and remove the attributes that the region's `enter` set for this call alone."""
         attributes = {} if torch.compiler.is_compiling() else vars(self)
-        later_product, input_shard = (
-            attributes.pop("later_product", None),
-            attributes.pop("input_shard", None),
-        )
+        later_product = attributes.pop("later_product", None)
+        input_shard = attributes.pop("input_shard", None)
         if input_shard is not None and not input_shard[1].is_of(x):  # the shard of another tensor than x
             input_shard = None
         is_transposed = self.output_dim == 1

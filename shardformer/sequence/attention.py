@@ -180,9 +180,13 @@ def ring_attention_of(
 
 
 def models_around(model: nn.Module, predicate: Callable[[nn.Module], bool]) -> list[PreTrainedModel]:
-    """Return the innermost transformers models around the modules with a predicate, one model per config.
+    """Return the innermost transformers models around certain modules, one model for each config.
 
     The config of such a model names the attention of the modules.
+
+    Args:
+        model: the full model.
+        predicate: returns True for the modules.
     """
     by_config: dict[int, PreTrainedModel] = {}
     pending: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]

@@ -172,7 +172,7 @@ def _exchange_for_heads(shards: tuple[Tensor, ...], share: HeadShare, axis: Sequ
         _pad_to(heads, 1, share.size * count)
         for heads, count in zip((query, key, value), counts, strict=True)
     ]
-    # In the layout of the exchange, (P, S/P, B, X), so that each tensor is copied once, by `cat`; (S, B, X) arrives.
+    # (P, S/P, B, X): the heads of each rank P, the layout in which they are sent; views until `cat` copies them.
     sent = [heads.unflatten(1, (share.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for heads in padded]
     arrived_SBX = all_to_all(torch.cat(sent, -1), axis.group, split_dim=0, gather_dim=1).squeeze(0)
     if len(arrived_SBX) != axis.length:

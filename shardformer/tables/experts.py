@@ -32,6 +32,7 @@ def _llama4_inputs(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor, 
     hidden_RH, expert_R, length = call.hidden_NH, call.index_NK[:, 0], max(rows.max_received, 1)
     counts_E = rows.counts_PE.sum(0)
     order = torch.argsort(expert_R, stable=True)
+    # Position of each row in the order by expert, and of the first row of each expert.
     sorted_position = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device)
     )
