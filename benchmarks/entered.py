@@ -93,7 +93,7 @@ def trained(layout: dict[str, int]) -> tuple[Entered, Entered]:
     return boosting, stepping
 
 
-def of_all_ranks(own: Entered) -> Entered:
+def times_num_ranks(own: Entered) -> Entered:
     """Return the union over the ranks. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -129,7 +129,7 @@ def main() -> None:
     boosts: Entered = set()
     steps: Entered = set()
     for name, layout in LAYOUTS.items():
-        boosting, stepping = (of_all_ranks(own) for own in trained(layout))
+        boosting, stepping = (times_num_ranks(own) for own in trained(layout))
         boosts |= boosting
         steps |= stepping
         lines += described(f"boost, {name}", boosting, is_listed=arguments.list)

@@ -151,7 +151,7 @@ class HybridConfig(ShardOptions, DataOptions):
     @property
     def sp(self) -> int:
         """The size of the sequence axis."""
-        return self.sequence.own_axis(sp_size=self.sp_size, tp_size=self.tp_size)
+        return self.sequence.sequence_axis_size(sp_size=self.sp_size, tp_size=self.tp_size)
 
     @property
     def sizes(self) -> dict[str, Any]:

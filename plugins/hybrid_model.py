@@ -36,7 +36,7 @@ from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
 from ..shardformer.expert_load import ExpertLoad, LayerLoad
 from ..shardformer.expert_sharding import apply_expert_sharding, expert_errors
 from ..shardformer.layers.batch_norm import RunningStatistics, convert_batch_norms
-from ..shardformer.layers.expert_parallel import replaying
+from ..shardformer.layers.expert_parallel import replay_choices
 from ..shardformer.offload import ActivationOffload
 from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import (
@@ -102,7 +102,7 @@ def boost(
         ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
-        expert_load.count_in(model)
+        expert_load.add_hooks(model)
         if config.ep_size > 1:
             apply_expert_sharding(model, mesh.group("ep"))
         model.to(mesh.device)  # only this rank's shards
@@ -155,7 +155,7 @@ class BoostPlan:
         if config.gradient_checkpoint_config is not None:
             checkpoint = ActivationOffload(mesh.device).checkpoint if config.activation_offload else RECOMPUTE
             if config.ep_size > 1:
-                checkpoint = replaying(checkpoint)
+                checkpoint = replay_choices(checkpoint)
             checkpoint_layers(self.recomputable, config.gradient_checkpoint_config, checkpoint)
 
 

@@ -51,8 +51,8 @@ def layers_to_compile(
             "GradientCheckpointingLayer of transformers and no table. Give a policy with a stage_plan "
             "(custom_policy=...), or leave compile_layers out"
         )
-    among = dict.fromkeys(layers or ())
-    return [layer for layer in among if among.keys().isdisjoint(list(layer.modules())[1:])]
+    unique_layers = dict.fromkeys(layers or ())
+    return [layer for layer in unique_layers if unique_layers.keys().isdisjoint(list(layer.modules())[1:])]
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
@@ -64,20 +64,20 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     Args:
         layers: layers of the full model, already sharded; layers of other stages are skipped.
     """
-    compiled: dict[tuple[Any, ...], type[nn.Module]] = {}
+    compiled: dict[tuple[Any, ...], type[nn.Module]] = {}  # by class of the layer and positions of hooks
     for layer in layers:
         if any(parameter.is_meta for parameter in layer.parameters()):  # of another stage: released
             continue
         for module in layer.modules():
             if isinstance(module, ShardedLinear):  # prefetches in a recorded order, so it is not traced
                 vars(module)["forward"] = torch.compiler.disable(module.forward)
-        alike = (type(layer), *_places_of_hooks(layer))
-        if alike not in compiled:
-            compiled[alike] = _compiled_class(type(layer))
-        layer.__class__ = compiled[alike]
+        class_and_hooks = (type(layer), *_hook_positions(layer))
+        if class_and_hooks not in compiled:
+            compiled[class_and_hooks] = _compiled_class(type(layer))
+        layer.__class__ = compiled[class_and_hooks]
 
 
-def _places_of_hooks(layer: nn.Module) -> tuple[tuple[str, str], ...]:
+def _hook_positions(layer: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the path and kind of every hook inside a layer; see [Note: hooks of modules in a layer]."""
     return tuple(
         (path, kind)
@@ -102,15 +102,18 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(self)
-        with _gradients_aside(self):
+        with _detach_mixed_gradients(self):
             return compiled(self, 0 if axis is None else axis.length, *args, **kwargs)
 
     return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward})
 
 
 @contextmanager
-def _gradients_aside(layer: nn.Module) -> Iterator[None]:
-    """Detach gradients with another dtype than their parameters: torch.compile refuses to trace these."""
+def _detach_mixed_gradients(layer: nn.Module) -> Iterator[None]:
+    """Inside the block, set gradients whose dtype differs from their parameters' to None, and put them back after it.
+
+    torch.compile refuses to trace parameters with such gradients.
+    """
     present = [(parameter, parameter.grad) for parameter in layer.parameters() if parameter.grad is not None]
     detached = [(parameter, gradient) for parameter, gradient in present if gradient.dtype != parameter.dtype]
     for parameter, _ in detached:

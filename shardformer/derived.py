@@ -25,8 +25,8 @@ from ..cluster.transformers_api import (
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
-from .layers.forward_code import exit_error, own_names, takes_named_inputs, tensor_inputs
-from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present
+from .layers.forward_code import attributes_read, exit_error, takes_named_inputs, tensor_inputs
+from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present_modules
 
 # Packed: two projections of equal size in one weight.
 _PACKED = 2
@@ -53,8 +53,12 @@ def derived_table(model: nn.Module) -> Table:
     config = getattr(base, "config", None)
     splits: Mapping[str, str] = getattr(config, TP_PLAN, None) or {}
     order: Mapping[str, Any] = getattr(config, PP_PLAN, None) or {}
-    listed = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
-    stacks = [name for name in present(base, listed) if isinstance(base.get_submodule(name), nn.ModuleList)]
+    candidates = dict.fromkeys([*order, *(name.partition(".*")[0] for name in splits if ".*" in name)])
+    stacks = [
+        name
+        for name in present_modules(base, candidates)
+        if isinstance(base.get_submodule(name), nn.ModuleList)
+    ]
     if len(stacks) != 1:
         plans = f"plans for {stacks}" if stacks else f"no {TP_PLAN} or {PP_PLAN} for its layers"
         raise ValueError(
@@ -78,7 +82,9 @@ def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
         order: the modules of the base model in the order in which they run, if it is known.
     """
     base: Any = getattr(model, "base_model", model)
-    vocabulary, output = (_called(model, f"get_{side}_embeddings") for side in ("input", "output"))
+    vocabulary, output = (
+        _call_if_implemented(model, f"get_{side}_embeddings") for side in ("input", "output")
+    )
     embedding = _path_of(base, vocabulary)
     if not isinstance(vocabulary, nn.Embedding) or embedding_errors(vocabulary):
         embedding = None
@@ -89,7 +95,7 @@ def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
         stage=StagePlan(
             layers=stack,
             entry=order[: order.index(stack)] if stack in order else (),
-            everywhere=tuple(present(base, (ROTARY,))),
+            everywhere=tuple(present_modules(base, (ROTARY,))),
         ),
         divisible=(),
         embedding=embedding,
@@ -100,6 +106,12 @@ def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
 def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module], config: Any) -> Table:
     """Return the table with the sharding of its layers added.
 
+    Args:
+        plain: the table without it.
+        splits: transformers' plan: the style of each module or parameter, by its path from the base model.
+        layers: the layers of the model, not sharded.
+        config: config of the base model.
+
     Raises:
         ValueError: the plan does not determine it; all reasons at once.
     """
@@ -107,9 +119,10 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     has_layers = any(is_within(path, plain.stage.layers) for path in splits)
     if not has_layers:  # from 5.24 on the plan may be for the embedding alone
         raise ValueError(f"transformers has no {TP_PLAN} for the layers of this model: use tp_size=1")
-    table, errors = _sorted(plain, splits, layers)
+    table, errors = _with_plan_entries(plain, splits, layers)
     errors += [error for layer in layers for error in _layer_errors(layer, table)]
     raise_errors(list(dict.fromkeys(errors)))
+    # Modules in a region that the plan leaves replicated get gradients of the local activations only.
     replicated = [
         f"{path}.{name}"
         for layer in layers
@@ -119,6 +132,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     table = replace(table, partial=tuple(dict.fromkeys((*table.partial, *replicated))))
 
     def has_groups(path: str) -> bool:
+        """Return True if the module at this path in the layers is an attention with grouped key-value heads."""
         modules = [layer.get_submodule(path) for layer in layers if has_submodule(layer, path)]
         return any(hasattr(module, _GROUPS) for module in modules)
 
@@ -126,14 +140,17 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     key_value = tuple(
         name for name in table.column if name.rpartition(".")[0] in attentions and name.endswith(_KEY_VALUE)
     )
-    has_replicas = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
-    counts = ("num_attention_heads",) if has_replicas else ("num_attention_heads", "num_key_value_heads")
+    # Key-value heads may be replicated if it is known which projections have them.
+    can_replicate_heads = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
+    counts = (
+        ("num_attention_heads",) if can_replicate_heads else ("num_attention_heads", "num_key_value_heads")
+    )
     second_input = {}
     for path in table.exits:
         for layer in layers:
             names = tensor_inputs(layer.get_submodule(path)) if has_submodule(layer, path) else []
             if names:
-                second_input[path] = names[-1]
+                second_input[path] = names[-1]  # the only one, see `_region_errors`
     table = replace(
         table,
         second_input=second_input,
@@ -143,24 +160,26 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         ),
         dropout=_dropouts(layers, table),
     )
-    if not has_replicas:
+    if not can_replicate_heads:
         return table
     return replace(
         table,
-        attention=_padded(layers, table, attentions[0], config),
+        attention=_paddable_attention(layers, table, attentions[0], config),
         key_value=key_value,
         groups=f"{attentions[0]}.{_GROUPS}",
     )
 
 
-def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]) -> tuple[Table, list[str]]:
+def _with_plan_entries(
+    plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
+) -> tuple[Table, list[str]]:
     """Return the table with the plan's entries for these layers, and the errors of entries that are not supported.
 
     Entries that match nothing in a layer are skipped, and so is the token embedding, which is always sharded.
     """
     assert isinstance(plain.stage, StagePlan)
     stack, errors = f"{plain.stage.layers}.*.", list[str]()
-    fields: dict[str, list[str]] = {}
+    fields: dict[str, list[str]] = {}  # field of `Table` -> paths of modules in a layer
     split, fused = dict[str, int](), dict[str, int]()
     parts: dict[str, nn.Module | Parameter] = {}
     for layer in layers:
@@ -187,8 +206,9 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
                 continue
             if style.startswith("packed"):
                 fused[name] = _PACKED
-            if style == "all_reduce" and isinstance(part, nn.Module) and (further := tensor_inputs(part)):
-                errors.append(f"{name} takes {further}: {_ADVICE}")
+            other_inputs = tensor_inputs(part) if isinstance(part, nn.Module) else []
+            if style == "all_reduce" and other_inputs:
+                errors.append(f"{name} takes {other_inputs}: {_ADVICE}")
     owners = (name.rpartition(".")[0] for name in (*fields.get("column", ()), *split))
     names: dict[str, Any] = {field: tuple(of_field) for field, of_field in fields.items()}
     regions = tuple(dict.fromkeys((*owners, *names.get("exits", ()))))
@@ -206,36 +226,40 @@ def _layer_errors(layer: nn.Module, table: Table) -> list[str]:
     ]
     alone = [
         f"{row} is sharded by its inputs, but no layer beside it by its outputs: {_ADVICE}"
-        for row in present(layer, table.row)
+        for row in present_modules(layer, table.row)
         if row.rpartition(".")[0] not in active
     ]
     return [*nested, *(error for path in active for error in _region_errors(layer, path, table)), *alone]
 
 
 def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
-    """Return the reasons why the region at a path cannot compute with sharded activations; empty if it can."""
+    """Return the reasons why the region at a path cannot compute with sharded activations; empty if it can.
+
+    Only its hidden states may enter, one row-parallel layer must end it, and its code may not read numbers of heads.
+    Experts (`exits`) may take one more input, and end the region themselves.
+    """
     module = layer.get_submodule(path)
     replicated = _replicated_modules(layer, path, table)
-    rows = [name for name in present(layer, table.row) if name.rpartition(".")[0] == path]
+    rows = [name for name in present_modules(layer, table.row) if name.rpartition(".")[0] == path]
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
     errors = [
         f"{path}.{name} is replicated, but the activations around it are sharded: {_ADVICE}"
         for name in parameters
         if f"{path}.{name}" not in table.split
     ]
-    further = tensor_inputs(module)
+    other_inputs = tensor_inputs(module)
     if path in table.exits:
         errors += [
             f"{path}.{name} is replicated, but the experts around it are sharded: {_ADVICE}"
             for name in replicated + rows
         ]
-        is_known = len(further) <= 1 and takes_named_inputs(module)
-        return (
-            errors if is_known else [*errors, f"{path} takes {further or 'inputs without names'}: {_ADVICE}"]
-        )
-    if further:
-        errors.append(f"{path} takes {', '.join(further)} besides hidden states: {_ADVICE}")
-    if counts := sorted(own_names(module) & _HEAD_COUNTS):
+        is_known = len(other_inputs) <= 1 and takes_named_inputs(module)
+        if not is_known:
+            errors.append(f"{path} takes {other_inputs or 'inputs without names'}: {_ADVICE}")
+        return errors
+    if other_inputs:
+        errors.append(f"{path} takes {', '.join(other_inputs)} besides hidden states: {_ADVICE}")
+    if counts := sorted(attributes_read(module) & _HEAD_COUNTS):
         errors.append(
             f"the code of {path} reads {', '.join(counts)}, of which each rank has only a part: {_ADVICE}"
         )
@@ -262,17 +286,25 @@ def _replicated_modules(layer: nn.Module, path: str, table: Table) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] for name in replicated))
 
 
-def _padded(layers: Sequence[nn.Module], table: Table, attention: str, config: Any) -> dict[str, str]:
-    """Return the attention and its output layer if heads can be padded: all its sharded weights divide by heads."""
+def _paddable_attention(
+    layers: Sequence[nn.Module], table: Table, attention: str, config: Any
+) -> dict[str, str]:
+    """Return the path of the attention with that of its output layer if its heads can be padded, otherwise {}.
+
+    They can if every sharded weight of the attention consists of equal parts, one for each head.
+    """
     rows = [name for name in table.row if is_within(name, attention)]
     columns = [name for name in table.column if is_within(name, attention)]
 
     def divides_by_heads(layer: nn.Module, name: str) -> bool:
+        """Return True if the outputs of a projection are a multiple of its number of heads."""
         heads = "num_key_value_heads" if name.endswith(_KEY_VALUE) else "num_attention_heads"
         _, outputs = widths(layer.get_submodule(name))
         return outputs % getattr(config, heads) == 0
 
-    is_by_head = all(divides_by_heads(layer, name) for layer in layers for name in present(layer, columns))
+    is_by_head = all(
+        divides_by_heads(layer, name) for layer in layers for name in present_modules(layer, columns)
+    )
     has_others = any(is_within(name, attention) for name in table.split)
     return {attention: rows[0]} if len(rows) == 1 and is_by_head and not has_others else {}
 
@@ -297,8 +329,8 @@ def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDrop
     return dropouts
 
 
-def _called(model: Any, method: str) -> nn.Module | None:
-    """Return the result of a method of transformers' models; None if the model does not implement it."""
+def _call_if_implemented(model: Any, method: str) -> nn.Module | None:
+    """Call a method of transformers' models and return its result; None if the model does not implement it."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
@@ -306,4 +338,5 @@ def _called(model: Any, method: str) -> nn.Module | None:
 
 
 def _path_of(root: nn.Module, module: nn.Module | None) -> str | None:
-    return next((path for path, each in root.named_modules() if each is module), None)
+    """Return the path of a module in the root; None if it is not in it."""
+    return next((path for path, candidate in root.named_modules() if candidate is module), None)

@@ -36,15 +36,15 @@ class DerivedPolicy(TablePolicy):
 
     def stage_plan(self) -> StagePlan | None:  # type: ignore[override]
         """Return the plan that was derived from a small copy; without a pipeline the list of layers of the table."""
-        if self._has_stages:
-            return None if isinstance(self._derived, str) else self._derived
+        if self._may_have_stages:
+            return None if isinstance(self._derived_stages, str) else self._derived_stages
         return super().stage_plan() if isinstance(self.table.stage, StagePlan) else None
 
     def config_errors(self) -> list[str]:
-        """List errors, with the reason if no stages were derived."""
-        if self._has_stages and isinstance(self._derived, str):
+        """List errors of `shard_config`; if no stages could be derived for a pipeline, also the reason."""
+        if self._may_have_stages and isinstance(self._derived_stages, str):
             errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
-            return [*errors, self._derived]
+            return [*errors, self._derived_stages]
         errors = super().config_errors()
         has_table = isinstance(self.table.stage, StagePlan) and not self._is_proposed
         if self.shard_config.sequence_split is not None and not has_table:
@@ -55,14 +55,17 @@ class DerivedPolicy(TablePolicy):
         return errors
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Set the requested axes; for a tensor axis take the table that was tried."""
+        """Set the requested axes and options; for a tensor axis first derive the table by trial on a small copy."""
         if shard_config.tensor_parallel_size > 1:
-            self.table = self._newest = self._tried
+            self.table = self._table_for_newest = self._table_for_tensor_axis
         super().set_shard_config(shard_config)
 
     @cached_property
-    def _tried(self) -> Table:
-        """The table whose numbers on two ranks are right, of a small copy; with errors if there is none."""
+    def _table_for_tensor_axis(self) -> Table:
+        """The table by which a small copy on two ranks has the loss and gradients of one process.
+
+        First from transformers' plan, otherwise proposed; if both fail, a table with `tensor_errors`.
+        """
         kind = type(self._full_model).__name__
         errors = list(self.table.tensor_errors)
         try:
@@ -75,7 +78,7 @@ class DerivedPolicy(TablePolicy):
                     if departure is None:
                         return self.table
                     errors.append(f"transformers' plan of a {kind} departs from one process: {departure}")
-                table = proposed_table(copy, self._full_model, partial(_departure, copy))
+                table = proposed_table(copy, self._full_model, partial(_table_error, copy))
                 self._is_proposed = True
                 return table
         except ValueError as error:
@@ -86,13 +89,13 @@ class DerivedPolicy(TablePolicy):
         return replace(self.table, tensor_errors=tuple(errors))
 
     @property
-    def _has_stages(self) -> bool:
-        """True if stages are asked for, and before it is known."""
+    def _may_have_stages(self) -> bool:
+        """True if the config has several stages, or before it is set."""
         return "shard_config" not in vars(self) or self.shard_config.num_stages > 1
 
     @cached_property
-    def _derived(self) -> StagePlan | str:
-        """The plan of the full model, also for its copies and when it is cut; or the error."""
+    def _derived_stages(self) -> StagePlan | str:
+        """The stage plan derived from the full model, or the error; cached, because a cut model cannot be analyzed."""
         try:
             return stage_plan_of(self._full_model)
         except ValueError as error:
@@ -102,8 +105,8 @@ class DerivedPolicy(TablePolicy):
             )
 
 
-def _departure(copy: Copy, table: Table) -> str | None:
-    """Return how a proposed table departs, or why it is refused; None if neither."""
+def _table_error(copy: Copy, table: Table) -> str | None:
+    """Return how a small copy sharded by a table differs from one process, or why it is refused; None if neither."""
     try:
         return split_departure(copy, lambda _: TablePolicy(table), _NUM_TRIAL_RANKS)
     except ValueError as error:
@@ -111,7 +114,13 @@ def _departure(copy: Copy, table: Table) -> str | None:
 
 
 def without_table(error: ValueError, model_type: str | None, options: str) -> str:
-    """Return the error of a model without a table, for which none was derived; `options` are those to leave."""
+    """Return the message for a model type without a table, for which none could be derived.
+
+    Args:
+        error: why none could be derived.
+        model_type: the type.
+        options: advice which options to leave, "tp_size at 1" for example.
+    """
     return (
         f"{error}, and model_type={model_type!r} has no table: leave {options}, register a Table of its layers "
         "(docs/policies.md), or give one as custom_policy"

@@ -15,7 +15,7 @@ from ..cluster.hashes import batch_hash
 from ..lazy.replay import fingerprint
 from ..lazy.tensor import LazyTensor, content_of
 
-SAMPLE = 64  # values of each tensor that are compared
+SAMPLE = 64  # about as many values of each tensor are compared
 
 
 def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
@@ -32,7 +32,8 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
     """
     sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
-    local_code, differing = batch_hash([shapes, sample]), list[int]()
+    local_code = batch_hash([shapes, sample])
+    differing: list[int] = []  # ranks
     for group in groups or (None,):
         # Includes the result of the previous axis: otherwise this rank would raise while the next axis waits for it.
         rows = gather_integers((local_code, int(bool(differing))), group)
@@ -61,12 +62,12 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     random states are compared too, if the model has dropout. A call with differences raises ValueError on every rank;
     so does a call inside a DistributedDataParallel over the axis.
     """
-    drops = _drops(model)
+    has_dropout = _has_dropout(model)
 
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def compare_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: compare inputs, mode and random states over the tensor axis."""
         _refuse_average(group)
-        random = _random_hash(module) if module.training and drops else 0
+        random = _random_hash(module) if module.training and has_dropout else 0
         codes = {
             "the inputs": (batch_hash(tensors_of_call(args, kwargs)), _EQUAL_INPUTS),
             MODES: (int(module.training), MODES_ADVICE),
@@ -74,11 +75,14 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
         }
         require_equal_call(codes, group, "the tensor axis")
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_pre_hook(compare_call, with_kwargs=True)
 
 
 def _refuse_average(group: ProcessGroup) -> None:
-    """Raise ValueError for a call through torch's DistributedDataParallel over tensor ranks, whose shards differ."""
+    """Raise ValueError if torch's DistributedDataParallel calls the model over ranks of the tensor axis.
+
+    It has overwritten the shards of all its ranks by those of one.
+    """
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None:
         return
@@ -104,12 +108,13 @@ def tensors_of_call(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _sample(tensor: Tensor) -> Tensor | int:
+    """Return about `SAMPLE` evenly spaced values of a tensor; of a lazy one the hash of its initialization."""
     if isinstance(tensor, LazyTensor):
         return fingerprint(content_of(tensor).value)
     return tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
 
 
-def _drops(model: nn.Module) -> bool:
+def _has_dropout(model: nn.Module) -> bool:
     """Return True if a model has dropout: a module, or a positive number with "drop" in its name."""
     owners: list[Any] = [model.config, *model.modules()] if hasattr(model, "config") else [*model.modules()]
     if any(isinstance(owner, nn.modules.dropout._DropoutNd) and owner.p > 0 for owner in owners):
@@ -119,5 +124,6 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _random_hash(model: nn.Module) -> int:
+    """Return a hash of torch's random states on the CPU and on the model's device."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return batch_hash([state for state in torch_state(device) if state is not None])

@@ -38,20 +38,21 @@ class ExpertLoad:
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
-        self._sizes = {
+        self._num_experts = {
             path: getattr(module, interface.counts[0])
-            for path, (module, interface) in _experts(model).items()
+            for path, (module, interface) in _modules_of_experts(model).items()
         }
         self._mesh = mesh
-        self._counts = torch.zeros(sum(self._sizes.values()), dtype=torch.int64, device=mesh.device)
+        self._counts = torch.zeros(sum(self._num_experts.values()), dtype=torch.int64, device=mesh.device)
 
-    def _layers(self, counts: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self._sizes, counts.split(list(self._sizes.values())), strict=True))
+    def _counts_by_layer(self, counts: Tensor) -> dict[str, Tensor]:
+        """Return views of the concatenated counts of all layers, by path of the layer."""
+        return dict(zip(self._num_experts, counts.split(list(self._num_experts.values())), strict=True))
 
-    def count_in(self, model: nn.Module) -> None:
-        """Count in the layers of a cut model, before its experts are distributed."""
-        layers = self._layers(self._counts)
-        for path, (module, interface) in _experts(model).items():
+    def add_hooks(self, model: nn.Module) -> None:
+        """Add the hooks that count, to the layers of a model already cut into stages; before experts are sharded."""
+        layers = self._counts_by_layer(self._counts)
+        for path, (module, interface) in _modules_of_experts(model).items():
             module.register_forward_pre_hook(partial(_count_call, layers[path], interface), with_kwargs=True)
 
     def read(self) -> dict[str, LayerLoad]:
@@ -60,7 +61,7 @@ class ExpertLoad:
         Raises:
             ValueError: the model has no experts with a known interface.
         """
-        if not self._sizes:
+        if not self._num_experts:
             raise ValueError(
                 "the model has no experts that expert_load() counts: leave the call out (docs/experts.md lists "
                 "the mixtures)"
@@ -69,12 +70,15 @@ class ExpertLoad:
         for axis in ("data", "pp"):
             if self._mesh.size(axis) > 1:
                 total = all_reduce(total, self._mesh.group(axis))
-        loads = {path: LayerLoad(tokens.tolist()) for path, tokens in self._layers(total.cpu()).items()}
+        loads = {
+            path: LayerLoad(tokens.tolist()) for path, tokens in self._counts_by_layer(total.cpu()).items()
+        }
         self._counts.zero_()
         return loads
 
 
-def _experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
+def _modules_of_experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
+    """Return the modules of experts by path, each with the interface of its class."""
     return {
         path: (module, interface)
         for path, module in model.named_modules()
@@ -85,15 +89,21 @@ def _experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
 def _count_call(
     counts_E: Tensor, interface: Interface, module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Count in a call of experts."""
+    """Forward pre-hook of a module of experts: count the choices of a call that may be trained, in place.
+
+    Args:
+        counts_E: the counts of this layer.
+        interface: how the module is called.
+        module, args, kwargs: of the hook.
+    """
     if torch.is_grad_enabled():
-        inputs = {str(place): value for place, value in enumerate((*args, *kwargs.values()))}
-        count = _count_in_graph if torch.compiler.is_compiling() else _count
+        inputs = {str(index): value for index, value in enumerate((*args, *kwargs.values()))}
+        count = _add_counts_in_graph if torch.compiler.is_compiling() else _add_counts
         count(counts_E, interface.call(inputs, len(counts_E)).index_NK)
 
 
-def _count(counts_E: Tensor, index_NK: Tensor) -> None:
-    """Add the numbers of choices in place, except in a forward that backward recomputes.
+def _add_counts(counts_E: Tensor, index_NK: Tensor) -> None:
+    """Add to each expert's count how many tokens chose it, in place, except in a forward that backward recomputes.
 
     Indices above those of experts with parameters are not counted.
     """
@@ -105,4 +115,6 @@ def _count(counts_E: Tensor, index_NK: Tensor) -> None:
 
 # An operation of its own, which a compiled layer calls in each run: a condition in Python would be read once. It takes
 # three times as long on the host, so other layers call the function.
-_count_in_graph = torch.library.custom_op("echelon::count_tokens", _count, mutates_args=("counts_E",))
+_add_counts_in_graph = torch.library.custom_op(
+    "echelon::count_tokens", _add_counts, mutates_args=("counts_E",)
+)

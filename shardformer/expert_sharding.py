@@ -40,34 +40,42 @@ def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
     for path, (module, interface) in experts.items():
         errors += [
             f"ep_size={ep_size} does not divide the {count} experts of {path}: use a divisor"
-            for count in _numbers(module, interface)
+            for count in _expert_counts(module, interface)
             if count % ep_size
         ]
         errors += [
             f"{path}.{name} of shape {tuple(parameter.shape)} has no rows for each of "
-            f"{_numbers(module, interface)[0]} experts: use ep_size=1"
+            f"{_expert_counts(module, interface)[0]} experts: use ep_size=1"
             for name, parameter in module.named_parameters()
-            if not interface.is_apart and _blocks(parameter, _numbers(module, interface)) is None
+            if not interface.is_apart and _row_blocks(parameter, _expert_counts(module, interface)) is None
         ]
     return list(dict.fromkeys(errors))
 
 
-def _numbers(experts: nn.Module, interface: Interface) -> list[int]:
-    """Return the number of experts with parameters, and that of all others if a parameter has rows for them."""
-    first, *others = (getattr(experts, name) for name in interface.counts)
-    return [first, *(each - first for each in others if each > first)]
+def _expert_counts(experts: nn.Module, interface: Interface) -> list[int]:
+    """Return the number of experts with parameters, then the number of others with rows in a parameter, if any."""
+    num_with_parameters, *totals = (getattr(experts, name) for name in interface.counts)
+    return [
+        num_with_parameters,
+        *(total - num_with_parameters for total in totals if total > num_with_parameters),
+    ]
 
 
-def _blocks(parameter: Parameter, numbers: list[int]) -> tuple[int, ...] | None:
-    """Return the blocks of rows that are sharded separately; None if there are no rows for each expert."""
+def _row_blocks(parameter: Parameter, counts: list[int]) -> tuple[int, ...] | None:
+    """Return the lengths of a parameter's blocks of rows, each sharded separately; None if it has no rows by expert.
+
+    Args:
+        parameter: a parameter of a module of experts.
+        counts: see `_expert_counts`: rows of experts without parameters are a block of their own.
+    """
     rows = len(parameter) if parameter.ndim else 0
-    if rows == sum(numbers):
-        return tuple(numbers)
-    return (rows,) if rows and rows % numbers[0] == 0 else None
+    if rows == sum(counts):
+        return tuple(counts)
+    return (rows,) if rows and rows % counts[0] == 0 else None
 
 
 def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Leave each module its rank's experts, and let tokens travel to them, in place. No communication.
+    """Shard all modules of experts over the ranks, in place, and hook the exchange of tokens. No communication.
 
     Called after the model is cut into stages and sharded over tp, before an optimizer is wrapped.
 
@@ -84,40 +92,41 @@ def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _distribute(experts: Any, interface: Interface, group: dist.ProcessGroup) -> None:
-    """Leave one module of experts this rank's experts, divide its counts by the ranks, and hook its communication."""
-    numbers = _numbers(experts, interface)
+    """Shard one module of experts: its parameters, its counts of experts, and the exchange of tokens by hooks."""
+    counts = _expert_counts(experts, interface)
     if interface.is_apart:
         for index, expert in enumerate(experts.children()):
-            _own(expert, index * group.size() // numbers[0], group)
+            _assign_to_rank(expert, index * group.size() // counts[0], group)
     else:
         for parameter in experts.parameters():
-            _place(parameter, group, dim=0, blocks=_blocks(parameter, numbers))
+            _place_shard(parameter, group, dim=0, blocks=_row_blocks(parameter, counts))
         for name in interface.counts:
             setattr(experts, name, getattr(experts, name) // group.size())
-    ExpertParallel(experts, group, interface)
+    ExpertParallel(experts, group, interface)  # adds its hooks
 
 
-def _own(expert: nn.Module, owner: int, group: dist.ProcessGroup) -> None:
-    """Leave an expert's parameters to one rank."""
+def _assign_to_rank(expert: nn.Module, owner: int, group: dist.ProcessGroup) -> None:
+    """Place the parameters of one expert, a module, on the rank `owner` alone; they are empty on the others."""
     for parameter in expert.parameters():
         shard = Shard(size=group.size(), dim=0, blocks=(len(parameter),), axis="ep", owner=owner)
         place(parameter, shard, group.rank())
 
 
 def _place_adapters(wrapper: Any, group: dist.ProcessGroup) -> None:
-    """Leave peft's adapters of experts' parameters the rows and columns of this rank's experts.
+    """Shard peft's adapters of experts' parameters by experts, like the parameters.
 
     For E experts and rank r, A has the shape (E·r, inputs), and B (outputs, r·E) with the experts innermost.
     """
     count = wrapper.num_experts
     for adapter in wrapper.lora_A:
-        _place(wrapper.lora_A[adapter].weight, group, dim=0, blocks=(count * wrapper.r[adapter],))
-        _place(wrapper.lora_B[adapter].weight, group, dim=1, blocks=(count,) * wrapper.r[adapter])
+        _place_shard(wrapper.lora_A[adapter].weight, group, dim=0, blocks=(count * wrapper.r[adapter],))
+        _place_shard(wrapper.lora_B[adapter].weight, group, dim=1, blocks=(count,) * wrapper.r[adapter])
     wrapper.num_experts = count // group.size()
 
 
-def _place(
+def _place_shard(
     parameter: Parameter, group: dist.ProcessGroup, *, dim: int, blocks: tuple[int, ...] | None
 ) -> None:
+    """Shard a parameter over the expert axis along `dim`, each of these blocks separately."""
     assert blocks is not None  # expert_errors
     place(parameter, Shard(size=group.size(), dim=dim, blocks=blocks, axis="ep"), group.rank())

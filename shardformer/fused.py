@@ -71,7 +71,7 @@ class FusedKernels:
         )
         kernels = [
             error
-            for option, name in self._kernels(device)
+            for option, name in self._attention_kernels(device)
             if name in KERNELS
             for error in KERNELS[name].errors(device, dtype, option)
         ]
@@ -79,8 +79,8 @@ class FusedKernels:
         loss = [f"enable_fused_loss: {error}" for error in (chunk_loss_errors(device) if self.loss else ())]
         return [*(message for is_wrong, message in rows if is_wrong), *kernels, *compiler, *loss]
 
-    def _kernels(self, device: torch.device) -> Iterator[tuple[str, str]]:
-        """Yield each option that chooses an attention kernel, with the kernel's name."""
+    def _attention_kernels(self, device: torch.device) -> Iterator[tuple[str, str]]:
+        """Yield each option that chooses an attention kernel, as the user wrote it, with the kernel's name."""
         if isinstance(self.flash_attention, str):
             yield f"enable_flash_attention={self.flash_attention!r}", self.flash_attention
         elif self.flash_attention:
@@ -91,19 +91,19 @@ class FusedKernels:
     def model_errors(self, model: nn.Module, device: torch.device) -> list[str]:
         """List reasons why an uncut model cannot use the requested attention or loss. No communication."""
         errors = []
-        for option, name in self._kernels(device):
+        for option, name in self._attention_kernels(device):
             errors += attention_errors(model, name, option)
         if self.loss:
             errors += [f"enable_fused_loss: {error}" for error in chunked_loss_errors(model)]
         return errors
 
     def choose_attention(self, model: nn.Module, device: torch.device) -> None:
-        """Set the attention of an uncut model that has no errors."""
-        for _, name in self._kernels(device):
+        """Set the requested attention kernel of an uncut model without `model_errors`, in place."""
+        for _, name in self._attention_kernels(device):
             set_attention(model, name)
 
     def takes_loss(self, model: nn.Module) -> bool:
-        """Return True if the loss is requested in chunks, and this rank has a head that supports it."""
+        """Return True if the loss in chunks is requested, and the model has a head on this rank that supports it."""
         return self.loss and not chunked_loss_errors(model)
 
     def route_loss(self, model: nn.Module, *, parallel_output: bool) -> None:
@@ -120,26 +120,28 @@ class FusedKernels:
             parallel_output: leave logits uncomputed after training calls with labels, if the loss needs none.
         """
         kind = type(model).__name__
-        lines = []
+        warnings = []
         if self.normalization:
             fused, unknown = fuse_norms(model, dtype)
             if unknown:
                 names = ", ".join(f"{count} × {name}" for name, count in unknown.items())
-                lines.append(
+                warnings.append(
                     f"enable_fused_normalization: norms of {kind} were not fused: {names}; the fused kernels "
                     "do not compute the same"
                 )
             elif not fused:
-                lines.append(f"enable_fused_normalization: {kind} has no supported norms; nothing was fused")
+                warnings.append(
+                    f"enable_fused_normalization: {kind} has no supported norms; nothing was fused"
+                )
         if self.jit and not compile_elementwise(model):
-            lines.append(
+            warnings.append(
                 f"enable_jit_fused: {kind} has no elementwise activation function and no dropout followed by "
                 "a sum; nothing was compiled"
             )
         self.route_loss(model, parallel_output=parallel_output)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            for line in lines:
-                _LOG.warning(line)
+            for warning in warnings:
+                _LOG.warning(warning)
 
 
 def flash_kernel(device: torch.device) -> str:

@@ -28,8 +28,8 @@ from .layers.parallel_module import AROUND_FORWARD, ParallelModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FORMULAS = "transformers.activations"
-_ONE_KERNEL = ("GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLUActivation")  # one kernel of torch
-_OF_ONE = ("_modules", "_shadow")  # attributes that a module and its shadow do not share
+_SINGLE_KERNEL = ("GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLUActivation")  # one kernel of torch
+_NOT_SHARED = ("_modules", "_shadow")  # attributes that a module and its shadow do not share
 # Graphs are small: starting a pool of compiler processes would take longer than compiling them.
 _OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
 
@@ -37,7 +37,7 @@ _OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
 def compile_elementwise(model: nn.Module) -> Counter[str]:
     """Compile a model's activation formulas, and modules that add something to the result of a dropout, in place.
 
-    Names, parameters and hooks stay. The compiler runs at the first call of such code.
+    Names, parameters and hooks stay. The compiler runs at the first call of such code. See [Note: compiled code].
 
     Args:
         model: already sharded, with weight gradients already deferred if the schedule needs that.
@@ -48,7 +48,7 @@ def compile_elementwise(model: nn.Module) -> Counter[str]:
     num_compiled: Counter[str] = Counter()
     for module in list(model.modules()):
         kind = type(module)
-        is_formula = kind.__module__ == _FORMULAS and kind.__name__ not in _ONE_KERNEL
+        is_formula = kind.__module__ == _FORMULAS and kind.__name__ not in _SINGLE_KERNEL
         if is_formula or _has_dropout_and_sum(module):
             num_compiled[kind.__name__] += 1
             vars(module)["_shadow"] = shadow = copy.copy(module)
@@ -58,7 +58,10 @@ def compile_elementwise(model: nn.Module) -> Counter[str]:
 
 
 def _has_dropout_and_sum(module: nn.Module) -> bool:
-    """Return True if a module's own code contains both, and only children that can be opaque have weights."""
+    """Return True if a module's own forward adds something to the result of a dropout, and can be compiled.
+
+    It can if all weights are in children, which are opaque to the compiler, and no child is a container of modules.
+    """
     children = list(module.children())
     return (
         bool(children)
@@ -86,7 +89,7 @@ class _Opaque(nn.Module):
         return getattr(vars(self)["_owner"]._modules[vars(self)["_name"]], name)
 
 
-def _is_open(child: nn.Module | None) -> bool:
+def _is_traceable(child: nn.Module | None) -> bool:
     """Return True if the compiler may trace a child: it has neither weights nor hooks."""
     if child is None:
         return True
@@ -97,7 +100,7 @@ def _is_open(child: nn.Module | None) -> bool:
 
 @functools.cache
 def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose forward is compiled and runs on the module's shadow."""
+    """Return a subclass whose forward is compiled and runs on the module's shadow; see [Note: compiled code]."""
     backend = functools.partial(inductor, options=_OPTIONS)
     compiled: Callable[..., Any] = torch.compile(kind.forward, dynamic=True, backend=backend)
 
@@ -106,10 +109,10 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         """Run the compiled forward on the shadow, in which children with weights or hooks are opaque."""
         shadow = vars(self)["_shadow"]
         # Copy the current attributes of the module, which may have changed.
-        vars(shadow).update({name: value for name, value in vars(self).items() if name not in _OF_ONE})
+        vars(shadow).update({name: value for name, value in vars(self).items() if name not in _NOT_SHARED})
         opaque = vars(shadow)["_opaque"]
         vars(shadow)["_modules"] = {
-            name: child if _is_open(child) else opaque[name] for name, child in self._modules.items()
+            name: child if _is_traceable(child) else opaque[name] for name, child in self._modules.items()
         }
         return compiled(shadow, *args, **kwargs)
 
@@ -159,36 +162,37 @@ def adds_dropout(kind: type[nn.Module]) -> bool:
     nodes = list(ast.walk(tree))
     if any(isinstance(node, ast.Call) and _calls_method(node, kind) for node in nodes):
         return False
-    dropped: set[str] = set()
+    dropout_results: set[str] = set()  # variables with the result of a dropout, at the current statement
     statements = [node for node in nodes if isinstance(node, (ast.Assign, ast.Return)) and node.value]
     for statement in sorted(statements, key=lambda statement: statement.lineno):
         inside = list(ast.walk(statement.value or statement))
         sums = [node for node in inside if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
         terms = [term for addition in sums for term in (addition.left, addition.right)]
-        if any(_is_dropout(term) or getattr(term, "id", "") in dropped for term in terms):
+        if any(_is_dropout(term) or getattr(term, "id", "") in dropout_results for term in terms):
             return True
-        if any(_called(node).endswith("dropout_add") for node in inside):
+        if any(_function_name(node).endswith("dropout_add") for node in inside):
             return True
         if isinstance(statement, ast.Assign):
             names = {getattr(node, "id", "") for target in statement.targets for node in ast.walk(target)}
             if _is_dropout(statement.value):
-                dropped |= names - {""}
+                dropout_results |= names - {""}
             else:
-                dropped -= names
+                dropout_results -= names
     return False
 
 
 def _calls_method(call: ast.Call, kind: type) -> bool:
     """Return True for `self.method(...)`, a method of the class; children are attributes of instances only."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id == "self" and hasattr(kind, _called(call))
+    return isinstance(owner, ast.Name) and owner.id == "self" and hasattr(kind, _function_name(call))
 
 
-def _called(node: Any) -> str:
+def _function_name(node: Any) -> str:
     """Return the last part of a called function's name; "" if the node is not a call."""
     function = node.func if isinstance(node, ast.Call) else None
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def _is_dropout(node: Any) -> bool:
-    return _called(node) == "dropout" or _called(node).endswith("_dropout")
+    """Return True for a call of a function or child named "dropout" or "..._dropout"."""
+    return _function_name(node) == "dropout" or _function_name(node).endswith("_dropout")

@@ -40,15 +40,15 @@ def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Coun
     fused, unknown = Counter[str](), Counter[str]()
     first = next(model.parameters(), None)
     library, *kernels = fused_kernels(torch.device("cpu") if first is None else first.device)
-    forms = [form for kernel in kernels for form in _forms(kernel)]
+    formulas = [formula for kernel in kernels for formula in _formulas(kernel)]
     for norm in list(_norms(model)):
         kind = type(norm)
         if library == "torch" and kind in (nn.LayerNorm, nn.RMSNorm):
             fused[kind.__name__] += 1
-        elif (form := _form_of(norm, forms, dtype)) is None:
+        elif (formula := _matching_formula(norm, formulas, dtype)) is None:
             unknown[kind.__name__] += 1
         else:
-            vars(norm)["_compute"] = form
+            vars(norm)["_compute"] = formula
             norm.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
             fused[kind.__name__] += 1
     return fused, unknown
@@ -60,10 +60,10 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
     On CUDA apex if it was built with its kernels, otherwise Liger if it is installed; torch in all other cases.
     """
 
-    def of_weight(x: Tensor, weight: Tensor | None) -> Tensor:
+    def weight_or_ones(x: Tensor, weight: Tensor | None) -> Tensor:
         return x.new_ones(x.shape[-1]) if weight is None else weight
 
-    def of_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    def bias_or_zeros(x: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_zeros(x.shape[-1]) if bias is None else bias
 
     on_cuda = is_cuda(device)
@@ -73,10 +73,10 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
         return (
             "apex",
             lambda x, weight, bias, epsilon: apex.fused_rms_norm_affine(
-                x, of_weight(x, weight), x.shape[-1:], epsilon
+                x, weight_or_ones(x, weight), x.shape[-1:], epsilon
             ),
             lambda x, weight, bias, epsilon: apex.fused_layer_norm_affine(
-                x, of_weight(x, weight), of_bias(x, bias), x.shape[-1:], epsilon
+                x, weight_or_ones(x, weight), bias_or_zeros(x, bias), x.shape[-1:], epsilon
             ),
         )
     if on_cuda and find_spec("liger_kernel") is not None:
@@ -86,10 +86,10 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
             # "gemma": all in float32, rounded once. In place, the kernel would overwrite the incoming gradient, which
             # a residual connection uses a second time.
             lambda x, weight, bias, epsilon: liger.liger_rms_norm(
-                x, of_weight(x, weight), epsilon, 0.0, "gemma", False
+                x, weight_or_ones(x, weight), epsilon, 0.0, "gemma", False
             ),
             lambda x, weight, bias, epsilon: liger.liger_layer_norm(
-                x, of_weight(x, weight), of_bias(x, bias), epsilon
+                x, weight_or_ones(x, weight), bias_or_zeros(x, bias), epsilon
             ),
         )
     functional = nn.functional
@@ -100,21 +100,21 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
     )
 
 
-def _forms(kernel: Kernel) -> list[Kernel]:
+def _formulas(kernel: Kernel) -> list[Kernel]:
     """Return the formulas of transformers' norms: they differ in the order of casts and of the product with weight."""
 
-    def in_the_format_of_x(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
+    def with_weight_afterwards(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
         normed: Tensor = weight * kernel(x, None, None, epsilon)
         return (normed if bias is None else normed + bias).to(x.dtype)
 
-    def beside_one(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
+    def with_one_plus_weight(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
         return kernel(x.float(), 1.0 + weight.float(), bias, epsilon).to(x.dtype)
 
     def in_float32(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
         bias_float32 = None if bias is None else bias.float()
         return kernel(x.float(), weight.float(), bias_float32, epsilon).to(x.dtype)
 
-    return [kernel, in_the_format_of_x, beside_one, in_float32]
+    return [kernel, with_weight_afterwards, with_one_plus_weight, in_float32]
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -135,8 +135,16 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _form_of(norm: nn.Module, forms: list[Kernel], dtype: torch.dtype) -> Kernel | None:
-    """Return the formula with the results of a norm up to rounding; the nearest one, or None if all differ."""
+def _matching_formula(norm: nn.Module, formulas: list[Kernel], dtype: torch.dtype) -> Kernel | None:
+    """Return the formula whose results are nearest to a norm's; None if all differ by more than rounding.
+
+    Both compute with random weights on a trial input; the norm itself is not changed.
+
+    Args:
+        norm: a module of `_norms`.
+        formulas: the candidates.
+        dtype: format of the computation, in which they are compared.
+    """
     weight = norm.get_parameter("weight")
     device = torch.device("cpu") if weight.is_meta else weight.device
     random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -155,20 +163,28 @@ def _form_of(norm: nn.Module, forms: list[Kernel], dtype: torch.dtype) -> Kernel
     parameters = list(trial.parameters())
     try:
         # `forward` skips the user's hooks, which must not see trials.
-        expected, first_row = _tried(trial.forward, x, parameters), trial.forward(x[0])
+        expected, first_row = _output_and_gradients(trial.forward, x, parameters), trial.forward(x[0])
+        # Other modules may mix the rows.
         if expected[0].shape != x.shape or not torch.equal(expected[0][0], first_row.double()):
             return None
-        results = [_tried(partial(form, **arguments), x, parameters) for form in forms]
+        results = [
+            _output_and_gradients(partial(formula, **arguments), x, parameters) for formula in formulas
+        ]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None  # its inputs are not those of a norm over the last dimension
-    distances = [_distance(result, expected, x.dtype) for result in results]
+    distances = [_relative_error(result, expected, x.dtype) for result in results]
     smallest = min(distances)
-    return forms[distances.index(smallest)] if smallest <= 1 else None
+    return formulas[distances.index(smallest)] if smallest <= 1 else None
 
 
 @torch.enable_grad()
-def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Return a norm's result for x, and the gradients of x and of the parameters for a fixed one; in float64."""
+def _output_and_gradients(
+    norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]
+) -> list[Tensor]:
+    """Return a norm's output for x, and the gradients of x and the parameters for a fixed output gradient.
+
+    All are converted to float64.
+    """
     x = x.detach().requires_grad_()
     out = norm(x)
     gradient = torch.arange(out.shape[-1], device=out.device).cos().to(out.dtype).expand_as(out)
@@ -176,15 +192,21 @@ def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]
     return [tensor.detach().double() for tensor in (out, *gradients)]
 
 
-def _distance(results: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
-    """Return the largest error relative to the expected results, in units of the allowed rounding error."""
+def _relative_error(results: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
+    """Return the largest error of the results, as a multiple of the allowed rounding error: up to 1 is equal.
+
+    Args:
+        results, expected: as of `_output_and_gradients`.
+        dtype: the format in which they were computed.
+    """
+    # Allowed error, in roundings (eps) of the largest entry of a row.
     of_output, of_gradients = (32, 32) if dtype is torch.float32 else (2, 4)
-    shares = []
-    for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+    errors = []
+    for index, (result, target) in enumerate(zip(results, expected, strict=True)):
         num_roundings = of_output if index == 0 else of_gradients
-        allowed = num_roundings * torch.finfo(dtype).eps * wanted.abs().amax(-1, keepdim=True)
-        shares.append(((result - wanted).abs() / allowed).max().item())
-    return max(shares)
+        allowed = num_roundings * torch.finfo(dtype).eps * target.abs().amax(-1, keepdim=True)
+        errors.append(((result - target).abs() / allowed).max().item())
+    return max(errors)
 
 
 class FusedNorm(nn.Module):
@@ -193,7 +215,7 @@ class FusedNorm(nn.Module):
     _compute: Kernel
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Norm x (..., H) over H, in its own dtype; the argument may have any name."""
+        """Norm x (..., H) over H, in the dtype of x; the only argument, whatever its name in the original class."""
         (x,) = (*args, *kwargs.values())
         weight: Any = self.weight
         bias: Any = getattr(self, "bias", None)
@@ -202,4 +224,5 @@ class FusedNorm(nn.Module):
 
 @cache
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a norm's class with the forward of `FusedNorm`."""
     return type(f"Fused{kind.__name__}", (FusedNorm, kind), {})

@@ -17,7 +17,7 @@ from ..cluster.placement import is_primary, num_parts, placements_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
-_BUCKET = 2**22  # elements per all-reduce
+_BUCKET_SIZE = 2**22  # elements per all-reduce
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Axes:
 
 
 def axes_of(model: nn.Module) -> Axes | None:
-    """Return the axes of a model on which `add_gradient_hooks` was called, otherwise None."""
+    """Return the axes over which hooks reduce a model's gradients; None if `add_gradient_hooks` added none."""
     axes: Axes | None = vars(model).get(_AXES)
     return axes
 
@@ -65,8 +65,8 @@ def add_gradient_hooks(model: nn.Module, *, tensor: ProcessGroup | None, data: P
     if tensor is not None:
         for parameter in parameters:
             if (parts := num_parts(parameter, "tp")) > 1:
-                with _requiring_gradient(parameter):
-                    parameter.register_hook(_summing(tensor, parts))
+                with _with_gradient_required(parameter):
+                    parameter.register_hook(_sum_hook(tensor, parts))
     average = None if data is None else DataAverage(parameters, data)
     vars(model)[_AXES] = Axes(tensor, data, average)
 
@@ -85,11 +85,11 @@ class DataAverage:
     def __init__(self, parameters: Iterable[Parameter], group: ProcessGroup) -> None:
         self._parameters = list(parameters)
         self._group = group
-        self._backward = -1  # the number of the last backward that queued the average
+        self._backward = -1  # autograd's number of the last backward that queued the average
         for parameter in self._parameters:
-            with _requiring_gradient(parameter):
+            with _with_gradient_required(parameter):
                 # A weak reference: the garbage collector does not follow the hooks of a tensor.
-                parameter.register_post_accumulate_grad_hook(_calling(WeakMethod(self._queue_average)))
+                parameter.register_post_accumulate_grad_hook(_call_weakly(WeakMethod(self._queue_average)))
 
     def _queue_average(self) -> None:
         """Queue the average at the end of this backward, once per backward."""
@@ -100,9 +100,12 @@ class DataAverage:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """All-reduce the gradients, each with a flag that is positive if any rank has it."""
+        """Average the gradients over the ranks, in place. One all-reduce per bucket.
+
+        With each gradient a flag is summed, which is positive if any rank has this gradient.
+        """
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        for bucket in packed(trained, _BUCKET, Tensor.numel):
+        for bucket in packed(trained, _BUCKET_SIZE, Tensor.numel):
             gradients = [
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for parameter in bucket
@@ -122,8 +125,11 @@ class DataAverage:
                 parameter.grad = gradient.copy_(means[index].view_as(gradient))
 
 
-def _summing(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
-    """Return a hook that sums a gradient over blocks of `parts` neighbouring ranks of a group."""
+def _sum_hook(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
+    """Return a hook that sums a gradient over blocks of `parts` neighbouring ranks of a group, its parts.
+
+    One all-reduce, or an all-gather if a block is smaller than the group; every rank of the group calls it.
+    """
 
     def summed(gradient: Tensor) -> Tensor:
         if parts == group.size():
@@ -135,8 +141,8 @@ def _summing(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
     return summed
 
 
-def _calling(reference: WeakMethod) -> Callable[[Tensor], None]:
-    """Return a hook that calls a method while its object lives."""
+def _call_weakly(reference: WeakMethod) -> Callable[[Tensor], None]:
+    """Return a hook of a parameter that calls a method, or does nothing once the method's object is freed."""
 
     def accumulated(parameter: Tensor) -> None:
         if (method := reference()) is not None:
@@ -146,7 +152,7 @@ def _calling(reference: WeakMethod) -> Callable[[Tensor], None]:
 
 
 @contextmanager
-def _requiring_gradient(parameter: Parameter) -> Iterator[None]:
+def _with_gradient_required(parameter: Parameter) -> Iterator[None]:
     """Make a parameter require a gradient while a hook is added; the hook stays when it is frozen again."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
@@ -195,7 +201,7 @@ def clip_grad_norm_(
     group = None if axes is None else axes.tensor
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    coordinate = {"tp": rank}.__getitem__
+    coordinate = {"tp": rank}.__getitem__  # by axis; a shard counts on one of the ranks that have it
     primary = [parameter for parameter in parameters if is_primary(parameter, coordinate)]
     counted = [parameter.grad for parameter in primary if parameter.grad is not None]
     norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))

@@ -22,18 +22,18 @@ from .layers.linear import (
     Linear1D_Row,
     SharedKeyValueLinear1D_Col,
 )
-from .layers.lora import LoraSplit, adapted, is_lora, plain, plain_path
+from .layers.lora import LoraSplit, adapted, base_layer_of, base_layer_path, is_lora
 from .layers.norm import SplitRMSNorm
 from .layers.region import (
+    AttentionInputs,
     AttributeView,
     CommonInput,
-    FurtherInputs,
     LocalCount,
     Region,
     RegionExit,
     SplitParameter,
 )
-from .layers.sequence_axis import INSTEAD, CommonRandom, PartRandom, draws, samplewise
+from .layers.sequence_axis import INSTEAD, CommonRandom, PartRandom, draws_random_numbers, sample_droppers
 from .layers.split_gather import RegionSequence, WholeSequence
 from .policy import Errors, SubModuleReplacementDescription, join
 from .tables.heads import Cut, HeadOrder, Heads
@@ -41,17 +41,17 @@ from .tables.table import (
     Table,
     active_regions,
     attribute,
+    full_sequence_paths,
     has_attribute,
     has_parameter,
     has_submodule,
     is_any_within,
-    present,
-    whole_paths,
+    present_modules,
 )
 
 
 class LayerSplit:
-    """Sharding of one layer.
+    """Replacements, attributes and placements by which a table shards one layer. It changes nothing itself.
 
     Args:
         table: names the modules and parameters, and how each is sharded.
@@ -86,57 +86,65 @@ class LayerSplit:
         Raises:
             ValueError: the table names a module that the layer lacks, or lacks a name that the layer needs.
         """
-        raise_errors(self._adapter_errors() or [*self._missing(), *self._sequence_shard_errors()])
+        raise_errors(self._adapter_errors() or [*self._missing_names(), *self._sequence_shard_errors()])
         randoms = self._split_randoms()
-        return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
+        in_regions = [*self._linear_layers(randoms), *self._exits_and_norms(), *self._regions(randoms)]
+        return [*in_regions, *self._on_sequence_shards()]
 
     def split_parameters(self) -> list[SubModuleReplacementDescription]:
         """Return the changes of parameters that are sharded without replacing their module."""
         replacements = []
         for path, dim in (*self._table.split.items(), *self._table.biases.items()):
             if has_parameter(self.layer, path):
-                with self._at():
+                with self._collect_errors():
                     length = self.layer.get_parameter(path).shape[dim]
                     owner, _, name = path.rpartition(".")
-                    kwargs = {"name": name, "dim": dim, **self._cut(path, length)}
+                    kwargs = {"name": name, "dim": dim, **self._cut_of(path, length)}
                     replacements.append(self._replacement(owner, SplitParameter, kwargs))
         return replacements
 
     def replicas(self) -> dict[str, ReplicaKind | None]:
-        """Return how parameters that are not sharded are replicated, by path from the model; None if not declared."""
+        """Return how each parameter is replicated if no layer shards it, by path from the model.
+
+        None is a parameter inside a region that the table declares in no way: if it stays unsharded, it is an error.
+        """
         table, regions = self._table, active_regions(self.layer, self._table)
-        wholes = whole_paths(table, self.layer)
+        all_token_paths = full_sequence_paths(table, self.layer)
 
         def kind(name: str) -> ReplicaKind | None:
-            """Return how a parameter is replicated; None if the table does not say so and it should be sharded."""
+            """Return how one parameter of the layer is replicated, by its path in the layer."""
             if is_any_within(name, table.partial):
                 return PartialGrad
             if table.region_of(name) in regions and not is_any_within(name, table.whole):
                 return None
             # Between regions a rank computes with its part of the sequences.
-            is_whole = self._sequence is None or is_any_within(name, wholes)
-            return Replicated if is_whole else PartialGrad
+            sees_all_tokens = self._sequence is None or is_any_within(name, all_token_paths)
+            return Replicated if sees_all_tokens else PartialGrad
 
         return {join(self._path, name): kind(name) for name, _ in self.layer.named_parameters()}
 
     def attributes(self) -> dict[str, Any]:
-        """Return new values of attributes by path. A module's config is an attribute too, changed for it alone."""
+        """Return the attributes that count local heads or features, by path from the model, with their new values.
+
+        The config of a module is an attribute too: it is replaced by a view, so only this module sees the new values.
+        """
         table, layer = self._table, self.layer
         values: dict[str, Any] = {}
         for path in table.divide:
             owner, _, name = path.rpartition(".")
             if has_submodule(layer, owner):
-                with self._at():
+                with self._collect_errors():
                     total = attribute(layer, path)
                     local = self._local_count(path, total)
                     values[path] = LocalCount(local, total) if path in table.divisors else local
             elif has_attribute(layer, owner):  # of a config
-                known = values.get(owner, attribute(layer, owner))
+                config = values.get(owner, attribute(layer, owner))
                 values[owner] = AttributeView(
-                    known, **{name: self._local_count(path, attribute(layer, path))}
+                    config, **{name: self._local_count(path, attribute(layer, path))}
                 )
-        attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
-        if table.groups is not None and attends:
+        # In some models, layers of other kinds have no key-value projections.
+        has_key_value = not table.key_value or present_modules(layer, table.key_value)
+        if table.groups is not None and has_key_value:
             values[table.groups] = self.heads.padded_group // self.heads.replicas
         for path in table.divide_key_value:
             if has_submodule(layer, path.rpartition(".")[0]):
@@ -146,17 +154,17 @@ class LayerSplit:
         return {join(self._path, path): value for path, value in values.items()}
 
     def _local_count(self, path: str, total: int) -> int:
-        """Return this rank's share of a count over all ranks; counts in attention regions include padded heads."""
+        """Return a count divided by the ranks; a count in an attention region is first extended by the padded heads."""
         if self._table.region_of(path) in self._table.attention:
             total = total * self.heads.padded_query // self.heads.query
         require_divisible(path, total, self._group.size())
         return total // self._group.size()
 
-    def _at(self, name: str = "") -> AbstractContextManager[None]:
-        """Collect the errors of a module of the layer, or raise them if nothing collects errors."""
+    def _collect_errors(self, name: str = "") -> AbstractContextManager[None]:
+        """Collect ValueError from the block as an error of the module at this path; raise it without a collector."""
         return nullcontext() if self._errors is None else self._errors.at(join(self._path, name))
 
-    def _missing(self) -> list[str]:
+    def _missing_names(self) -> list[str]:
         """List errors of names in the table that match nothing and are not optional."""
         table, layer = self._table, self.layer
 
@@ -191,7 +199,7 @@ class LayerSplit:
 
     def _sequence_shard_errors(self) -> list[str]:
         """List reasons why the layer cannot compute on sequence shards between its regions."""
-        table, wholes = self._table, whole_paths(self._table, self.layer)
+        table, wholes = self._table, full_sequence_paths(self._table, self.layer)
         if self._sequence is None:
             return []
         if "" in wholes:
@@ -214,27 +222,30 @@ class LayerSplit:
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
         """Return the replacements of linear layers, followed by those of the LoRA adapters around them."""
         table, layer = self._table, self.layer
-        at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
+        randoms_of_rows = {
+            table.dropout[region].row: split_random for region, split_random in randoms.items()
+        }
 
         def column(name: str) -> dict[str, Any]:
             """Return the arguments of a column-parallel layer; its region reduces the gradient of the input."""
             _, outputs = widths(layer.get_submodule(name))
-            self._require_order(name, outputs)
+            self._require_fused_order(name, outputs)
             shared = self._shares_key_values(name)
             number = {"num_key_value_heads": self.heads.padded_key_value} if shared else {}
             return {
                 "reduce_input_gradient": False,
                 **number,
-                **self._cut(name, outputs),
-                **self._native(name),
+                **self._cut_of(name, outputs),
+                **self._native_class(name),
             }
 
         def row(name: str) -> dict[str, Any]:
             """Return the arguments of a row-parallel layer, which ends its region."""
             inputs, _ = widths(layer.get_submodule(name))
-            around = {"split_random": at_row.get(name), "sequence": self._sequence_of(name)}
-            return {**around, **self._cut(name, inputs), **self._native(name)}
+            region_exit = {"split_random": randoms_of_rows.get(name), "sequence": self._sequence_of(name)}
+            return {**region_exit, **self._cut_of(name, inputs), **self._native_class(name)}
 
+        # Paths, classes in place of nn.Linear and of Conv1D, and the arguments for a path.
         kinds = (
             (table.column, (Linear1D_Col, GPT2FusedLinearConv1D_Col), column),
             (table.row, (Linear1D_Row, GPT2FusedLinearConv1D_Row), row),
@@ -243,24 +254,24 @@ class LayerSplit:
         )
         linear, adapters = list[SubModuleReplacementDescription](), list[SubModuleReplacementDescription]()
         for names, targets, kwargs in kinds:
-            for name in present(layer, names):
-                with self._at(name):
+            for name in present_modules(layer, names):
+                with self._collect_errors(name):
                     module = layer.get_submodule(name)
                     of_linear, of_conv = targets
-                    target: Any = of_conv if isinstance(plain(module), Conv1D) else of_linear
+                    target: Any = of_conv if isinstance(base_layer_of(module), Conv1D) else of_linear
                     if self._shares_key_values(name):
                         target = SharedKeyValueLinear1D_Col
-                    linear.append(self._replacement(plain_path(layer, name), target, kwargs(name)))
+                    linear.append(self._replacement(base_layer_path(layer, name), target, kwargs(name)))
                     if is_lora(module):
                         random = randoms.get(table.region_of(name) or "")
                         adapters.append(self._replacement(name, LoraSplit, {"split_random": random}))
         return [*linear, *adapters]
 
-    def _require_order(self, name: str, outputs: int) -> None:
-        """Raise ValueError for a fused projection whose order the table does not say: a guess would mix its parts."""
+    def _require_fused_order(self, name: str, outputs: int) -> None:
+        """Raise ValueError for a projection that seems fused, if the table does not give the order of its features."""
         table, region = self._table, self._table.region_of(name)
         columns, rows = (
-            [path for path in present(self.layer, names) if table.region_of(path) == region]
+            [path for path in present_modules(self.layer, names) if table.region_of(path) == region]
             for names in (table.column, table.row)
         )
         if name in table.fused or len(columns) != 1 or len(rows) != 1:
@@ -278,24 +289,28 @@ class LayerSplit:
         """Return True for a fused query-key-value projection whose key-value heads are replicated over ranks."""
         return isinstance(self._table.fused.get(name), HeadOrder) and self.heads.replicas > 1
 
-    def _marks(self) -> list[SubModuleReplacementDescription]:
-        """Return the marks of exits, and the norms over sharded heads."""
+    def _exits_and_norms(self) -> list[SubModuleReplacementDescription]:
+        """Return the replacements that mark the table's exits, and those of norms over sharded features."""
         table = self._table
 
         def norm(name: str) -> dict[str, Any]:
-            return self._cut(name, self.layer.get_submodule(name).get_parameter("weight").shape[0])
+            return self._cut_of(name, self.layer.get_submodule(name).get_parameter("weight").shape[0])
 
         return [
-            *self._put(table.exits, RegionExit),
-            *self._put(table.norms, SplitRMSNorm, norm),
+            *self._replacing(table.exits, RegionExit),
+            *self._replacing(table.norms, SplitRMSNorm, norm),
         ]
 
     def _regions(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
-        """Return the region entries, applied after the layers: a region may be a single layer, or have several."""
+        """Return the entries of regions; a region that is a single linear layer needs that layer replaced before.
+
+        A joined region has several modules that take its input, and each of them becomes an entry.
+        """
         table = self._table
         joined = []
-        for region in present(self.layer, table.joined):
+        for region in present_modules(self.layer, table.joined):
             first, *others = table.joined[region]
+            # The first entry switches to the random state of the region.
             joined.append(self._replacement(first, Region, {"split_random": randoms.get(region)}))
             joined += [self._replacement(name, Region, {"split_random": None}) for name in others]
 
@@ -308,18 +323,18 @@ class LayerSplit:
             if (second := table.second_input.get(region)) is not None:
                 self._require_input(region, second)
                 kwargs |= {"second_input": second, "common_input": self._common_input}
-            return kwargs | {"further": self._further_inputs(region)}
+            return kwargs | {"attention_inputs": self._attention_inputs(region)}
 
         single = (name for name in active_regions(self.layer, table) if name not in table.joined)
-        around = self._put(
+        further = self._replacing(
             [region for region in table.joined if region in table.attention],
-            FurtherInputs,
-            lambda region: {"further": self._further_inputs(region)},
+            AttentionInputs,
+            lambda region: {"attention_inputs": self._attention_inputs(region)},
         )
-        return [*joined, *around, *self._put(single, Region, entry)]
+        return [*joined, *further, *self._replacing(single, Region, entry)]
 
-    def _further_inputs(self, region: str) -> FurtherInputs | None:
-        """Return how masks and inputs by head enter an attention region, sliced to local heads; None for others."""
+    def _attention_inputs(self, region: str) -> AttentionInputs | None:
+        """Return how masks, and other inputs of a region besides hidden states, enter it; None if it has none."""
         by_head = self._table.by_head.get(region, {})
         for name in by_head:
             self._require_input(region, name)
@@ -327,28 +342,31 @@ class LayerSplit:
             return None
         # A mask made of sharded position biases has this rank's heads, and gradients of them alone.
         masks = () if self._table.biases or self._table.shared_biases else MASK_NAMES
-        return FurtherInputs(
+        return AttentionInputs(
             group=self._group,
             by_head={**dict.fromkeys(masks, 1), **by_head},  # masks are (B, N, S, S)
             num_heads=self.heads.query,
-            local_heads=self.heads.local_to(self._group.rank()),
+            local_heads=self.heads.query_heads_of(self._group.rank()),
         )
 
-    def _parts(self) -> list[SubModuleReplacementDescription]:
-        """Return the changes for sequence sharding: modules that compute on shards, and modules that gather."""
+    def _on_sequence_shards(self) -> list[SubModuleReplacementDescription]:
+        """Return the changes of a layer whose sequences are sharded between its regions; empty if they are not.
+
+        Modules that need all tokens gather them. With dropout, they draw equal numbers on all ranks, the layer others.
+        """
         if self._sequence is None:
             return []
-        wholes = whole_paths(self._table, self.layer)
-        around = self._put(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
-        if not draws(self.layer):
+        wholes = full_sequence_paths(self._table, self.layer)
+        around = self._replacing(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
+        if not draws_random_numbers(self.layer):
             return around
-        by_sample = [name for name in samplewise(self.layer) if not is_any_within(name, wholes)]
-        common = self._put((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
+        by_sample = [name for name in sample_droppers(self.layer) if not is_any_within(name, wholes)]
+        common = self._replacing((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
         return [*around, *common, self._replacement("", PartRandom, {})]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
         """Return the sequence sharding around a module of the layer; None if its sequences are unsharded."""
-        return None if is_any_within(name, whole_paths(self._table, self.layer)) else self._sequence
+        return None if is_any_within(name, full_sequence_paths(self._table, self.layer)) else self._sequence
 
     def _require_input(self, region: str, name: str) -> None:
         """Raise ValueError if a region's forward lacks this input: its gradient would not be summed."""
@@ -358,13 +376,16 @@ class LayerSplit:
                 f"the table names the input {name!r}, and the inputs are {list(inputs)}: name one of them"
             )
 
-    def _put(
+    def _replacing(
         self, names: Iterable[str], target: Any, kwargs: Callable[[str], dict[str, Any]] = lambda name: {}
     ) -> list[SubModuleReplacementDescription]:
-        """Return replacements of the sub-modules that the layer has; `kwargs` returns the arguments for a name."""
+        """Return a replacement by `target` for each of these paths that the layer has.
+
+        `kwargs` returns the arguments of `target` for a path.
+        """
         replacements = []
-        for name in present(self.layer, names):
-            with self._at(name):
+        for name in present_modules(self.layer, names):
+            with self._collect_errors(name):
                 replacements.append(self._replacement(name, target, kwargs(name)))
         return replacements
 
@@ -373,14 +394,17 @@ class LayerSplit:
             suffix=join(self._path, name), target_module=target, kwargs=kwargs
         )
 
-    def _native(self, name: str) -> dict[str, Any]:
-        """Return the class of a linear layer (inside LoRA) that the table lists as computing like nn.Linear."""
-        kind = type(plain(self.layer.get_submodule(name)))
+    def _native_class(self, name: str) -> dict[str, Any]:
+        """Return as a layer argument the subclass of nn.Linear that the table lists as computing like it, or None."""
+        kind = type(base_layer_of(self.layer.get_submodule(name)))
         is_native = kind.__name__ in self._table.native and issubclass(kind, nn.Linear)
         return {"native_class": kind if is_native else None}
 
-    def _cut(self, name: str, length: int) -> dict[str, Any]:
-        """Return the cut arguments of a module or parameter for a dimension of this length; none is an even cut."""
+    def _cut_of(self, name: str, length: int) -> dict[str, Any]:
+        """Return how the sharded dimension, of this length, of a module or parameter is cut, as layer arguments.
+
+        By key-value heads, by the order of a fused projection, by query heads, by equal fused blocks, or {}: evenly.
+        """
         table, fused = self._table, self._table.fused.get(name, 1)
         is_by_head = table.region_of(name) in table.attention or name in table.attention.values()
         if name in table.key_value:
@@ -413,7 +437,7 @@ class LayerSplit:
         return heads
 
     def _split_randoms(self) -> dict[str, SplitRandom]:
-        """Return a random state for each region with dropout; none for a probability of 0."""
+        """Return a random state for each region with dropout of a probability above 0, by path of the region."""
         return {
             region: SplitRandom(self._group.rank())
             for region, dropout in self._table.dropout.items()
@@ -422,14 +446,14 @@ class LayerSplit:
 
 
 def cut_arguments(cut: Cut) -> dict[str, Any]:
-    """Return the layer arguments that describe a cut."""
+    """Return a cut as arguments of parallel layers: `split_sizes`, `padded_sizes`, `stretches`, `replicas`."""
     sizes = {"split_sizes": cut.blocks, "padded_sizes": cut.padded, "stretches": cut.stretches}
     return sizes if cut.replicas == 1 else {**sizes, "replicas": cut.replicas}
 
 
 def widths(projection: Any) -> tuple[int, int]:
     """Return the input and output features of an nn.Linear or transformers' Conv1D, perhaps inside LoRA."""
-    projection = plain(projection)
+    projection = base_layer_of(projection)
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(
@@ -440,9 +464,13 @@ def widths(projection: Any) -> tuple[int, int]:
 
 
 def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
-    """Return the attention heads of a layer that is not yet sharded."""
+    """Return the attention heads of a layer that is not yet sharded, for a tensor axis of this many ranks.
+
+    Their numbers are the layer's attributes that the table names, or else settings of the config.
+    """
 
     def number(path: str | None, name: str, entry: str) -> int:
+        """Return the attribute at a path in the layer; without one the config's setting. `entry` is for the error."""
         if path is not None:
             return int(attribute(layer, path))
         return int(setting(config, name, f"name the layer's own attribute in {entry}"))
@@ -455,7 +483,7 @@ def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
 
 
 def setting(config: Any, name: str, advice: str) -> Any:
-    """Return a setting of a model's config that a table needs; raise ValueError if it is missing."""
+    """Return a setting of a model's config; if it is missing, raise ValueError that ends with the advice."""
     value = getattr(config, name, None)
     if value is None:
         lack = "the model has none" if config is None else f"a {type(config).__name__} has no such setting"

@@ -25,15 +25,20 @@ from ..cluster.device import CopyStream, host_memory
 from .recompute import RECOMPUTE
 from .sequence.before_layers import PartTensor
 
-_MOST_LEAVING = 2  # a layer reads its input while the previous input is copied
+_MAX_BEING_OFFLOADED = 2  # a layer reads its input while the previous input is copied
 
 
 @dataclass(frozen=True, eq=False)
-class _Waiting:
-    """A saved tensor in host memory, with a reference to the previous one, which is prefetched next."""
+class _Offloaded:
+    """A saved tensor in host memory.
 
-    on_host: Tensor
-    before: Callable[[], "_Waiting | None"]
+    Args:
+        host_copy: its values, in a host buffer.
+        previous: returns the one offloaded before it, which backward needs next; None if there is none.
+    """
+
+    host_copy: Tensor
+    previous: Callable[[], "_Offloaded | None"]
 
 
 class _HostBuffers:
@@ -45,13 +50,16 @@ class _HostBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[Tensor] = []  # by size
+        self._free: list[Tensor] = []  # flat bytes, sorted by size
 
     def take(self, nbytes: int) -> Tensor:
-        """Return the smallest free buffer that is large enough; if none is, a new one replaces the largest."""
-        place = bisect_left(self._free, nbytes, key=_size)
-        if place < len(self._free):
-            return self._free.pop(place)
+        """Take the smallest free buffer of at least this size out of the pool; if none is, allocate one.
+
+        The new one replaces the largest free buffer, which is released.
+        """
+        index = bisect_left(self._free, nbytes, key=_size)
+        if index < len(self._free):
+            return self._free.pop(index)
         if self._free:
             self._free.pop()
         return host_memory(nbytes, self._device)
@@ -62,6 +70,7 @@ class _HostBuffers:
 
 
 def _size(buffer: Tensor) -> int:
+    """Return the size of a buffer in bytes."""
     return buffer.nbytes
 
 
@@ -82,64 +91,71 @@ class ActivationOffload:
         self._device = device
         self._stream = CopyStream(device)
         self._buffers = _HostBuffers(device)
-        self._last: Callable[[], _Waiting | None] = lambda: None
-        self._leaving: deque[tuple[Tensor, Any]] = deque()  # with the event of the copy
-        self._arriving: tuple[_Waiting, Tensor, Any] | None = None
+        self._last: Callable[[], _Offloaded | None] = lambda: None  # a weak reference to the last one
+        # Tensors whose copy to the host may not be complete, each with the event of the copy; the oldest first.
+        self._being_offloaded: deque[tuple[Tensor, Any]] = deque()
+        self._prefetch: tuple[_Offloaded, Tensor, Any] | None = None  # in flight: see `_begin_fetch`
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with recomputation; its first floating tensor, and all saved ones like it, are offloaded."""
+        """Call a function with recomputation in backward, and offload the hidden states that autograd saves for it.
+
+        These are its first floating-point argument, and all saved tensors of the same shape and format.
+        """
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if hidden is None or isinstance(hidden, PartTensor):  # a PartTensor has no memory of its own
             return RECOMPUTE(function, *args)
-        kind = hidden.shape, hidden.dtype
+        shape_and_dtype = hidden.shape, hidden.dtype
 
-        def pack(saved: Tensor) -> Tensor | _Waiting:
-            return self._send(saved) if (saved.shape, saved.dtype) == kind else saved
+        def pack(saved: Tensor) -> Tensor | _Offloaded:
+            return self._offload(saved) if (saved.shape, saved.dtype) == shape_and_dtype else saved
 
-        with saved_tensors_hooks(pack, self._take):
+        with saved_tensors_hooks(pack, self._fetch):
             return RECOMPUTE(function, *args)
 
-    def _send(self, saved: Tensor) -> _Waiting:
-        """Begin to copy a saved tensor to the host; its memory is kept until the copy is done."""
-        while len(self._leaving) >= _MOST_LEAVING:
-            self._let_go()
+    def _offload(self, saved: Tensor) -> _Offloaded:
+        """Begin to copy a saved tensor to the host; its memory on the device is kept until the copy is complete."""
+        while len(self._being_offloaded) >= _MAX_BEING_OFFLOADED:
+            self._release_oldest()
         buffer = self._buffers.take(saved.nbytes)
-        on_host = _view_like(buffer, saved)
+        host_copy = _view_like(buffer, saved)
         with self._stream.behind():
-            on_host.copy_(saved, non_blocking=True)
-            self._leaving.append((saved, self._stream.event()))
-        waiting = _Waiting(on_host, self._last)
-        finalize(waiting, self._buffers.give_back, buffer).atexit = False
-        self._last = ref(waiting)
-        return waiting
+            host_copy.copy_(saved, non_blocking=True)
+            self._being_offloaded.append((saved, self._stream.event()))
+        offloaded = _Offloaded(host_copy, self._last)
+        # The buffer returns to the pool when autograd releases the saved tensor.
+        finalize(offloaded, self._buffers.give_back, buffer).atexit = False
+        self._last = ref(offloaded)
+        return offloaded
 
-    def _take(self, saved: Tensor | _Waiting) -> Tensor:
-        """Return a saved tensor on the device, and begin to fetch the one that was sent before it."""
+    def _fetch(self, saved: Tensor | _Offloaded) -> Tensor:
+        """Return a saved tensor on the device, and begin to fetch the one that was offloaded before it."""
         if isinstance(saved, Tensor):
             return saved
-        while self._leaving:
-            self._let_go()
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:  # also after a wrong prefetch, before its memory is freed
-            _, _, event = arriving
+        while self._being_offloaded:
+            self._release_oldest()
+        fetched, self._prefetch = self._prefetch, None
+        if fetched is not None:  # also after a wrong prefetch, before its memory is freed
+            _, _, event = fetched
             self._stream.wait(event)
-        if arriving is None or arriving[0] is not saved:
-            arriving = self._begin(saved)
-            _, _, event = arriving
+        if fetched is None or fetched[0] is not saved:
+            fetched = self._begin_fetch(saved)
+            _, _, event = fetched
             self._stream.wait(event)
-        if (before := saved.before()) is not None:
-            self._arriving = self._begin(before)
-        _, tensor, _ = arriving
+        if (previous := saved.previous()) is not None:
+            self._prefetch = self._begin_fetch(previous)
+        _, tensor, _ = fetched
         return tensor
 
-    def _let_go(self) -> None:
-        tensor, event = self._leaving.popleft()
+    def _release_oldest(self) -> None:
+        """Release the device memory of the tensor offloaded first, after waiting for its copy on the compute stream."""
+        tensor, event = self._being_offloaded.popleft()
         self._stream.wait(event)
         del tensor  # not before the wait
 
-    def _begin(self, waiting: _Waiting) -> tuple[_Waiting, Tensor, Any]:
-        tensor = torch.empty_like(waiting.on_host, device=self._device)
+    def _begin_fetch(self, offloaded: _Offloaded) -> tuple[_Offloaded, Tensor, Any]:
+        """Begin to copy a tensor back to the device; return it, the tensor there and the event of the copy."""
+        tensor = torch.empty_like(offloaded.host_copy, device=self._device)
         with self._stream.behind():
-            tensor.copy_(waiting.on_host, non_blocking=True)
-            return waiting, tensor, self._stream.event()
+            tensor.copy_(offloaded.host_copy, non_blocking=True)
+            return offloaded, tensor, self._stream.event()

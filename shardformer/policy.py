@@ -61,17 +61,17 @@ class Errors:
     """
 
     def __init__(self) -> None:
-        self._paths: dict[str, list[str]] = {}  # by message
-        self._names: dict[Parameter, list[str]] = {}
-        self._tied: set[str] = set()
+        self._paths: dict[str, list[str]] = {}  # message -> paths of the modules that have it
+        self._names: dict[Parameter, list[str]] = {}  # several names of a tied parameter
+        self._tied: set[str] = set()  # paths for `is_tied_otherwise`
 
-    def know(self, model: nn.Module) -> None:
-        """Take over the names of the parameters, by which errors of tied ones name both modules."""
+    def remember_names(self, model: nn.Module) -> None:
+        """Remember the names of a model's parameters: the error of a tied parameter names both of its modules."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(parameter, []).append(name)
 
     def is_tied_otherwise(self, path: str) -> bool:
-        """Return True if the module at this path was refused for a parameter that another one places otherwise."""
+        """Return True if the module at this path was refused because another shards their tied parameter otherwise."""
         return path in self._tied
 
     @contextmanager
@@ -93,12 +93,12 @@ class Errors:
         if path not in paths:
             paths.append(path)
 
-    def concern(self, path: str) -> bool:
-        """Return True if a module on the path to this one, or it itself, has an error."""
-        return any(is_within(path, known) for paths in self._paths.values() for known in paths)
+    def has_error_at(self, path: str) -> bool:
+        """Return True if the module or parameter at this path, or a module that contains it, has an error."""
+        return any(is_within(path, refused) for paths in self._paths.values() for refused in paths)
 
     def messages(self) -> list[str]:
-        """Return all messages, each with its first path and the number of further paths."""
+        """Return all messages, each after the path of the first module that has it, and the number of the others."""
         messages = []
         for message, paths in self._paths.items():
             more = f" (and {len(paths) - 1} more like it)" if len(paths) > 1 else ""
@@ -170,9 +170,13 @@ class Policy(ABC):
         """Return the changes of modules, by class or class name."""
 
     def replica(self, name: str, axis: str) -> ReplicaKind | None:
-        """Return how a parameter that no layer places is replicated over an axis; None is not declared, an error.
+        """Return how a parameter that no layer has placed is replicated over an axis; None makes it an error.
 
-        The default declares all parameters outside of the regions as replicated with equal gradients.
+        The default is `Replicated` (with equal gradients on all ranks) outside of the regions, and None inside.
+
+        Args:
+            name: name of the parameter in the model.
+            axis: name of the axis, for example "tp".
         """
         return None if any(is_within(name, region) for region in self.regions) else Replicated
 
@@ -193,11 +197,11 @@ class Policy(ABC):
         return None
 
     def stage_bounds(self) -> list[int]:
-        """Return the first layer of each stage and the end of the last, by layer of the full model, even if cut."""
+        """Return the index of each stage's first layer, then the number of layers; of the full model, even if cut."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         assert plan is not None and manager is not None
-        if known := next(iter(local_stages(self.model).values())).bounds:
-            return known
+        if bounds_of_cut := next(iter(local_stages(self.model).values())).bounds:
+            return bounds_of_cut
         return manager.bounds(plan.num_layers(self.model), plan.stage_size(self.model))
 
     def get_held_layers(self) -> list[nn.Module]:

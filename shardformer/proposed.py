@@ -43,10 +43,17 @@ _COUNTS: tuple[tuple[str, ...], ...] = (
 
 
 class _Linear(NamedTuple):
-    """A call of a linear layer, by its path in the layer of the model."""
+    """A recorded call of a linear layer.
+
+    Args:
+        path: its path in the layer of the model.
+        x: the tensor that it was called with.
+        inputs: number of input features.
+        outputs: number of output features.
+    """
 
     path: str
-    given: Tensor
+    x: Tensor
     inputs: int
     outputs: int
 
@@ -61,12 +68,18 @@ class _Pair:
 
     @property
     def num_fused(self) -> int:
-        """The number of projections in the only column-parallel layer."""
+        """The number of projections fused in the column-parallel layer; 1 if there are several such layers."""
         return self.columns[0].outputs // self.row.inputs if len(self.columns) == 1 else 1
 
 
 class _Variant(NamedTuple):
-    """A pair with the order of its fused features, and the attributes that are divided by the number of ranks."""
+    """One way to shard a pair.
+
+    Args:
+        pair: the layers.
+        order: order of the features of a fused projection, see `Table.fused`.
+        counts: names of attributes of the region that are divided by the number of ranks.
+    """
 
     pair: _Pair
     order: int | HeadOrder
@@ -79,20 +92,22 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
     Args:
         copy: a small copy of the model.
         model: the full model; may be on the meta device.
-        departure: tries a table with the copy; returns None if its numbers are right.
+        departure: shards the copy by a table; returns how loss or gradients differ from one process, None if not.
 
     Raises:
-        ValueError: no list of layers runs in order, or no split of them gives right numbers, with the departure.
+        ValueError: no list of layers runs in order, or no split gives the numbers of one process; says how they differ.
     """
     calls = calls_of(copy)
     stack, _ = layers_of_stack(copy.model, calls, sizes_of(model))
+    # By the path of the row-parallel layer, which is mostly the same in all layers of the model.
     pairs: dict[str, _Pair] = {}
     for name, layer in copy.model.get_submodule(stack).named_children():
         for pair in _pairs(layer, _calls_within(calls, f"{stack}.{name}.")):
             pairs.setdefault(pair.row.path, pair)
-    plain, layers = _plain(model, stack), list(model.get_submodule(stack).children())
+    plain, layers = _table_without_layers(model, stack), list(model.get_submodule(stack).children())
 
-    def right(candidates: Iterable[Sequence[_Variant]]) -> tuple[Sequence[_Variant], str | None]:
+    def first_exact(candidates: Iterable[Sequence[_Variant]]) -> tuple[Sequence[_Variant], str | None]:
+        """Return the first combination with the numbers of one process; or (), and how the last one differed."""
         error: str | None = "no linear layers widen and return to their width"
         for variants in candidates:
             error = departure(_table(plain, variants, layers))
@@ -100,17 +115,19 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
                 return variants, None
         return (), error
 
-    variants, error = right(_variants([*pairs.values()]))
+    variants, error = first_exact(_combinations([*pairs.values()]))
     if error is not None and len(pairs) > 1:
-        alone = [variant for pair in pairs.values() for variant in right(_variants([pair]))[0]]
-        variants, error = right([alone] if alone else [])
+        exact_alone = [
+            variant for pair in pairs.values() for variant in first_exact(_combinations([pair]))[0]
+        ]
+        variants, error = first_exact([exact_alone] if exact_alone else [])
     if error is not None:
         raise ValueError(f"the layers {stack}: {error}")
     return _table(plain, variants, layers)
 
 
-def _plain(model: Any, stack: str) -> Table:
-    """Return the table without its layers, with the config's numbers of heads."""
+def _table_without_layers(model: Any, stack: str) -> Table:
+    """Return the table of embedding and head, with the names of the config's numbers of heads in `divisible`."""
     counts = ("num_attention_heads", "num_key_value_heads")
     divisible = tuple(name for name in counts if isinstance(getattr(model.config, name, None), int))
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -125,14 +142,14 @@ def _calls_within(calls: Sequence[Call], prefix: str) -> list[Call]:
 
 
 def _pairs(layer: nn.Module, calls: Sequence[Call]) -> Iterator[_Pair]:
-    """Yield linear layers of one input, with the next one that returns to its width: columns, and their row."""
+    """Yield the pairs of a layer: successive linear calls with one input, then one whose output has its width."""
     columns: list[_Linear] = []
     for call in calls:
         module: Any = layer.get_submodule(call.path)
         if type(module) not in (nn.Linear, Conv1D) or not call.inputs:
             continue
         linear = _Linear(call.path, call.inputs[0], *widths(module))
-        if columns and _is_same(linear.given, columns[0].given):
+        if columns and _is_same(linear.x, columns[0].x):
             columns.append(linear)
         elif columns and linear.outputs == columns[0].inputs and columns[0].outputs % linear.inputs == 0:
             yield _Pair(_region(calls, columns), tuple(columns), linear)
@@ -142,12 +159,15 @@ def _pairs(layer: nn.Module, calls: Sequence[Call]) -> Iterator[_Pair]:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Return True for one tensor, or views of it."""
+    """Return True if both are the same tensor or views of all its elements."""
     return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
 
 
 def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> str:
-    """Return the innermost module around linear layers that takes their input; a linear layer may be its own."""
+    """Return the path of the innermost module around linear layers that takes their input.
+
+    Without one, the first linear layer is the region.
+    """
     paths = [linear.path for linear in columns]
     parents = {*accumulate(paths[0].split(".")[:-1], lambda path, name: f"{path}.{name}")}
     around = [
@@ -155,12 +175,13 @@ def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> str:
         for call in calls
         if call.path in parents
         and all(path.startswith(f"{call.path}.") for path in paths)
-        and any(_is_same(given, columns[0].given) for given in call.inputs)
+        and any(_is_same(x, columns[0].x) for x in call.inputs)
     ]
     return max(around, key=len, default=paths[0])
 
 
-def _variants(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
+def _combinations(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
+    """Yield candidates, each one variant of every pair: all pairs have the same order and the same counts."""
     is_fused = any(pair.num_fused > 1 for pair in pairs)
     orders: tuple[int | HeadOrder, ...] = (0, 1, HeadOrder.BY_KIND) if is_fused else (0,)
     for order, counts in product(orders, _COUNTS):
@@ -168,27 +189,36 @@ def _variants(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
 
 
 def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Module]) -> Table:
-    """Return the plain table with the pairs of these variants split."""
+    """Return the table without layers, extended by the pairs of these variants and the regions around them.
+
+    Other parameters in a region are declared too: those of the region itself are sharded, with a value for each head;
+    those of modules in it are replicated with partial gradients.
+
+    Args:
+        plain: the table without layers.
+        variants: one for each pair.
+        layers: the layers of the full model, for the attributes and parameters of the regions.
+    """
     pairs = [variant.pair for variant in variants]
     columns = [linear.path for pair in pairs for linear in pair.columns]
     rows = [pair.row.path for pair in pairs]
-    regions = {pair.region: _first(layers, pair.region) for pair in pairs}
-    key_value = [name for pair in pairs for name in _narrower(pair, layers)]
+    regions = {pair.region: _first_with(layers, pair.region) for pair in pairs}
+    key_value = [name for pair in pairs for name in _narrow_key_values(pair, layers)]
     groups = [f"{region}.{_GROUPS}" for region, module in regions.items() if hasattr(module, _GROUPS)]
     counted = [
         (variant.pair.region, name)
         for variant in variants
         for name in variant.counts
-        if _is_count(regions[variant.pair.region], name)
+        if _is_count_attribute(regions[variant.pair.region], name)
     ]
     partial, split = list[str](), dict[str, int]()
     for region, module in regions.items():
         for name, _ in module.named_parameters():
             owner, _, _ = (path := f"{region}.{name}").rpartition(".")
             if owner == region and region not in columns:
-                split[path] = 0  # a value for each head
+                split[path] = 0
             elif owner not in (*columns, *rows):
-                partial.append(owner)  # works on heads of this rank alone
+                partial.append(owner)
     return replace(
         plain,
         regions=tuple(regions),
@@ -197,7 +227,9 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
         key_value=tuple(key_value),
         divisible=plain.divisible[: _num_head_counts(pairs, key_value)],
         groups=groups[0] if groups and key_value else None,
-        fused={each.pair.columns[0].path: each.order for each in variants if each.pair.num_fused > 1},
+        fused={
+            variant.pair.columns[0].path: variant.order for variant in variants if variant.pair.num_fused > 1
+        },
         divide=tuple(f"{region}.{name}" for region, name in counted if name not in _KEY_VALUE_COUNTS),
         divide_key_value=tuple(f"{region}.{name}" for region, name in counted if name in _KEY_VALUE_COUNTS),
         partial=tuple(dict.fromkeys(partial)),
@@ -214,30 +246,32 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
 
 
 def _num_head_counts(pairs: Sequence[_Pair], key_value: Sequence[str]) -> int:
-    """Return how many of the config's numbers of heads the ranks must divide: of queries, and of keys."""
+    """Return how many of `divisible` the ranks must divide: 1, the query heads; 2, key-value heads too; or 0."""
     has_heads = any(pair.num_fused > 1 or len(pair.columns) == 3 for pair in pairs)
     return (1 if key_value else 2) if has_heads else 0
 
 
-def _first(layers: Sequence[nn.Module], path: str) -> nn.Module:
+def _first_with(layers: Sequence[nn.Module], path: str) -> nn.Module:
+    """Return the module at a path in the first layer that has one."""
     return next(layer for layer in layers if has_submodule(layer, path)).get_submodule(path)
 
 
-def _narrower(pair: _Pair, layers: Sequence[nn.Module]) -> list[str]:
-    """Return the projections of three that are narrower than the first: keys and values of fewer heads."""
+def _narrow_key_values(pair: _Pair, layers: Sequence[nn.Module]) -> list[str]:
+    """Return the key and value projections of a pair with three columns if they have fewer heads than the query."""
     if len(pair.columns) != 3:
         return []
-    query, *others = (widths(_first(layers, linear.path))[1] for linear in pair.columns)
+    query, *others = (widths(_first_with(layers, linear.path))[1] for linear in pair.columns)
     return [linear.path for linear, width in zip(pair.columns[1:], others, strict=True) if width < query]
 
 
-def _is_count(module: nn.Module, name: str) -> bool:
+def _is_count_attribute(module: nn.Module, name: str) -> bool:
+    """Return True if a module has an integer attribute above 1 of this name."""
     value = vars(module).get(name)
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
 def dropouts_of(module: nn.Module) -> list[str]:
-    """Return the paths, in a region, of its probabilities of dropout."""
+    """Return the paths of a region's dropout probabilities: numbers with "drop" in their names, and nn.Dropout.p."""
     numbers = [
         name
         for name, value in vars(module).items()

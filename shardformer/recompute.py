@@ -61,10 +61,10 @@ class PipelineGradientCheckpointConfig:
         """List the error of the ratio or of the counts by stage; empty if they are valid."""
         ratio, counts = self.gradient_checkpointing_ratio, self.num_ckpt_layers_per_stage
         if (ratio is None) == (counts is None):
-            given = "neither is given" if ratio is None else "both are given"
+            mistake = "neither is given" if ratio is None else "both are given"
             return [
                 "gradient_checkpoint_config takes gradient_checkpointing_ratio or num_ckpt_layers_per_stage, and "
-                f"{given}: give one"
+                f"{mistake}: give one"
             ]
         if counts is None:
             is_share = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 <= ratio <= 1
@@ -101,7 +101,7 @@ def recompute_errors(
 
     Args:
         layers: the layers of each stage, by its index in the pipeline.
-        config: the request.
+        config: which layers, or modules in them, to recompute.
     """
     errors = []
     for stage, local in layers.items():
@@ -111,14 +111,14 @@ def recompute_errors(
                 f"num_ckpt_layers_per_stage asks for {count} layers of stage {stage}, which has {len(local)}: ask for "
                 "at most that many"
             )
-        other = [
+        unsupported = [
             type(layer).__name__
             for layer in local[:count]
             if config.recompute_modules is None and not isinstance(layer, GradientCheckpointingLayer)
         ]
-        if other:
+        if unsupported:
             errors.append(
-                f"{other[0]} cannot be recomputed: it is not a GradientCheckpointingLayer of transformers. "
+                f"{unsupported[0]} cannot be recomputed: it is not a GradientCheckpointingLayer of transformers. "
                 "Give recompute_modules, or leave gradient_checkpoint_config out"
             )
     return list(dict.fromkeys(errors + _name_errors(_recomputed(layers, config), config)))
@@ -138,18 +138,22 @@ def _name_errors(layers: Sequence[nn.Module], config: PipelineGradientCheckpoint
 
 
 def _recomputable(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a layer by path, without containers and linear layers, which save only their inputs."""
-    has_no_forward = nn.Module.forward
+    """Return the modules of a layer that are worth recomputing, by path.
+
+    These are all but containers, which have no forward, and linear layers, which save only their inputs.
+    """
+    no_forward = nn.Module.forward
     return {
         path: module
         for path, module in layer.named_modules()
-        if path and type(module).forward is not has_no_forward and not isinstance(module, (nn.Linear, Conv1D))
+        if path and type(module).forward is not no_forward and not isinstance(module, (nn.Linear, Conv1D))
     }
 
 
 def _recomputed(
     layers: Mapping[int, Sequence[nn.Module]], config: PipelineGradientCheckpointConfig
 ) -> list[nn.Module]:
+    """Return the layers of all stages that are recomputed, fully or in part."""
     return [
         layer for stage, local in layers.items() for layer in local[: config.num_layers(stage, len(local))]
     ]
@@ -166,7 +170,7 @@ def checkpoint_layers(
 
     Args:
         layers: the layers of each stage, by its index in the pipeline; already sharded and fused.
-        config: a request without `recompute_errors`.
+        config: which of them to recompute; without `recompute_errors`.
         checkpoint: a non-reentrant checkpoint function, so that hooks of parameters fire as usual.
     """
     for layer in (layer for local in layers.values() for layer in local):
@@ -176,15 +180,18 @@ def checkpoint_layers(
             set_recomputed(layer, is_on=True)
             set_checkpoint_function(layer, checkpoint)
             continue
-        checkpoint_in_layer = _restoring(layer, checkpoint)
+        layer_checkpoint = _checkpoint_in_layer(layer, checkpoint)
         for path, module in layer.named_modules():
             if path in config.recompute_modules:
-                vars(module)["_recompute"] = checkpoint_in_layer
+                vars(module)["_recompute"] = layer_checkpoint
                 module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
-def _restoring(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint for modules of a layer; it restores the layer's sequence length and random states."""
+def _checkpoint_in_layer(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint function for modules of a layer, whose recomputation finds the state of the forward.
+
+    It restores the length of sharded sequences, and the random states of regions with dropout.
+    """
     if (axis := axis_of(layer)) is not None:
         checkpoint = CheckpointWithLength(checkpoint, axis)
     rows = [module for module in layer.modules() if isinstance(module, Linear1D_Row)]
@@ -208,10 +215,13 @@ def _restoring(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
 
 @cache
 def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose calls are recomputed together with its hooks, since regions communicate in hooks."""
+    """Return a subclass whose calls are recomputed, hooks included, by the instance's function `_recompute`.
+
+    Hooks are included because regions communicate in hooks.
+    """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer with recomputation, which takes arguments by position alone."""
+        """Call the module with recomputation; a checkpoint function takes arguments by position only."""
         names, count = tuple(kwargs), len(args)
 
         def by_position(*values: Any) -> Any:

@@ -25,7 +25,7 @@ def mark_parallelized(model: nn.Module) -> None:
 
 
 def _is_marked(module_or_parameter: nn.Module | Tensor) -> bool:
-    """Return True for the marked object, False for its copies, which have the mark of the original."""
+    """Return True for an object that was marked as parallelized, False for its copies, which have its id as mark."""
     return vars(module_or_parameter).get(_PARALLELIZED) == id(module_or_parameter)
 
 
@@ -56,13 +56,13 @@ def trained_errors(model: nn.Module) -> list[str]:
 
 
 def _is_parallelized_as_one(model: nn.Module) -> bool:
-    """Return True if a marked module has all parameters of a model: the model, or what a wrapper contains."""
+    """Return True if one marked module has all parameters of the model: the model itself, or one in a wrapper."""
     parameters = set(model.parameters())
     return any(_is_marked(module) and set(module.parameters()) == parameters for module in model.modules())
 
 
 def _parallelized_inside(model: nn.Module) -> list[str]:
-    """Return the names of the outermost modules, and of parameters outside of them, that were marked."""
+    """Return the names of the outermost marked modules, and of marked parameters outside of these."""
     names: list[str] = []
     for name, module_or_parameter in chain(model.named_modules(), model.named_parameters()):
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
@@ -79,8 +79,8 @@ def is_parallelized(model: nn.Module) -> bool:
 def given_errors(model: object) -> list[str]:
     """List reasons why an object cannot be sharded or boosted as a model, with any options; empty if it can.
 
-    It is no module, has no values, or was processed by a plugin or ShardFormer, whose hooks reduce gradients already.
-    Call this before other checks, which rely on it.
+    For example it is not a module, has parameters without values, or was boosted or sharded before. Call this before
+    other checks, which rely on it.
     """
     if not isinstance(model, nn.Module):
         return [f"a model is a torch.nn.Module, and this is a {type(model).__name__}: give the model itself"]
@@ -102,9 +102,9 @@ def given_errors(model: object) -> list[str]:
     empty = [name for name, tensor in named if tensor.is_meta and not isinstance(tensor, LazyTensor)]
     if not empty:
         return []
-    several = f"and {len(empty) - 1} more of the model are" if len(empty) > 1 else "of the model is"
+    subject = f"and {len(empty) - 1} more of the model are" if len(empty) > 1 else "of the model is"
     return [
-        f"{empty[0]} {several} on the meta device, without values: build or load the model in a "
+        f"{empty[0]} {subject} on the meta device, without values: build or load the model in a "
         "LazyInitContext(), which can materialize them, or on a device"
     ]
 
@@ -155,7 +155,9 @@ def is_partial(tensor: Tensor | None) -> bool:
 
 
 class PartialState:
-    """Hook of `refuse_partial_state`.
+    """Hook that refuses to read or write the state dict of a model that this rank has only in part.
+
+    See `refuse_partial_state`. The object itself is the hook of `state_dict`, `refuse_loading` that of loading.
 
     Args:
         kind: name of the model's class, for the message.

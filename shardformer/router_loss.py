@@ -34,20 +34,22 @@ from .layers.sequence_axis import SequenceAxis, axis_of
 
 
 class RouterLoss:
-    """A function that computes a model's auxiliary loss over all ranks, in place of transformers' own.
+    """A replacement of transformers' auxiliary loss, over the tokens of all ranks; see [Note: router statistics].
 
-    While the model runs, it has the place of the function in the model's file. It communicates in forwards with
-    gradients and in those of a `Stage`, which all ranks run; other calls compute the loss of their tokens.
+    During the model's forwards it replaces the function of this name in the globals of the model's file, which the
+    forward calls. It communicates in forwards with gradients and in those of a `Stage`, which all ranks run; other
+    calls compute the loss of the local tokens.
 
-    An encoder-decoder (NLLB-MoE) has one loss of each part, with routers, mask and tokens of its own: on one stage and
-    unsharded sequences only.
+    An encoder-decoder (NLLB-MoE) has one loss for the encoder and one for the decoder, each with its own routers, mask
+    and tokens: supported on one stage with unsharded sequences only.
 
     Under a pipeline the statistics of earlier stages arrive with the activations, and those of this stage are added and
-    sent on. Autograd returns their gradient in the same way. The last stage alone communicates over the data axis.
+    sent on (`Stage.carried`: `begin`, `sent`, `finish`). Autograd returns their gradient in the same way. The last
+    stage alone communicates over the data axis.
 
     Args:
         model: its forward calls the function.
-        names: those of its file.
+        file_globals: the globals of the file of its forward.
         mesh: the mesh.
     """
 
@@ -59,11 +61,11 @@ class RouterLoss:
         self._sizes = routing_sizes(model) if mesh.size("pp") > 1 and not self._is_refused else None
         axes = filter(None, map(axis_of, model.modules()))
         self._axis: SequenceAxis | None = next(axes, None) if mesh.size("sp") > 1 else None
-        # In a stage's forward, which all ranks run: the statistics of the stages before, and logits of a stage before
-        # the last.
-        self._is_common = self._travels = False
-        self._received_3E: Tensor | None = None
-        self._logits: list[Tensor] | None = None
+        # Set by `begin` for one stage's forward, cleared by `finish`.
+        self._is_stage_forward = False  # all ranks run this forward
+        self._is_carried = False  # the loss is requested, so stages pass statistics on
+        self._received_3E: Tensor | None = None  # statistics of the stages before
+        self._logits: list[Tensor] | None = None  # of this stage's routers, except on the last stage
         self._mask: Tensor | None = None
         if not self._is_refused:
             self._add_hooks(mesh)
@@ -82,9 +84,10 @@ class RouterLoss:
         self._model.register_forward_pre_hook(_Hook(enter))
         self._model.register_forward_hook(_Hook(leave), always_call=True)
         for router, index in routers_of(self._model).items() if mesh.size("pp") > 1 else ():
-            router.register_forward_hook(_Hook(partial(self._note, index)))
+            router.register_forward_hook(_Hook(partial(self._record_logits, index)))
 
-    def _note(self, index: int, router: nn.Module, args: tuple, output: Any) -> None:
+    def _record_logits(self, index: int, router: nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of a router whose logits are entry `index` of its output; records them before the last stage."""
         if self._logits is not None:  # not in a recomputation, nor in the last stage
             self._logits.append(output[index] if isinstance(output, tuple) else output)
 
@@ -94,7 +97,10 @@ class RouterLoss:
         return adds_router_loss(self._model)
 
     def batch_error(self, batch: Mapping[str, Any]) -> str | None:
-        """Return the error of a batch that differs from the config, by which all ranks run alike, or of a layout."""
+        """Return the error of a batch that requests the loss otherwise than the config, or in a layout without support.
+
+        All ranks follow the config, so that they communicate alike. None if there is no error.
+        """
         asked = batch.get(ROUTER_LOGITS)
         if self._is_refused and (asked or self.is_added):
             return (
@@ -111,10 +117,19 @@ class RouterLoss:
     def begin(
         self, args: tuple, kwargs: dict[str, Any], received: tuple[Tensor, ...], *, is_last: bool
     ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-        """Start a stage's forward; only the last stage asks the model for logits."""
-        self._is_common = True
-        self._travels = self.is_added
-        if not self._travels:
+        """Start a stage's forward, and take the statistics from what the stage before has sent.
+
+        Args:
+            args, kwargs: arguments of the model's forward.
+            received: tensors from the stage before; the statistics are the last of them.
+            is_last: this is the last stage, which alone asks the model for router logits and its loss.
+
+        Returns:
+            The keyword arguments for the model's forward, and the tensors received for its layers.
+        """
+        self._is_stage_forward = True
+        self._is_carried = self.is_added
+        if not self._is_carried:
             return kwargs, received
         if received:
             *of_layers, self._received_3E = received
@@ -124,15 +139,15 @@ class RouterLoss:
         return {**kwargs, ROUTER_LOGITS: is_last}, received
 
     def sent(self) -> tuple[Tensor, ...]:
-        """Return the statistics of this stage and those before it."""
-        if not self._travels:
+        """Return what this stage sends besides activations: the statistics of its layers and all before them."""
+        if not self._is_carried:
             return ()
         assert self._logits is not None and self._sizes is not None
-        return (self._total(self._logits, *self._sizes, self._mask),)
+        return (self._accumulated_statistics(self._logits, *self._sizes, self._mask),)
 
     def finish(self) -> None:
-        """End a stage's forward."""
-        self._is_common = self._travels = False
+        """End a stage's forward: forget its statistics, logits and mask."""
+        self._is_stage_forward = self._is_carried = False
         self._received_3E = self._logits = self._mask = None
 
     @torch.compiler.disable
@@ -144,7 +159,7 @@ class RouterLoss:
         attention_mask: Tensor | None = None,
     ) -> Any:
         """Return the loss; arguments as of transformers' function. In forward and backward one all-reduce."""
-        if gate_logits is None and self._travels:
+        if gate_logits is None and self._is_carried:
             gate_logits = ()  # a last stage without mixtures, before transformers 5.1 gave it this
         if not isinstance(gate_logits, tuple) or num_experts is None:
             return self._native(gate_logits, num_experts, top_k, attention_mask)
@@ -152,26 +167,26 @@ class RouterLoss:
             raise AssertionError(
                 f"the model's numbers of experts are {(num_experts, top_k)}, not {self._sizes}"
             )
-        total_3E = self._total(gate_logits, num_experts, top_k, attention_mask)
-        if self._group is not None and (self._is_common or torch.is_grad_enabled()):
+        total_3E = self._accumulated_statistics(gate_logits, num_experts, top_k, attention_mask)
+        if self._group is not None and (self._is_stage_forward or torch.is_grad_enabled()):
             total_3E = _over_ranks(total_3E, self._group)
         return balance_loss(total_3E)
 
-    def _total(
+    def _accumulated_statistics(
         self, logits_NE: Sequence[Tensor], num_experts: int, top_k: int, mask_BS: Tensor | None
     ) -> Tensor:
-        """Return the statistics of this stage and those before it."""
+        """Return the statistics (3, E) of these logits, of each layer, added to those received from earlier stages."""
         if not logits_NE:
             nothing_3E = torch.zeros(3, num_experts, dtype=torch.float32, device=self._device)
             return nothing_3E if self._received_3E is None else self._received_3E
         if self._axis is not None:
-            mask_BS = own_tokens(len(logits_NE[0]), mask_BS, self._axis)
-        own_3E = router_statistics(logits_NE, num_experts, top_k, mask_BS)
-        return own_3E if self._received_3E is None else self._received_3E + own_3E
+            mask_BS = local_mask(len(logits_NE[0]), mask_BS, self._axis)
+        local_3E = router_statistics(logits_NE, num_experts, top_k, mask_BS)
+        return local_3E if self._received_3E is None else self._received_3E + local_3E
 
 
 class _Hook:
-    """A hook; in a copy of the module it does nothing."""
+    """A hook that a copy or pickle of the module has without effect: it belongs to the original model."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
@@ -189,7 +204,7 @@ def router_statistics(
     """Return (3, E) in float32, summed over layers: choices of each expert, probabilities, and tokens (all equal).
 
     Args:
-        logits_NE: of each layer.
+        logits_NE: the router's logits of each layer.
         num_experts: E.
         top_k: the number of experts of a token.
         mask: the weight of each of the N tokens, 1 or 0; None counts all.
@@ -222,11 +237,17 @@ def _over_ranks(total_3E: Tensor, group: dist.ProcessGroup) -> Tensor:
     return paired(total_3E, over_ranks, over_ranks)
 
 
-def own_tokens(num_tokens: int, mask_BS: Tensor | None, axis: SequenceAxis) -> Tensor:
-    """Return the mask of this rank's shards of sequences; their padding does not count."""
+def local_mask(num_tokens: int, mask_BS: Tensor | None, axis: SequenceAxis) -> Tensor:
+    """Return this rank's shard of a mask (B, S), in which the padding of sequence shards is 0; None counts all.
+
+    Args:
+        num_tokens: number of tokens of a layer on this rank, by which B is known without a mask.
+        mask_BS: the mask of full sequences.
+        axis: the sharding of sequences.
+    """
     if mask_BS is None:
-        mask_BS = torch.ones(num_tokens // axis.part_length, axis.length)
-    return axis.own(mask_BS, 1)
+        mask_BS = torch.ones(num_tokens // axis.shard_length, axis.length)
+    return axis.shard(mask_BS, 1)
 
 
 def _without_logits(outputs: Any) -> Any:

@@ -65,7 +65,7 @@ class ShardOptions:
 
     @property
     def fused(self) -> FusedKernels:
-        """Requested fused kernels; `enable_all_optimization` does not include xFormers and the loss."""
+        """The requested fused kernels. `enable_all_optimization` turns on all but xFormers and the loss."""
         return FusedKernels(
             flash_attention=self.enable_flash_attention or self.enable_all_optimization,
             xformers=self.enable_xformers,
@@ -78,8 +78,13 @@ class ShardOptions:
     def sequence_over(
         self, sp_size: int | None, *, inner_ring_size: int | None = None
     ) -> SequenceParallelism:
-        """Return the requested sequence parallelism over an axis of this size."""
-        return SequenceParallelism.asked(
+        """Return the requested mode and options of sequence parallelism.
+
+        Args:
+            sp_size: size of the sequence axis, by which the default mode is chosen; None or 1 if there is none.
+            inner_ring_size: for "ring_attn": ranks of an inner ring of a double ring; None is one ring.
+        """
+        return SequenceParallelism.from_options(
             enable=self.enable_sequence_parallelism,
             mode=self.sequence_parallelism_mode,
             sp_size=sp_size,
@@ -174,7 +179,7 @@ class ShardConfig(ShardOptions):
 
     @property
     def active_group(self) -> dist.ProcessGroup | None:
-        """The tensor axis; None if it is ignored."""
+        """The tensor axis; None if it has no group, or enable_tensor_parallelism=False turns it off."""
         return self._group("tensor_parallel")
 
     @property
@@ -194,12 +199,12 @@ class ShardConfig(ShardOptions):
         return self._group("data_parallel") if self.data_parallel_size > 1 else None
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the group of an axis; None if it is ignored."""
+        """Return the group of an axis; None if it has none, or enable_tensor_parallelism=False turns it off."""
         is_ignored = axis == "tensor_parallel" and not self.enable_tensor_parallelism
         return None if is_ignored else getattr(self, f"{axis}_process_group")
 
     def _size(self, axis: str) -> int:
-        """Return the number of ranks of an axis."""
+        """Return the number of ranks of an axis: of its group, or as requested; 1 if neither is given."""
         group = self._group(axis)
         return group.size() if group is not None else getattr(self, f"{axis}_size") or 1
 
@@ -214,17 +219,17 @@ class ShardConfig(ShardOptions):
                     "tensor_parallel_process_group and data_parallel_process_group have the ranks "
                     f"{sorted(common)} in common: give groups that have only this rank in common"
                 )
-        for axis, other in (_AXES, _AXES[::-1]):
+        for axis, other_axis in (_AXES, _AXES[::-1]):
             size, group = getattr(self, f"{axis}_size"), groups[axis]
             if size is not None and group is not None and group.size() != size:
                 errors.append(
                     f"{axis}_size={size} is not the size of {axis}_process_group, which has {group.size()} ranks: "
                     "leave the size out, or give a group of as many"
                 )
-            if group is None and (size or 1) > 1 and groups[other] is not None:
+            if group is None and (size or 1) > 1 and groups[other_axis] is not None:
                 errors.append(
-                    f"{axis}_size={size} needs a group beside the {other}_process_group: give {axis}_process_group "
-                    "too, or sizes alone and call ShardFormer.init_distributed()"
+                    f"{axis}_size={size} needs a group beside the {other_axis}_process_group: give "
+                    f"{axis}_process_group too, or sizes alone and call ShardFormer.init_distributed()"
                 )
         return errors
 
@@ -235,13 +240,13 @@ class ShardConfig(ShardOptions):
         return 1 if group is None else group.size()
 
     def _switch_errors(self) -> list[str]:
-        """List errors of options that contradict each other."""
-        gathers, parallel, tensor = self.gather_output, self.parallel_output, self.tensor_parallel_size
+        """List errors of options that contradict each other; called before None is replaced by the defaults."""
+        gathers, parallel, tp_size = self.gather_output, self.parallel_output, self.tensor_parallel_size
         has_data = self.data_parallel_process_group is not None or self.data_parallel_size not in (None, 1)
         rows = (
             (
-                not self.enable_tensor_parallelism and tensor not in (None, 1),
-                f"tensor_parallel_size={tensor} needs tensor parallelism, which "
+                not self.enable_tensor_parallelism and tp_size not in (None, 1),
+                f"tensor_parallel_size={tp_size} needs tensor parallelism, which "
                 "enable_tensor_parallelism=False turns off: leave one of them out",
             ),
             (

@@ -114,10 +114,10 @@ class ShardFormer:
     def _optimize(
         self, model: nn.Module, policy: Policy | Table | None, device: torch.device | None = None
     ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-        """Run `optimize`, and move the local model to a device unless it is None."""
+        """Run `optimize`; then move the local model to `device`, or leave it where it is if that is None."""
         config = self.shard_config
         raise_errors(_split_errors(model, config))
-        model_device, dtype = _computing(model)
+        model_device, dtype = _device_and_dtype(model)
         is_moved = device is not None
         fused, device = config.fused, device or model_device
         errors = fused.errors(device, dtype) + fused.model_errors(model, device)
@@ -230,8 +230,8 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
     return []
 
 
-def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype in which a model computes, by its first parameter."""
+def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device and dtype of a model's first parameter; of a meta model the device it would be moved to."""
     first = next(model.parameters(), torch.empty(0))
     return default_device() if first.is_meta else first.device, first.dtype
 
@@ -239,15 +239,22 @@ def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 def sharder_or_errors(
     model: nn.Module, policy: Policy | Table | None, config: ShardConfig, errors: list[str]
 ) -> ModelSharder | None:
-    """Return a sharder of the model, by a policy or by that of its type; on failure add to `errors`, return None."""
-    if of_policy := policy_errors("policy", policy):
-        errors += of_policy
+    """Return a sharder of the model; if it cannot be sharded, add the reasons to `errors` and return None.
+
+    Args:
+        model: the full model.
+        policy: a policy or a table; None takes the policy of the model type.
+        config: axes and options.
+        errors: reasons are appended.
+    """
+    if errors_of_policy := policy_errors("policy", policy):
+        errors += errors_of_policy
         return None
     if isinstance(policy, Table):
         policy = TablePolicy(policy)
     try:
-        alone = config.tensor_parallel_size == config.num_stages == 1
-        policy = policy or policy_for(model, sequences_alone=alone)
+        sequences_alone = config.tensor_parallel_size == config.num_stages == 1
+        policy = policy or policy_for(model, sequences_alone=sequences_alone)
         errors += _adapter_errors(model, policy, config)
         return ModelSharder(model, policy, config)
     except ValueError as error:
@@ -256,7 +263,7 @@ def sharder_or_errors(
 
 
 def _adapter_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
-    """List the error of adapters that the policy would not shard."""
+    """List the error of peft's adapters that a policy other than a table would leave unsharded; empty without one."""
     path = next((path for path, _ in adapted(model)), None)
     if path is None or isinstance(policy, TablePolicy) or config.tensor_parallel_size == 1:
         return []
@@ -312,14 +319,14 @@ def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Mo
 
 
 def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
-    """Return the arguments of a dataloader with the same dataset and settings.
+    """Return the arguments that `sharded_loader` takes for a dataset, or for the dataset and settings of a DataLoader.
 
     Raises:
         ValueError: it has a custom order of samples, which cannot be sharded.
     """
     if not isinstance(source, DataLoader):
-        plain = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}
-        return {"dataset": source, **plain}
+        defaults = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}
+        return {"dataset": source, **defaults}
     sampler: Any = source.sampler
     errors = loader_errors(source)
     is_plain = type(sampler) in (SequentialSampler, RandomSampler) and sampler.data_source is source.dataset

@@ -35,14 +35,14 @@ from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacemen
 from .recompute import recomputable_layers
 from .sequence.before_layers import compute_parts_before_layers
 from .sequence.boundary import shard_sequences, with_derived_entries
-from .sequence.config import WHOLE, SequenceParallelism
+from .sequence.config import UNSHARDED, SequenceParallelism
 from .sequence.loss import keep_sharded, stays_sharded
 from .shard_config import ShardConfig
 
 
 @dataclass(frozen=True)
 class StandInGroup:
-    """Rank and size of a process group for a dry run, without communication."""
+    """A process group for a dry run: only its size, and this rank's place in it. It cannot communicate."""
 
     own_rank: int
     num_ranks: int
@@ -79,7 +79,7 @@ def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> n
     errors = Errors()
     for error in policy.config_errors():
         errors.add("", error)
-    split = _split_dry(model, policy, config, errors)
+    split = _sharded_meta_copy(model, policy, config, errors)
     raise_errors(errors.messages())
     return split
 
@@ -92,7 +92,7 @@ def split_errors(
     num_stages: int = 1,
     sp_size: int = 1,
     num_layers_per_stage: Sequence[int] | None = None,
-    sequence: SequenceParallelism = WHOLE,
+    sequence: SequenceParallelism = UNSHARDED,
 ) -> list[str]:
     """List reasons why a model cannot be sharded over axes of these sizes. No process groups are needed."""
     groups: Any = [StandInGroup(0, size) if size > 1 else None for size in (tp_size, sp_size)]
@@ -130,7 +130,9 @@ class ModelSharder:
         self.policy = policy
         self.shard_config = shard_config
         plan_parallelism(model, policy, shard_config)
-        self._last_layer: str | None = None
+        # Set by `cut_stages` from the full model: the path of the last layer, if sequences stay sharded after it, and
+        # the classes of all modules.
+        self._last_sharded_layer: str | None = None
         self._classes: set[type[nn.Module]] = set()
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:
@@ -153,14 +155,17 @@ class ModelSharder:
         return ties
 
     def cut_stages(self, device: torch.device | None = None) -> list[dict[int, Tensor]]:
-        """Release all layers of other ranks' stages; see `shard`.
+        """Prepare the full model by the policy's `preprocess`, then release all layers of other ranks' stages.
 
         Args:
             device: where the model will compute, if it is moved there next; None is its current device.
+
+        Returns:
+            As of `shard`.
         """
         self.model = self.policy.preprocess()
         ties = self.policy.get_shared_params()
-        self._last_layer = self._sharded_layer()
+        self._last_sharded_layer = self._find_last_sharded_layer()
         self._classes = _replace_class(self.model, self.policy)
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
@@ -172,7 +177,7 @@ class ModelSharder:
 
     def split_layers(self) -> None:
         """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`."""
-        _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers depend on it
+        _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers read its axis
         errors = Errors()
         self.policy.errors = errors
         _apply_policy(self.model, self.policy, self.shard_config.groups, self._classes, errors)
@@ -181,14 +186,14 @@ class ModelSharder:
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # postprocess may return another model
         self.shard_config.fused.route_loss(self.model, parallel_output=self.shard_config.parallel_output)
-        last = self._last_layer
+        last = self._last_sharded_layer
         if last is not None and (axis := axis_of(self.model.get_submodule(last))) is not None:
             keep_sharded(self.model, axis)
         if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
             compute_parts_before_layers(self.model, plan)
 
-    def _sharded_layer(self) -> str | None:
-        """Return the path of the last layer if sequences stay sharded after it, otherwise None."""
+    def _find_last_sharded_layer(self) -> str | None:
+        """Return the path of the last layer if sequences stay sharded after it, up to the loss; otherwise None."""
         config, plan = self.shard_config, self.policy.stage_plan()
         is_asked = config.sequence.is_on_sequence_axis and config.parallel_output
         if not is_asked or plan is None or not stays_sharded(self.model, plan, self.policy.head_path()):
@@ -196,10 +201,13 @@ class ModelSharder:
         return plan.layer_paths(self.model)[-1]
 
 
-def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors) -> nn.Module:
-    """Return a copy of a full model on the meta device, sharded but not cut into stages; see [Note: dry run]."""
+def _sharded_meta_copy(model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors) -> nn.Module:
+    """Return a copy of a full model on the meta device, sharded but not cut into stages; see [Note: dry run].
+
+    Every reason why a module cannot be sharded is added to `errors`; the copy is of no use then.
+    """
     dry_policy, split = copy.copy(policy), _meta_copy(model)
-    errors.know(split)
+    errors.remember_names(split)
     with errors.at():
         dry_policy.set_model(split)
         dry_policy.set_shard_config(config)
@@ -217,7 +225,7 @@ def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Er
 
 def _meta_copy(model: nn.Module) -> nn.Module:
     """Copy a model and its configs, with parameters and buffers on the meta device. All else is shared."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = {}  # by the id of a module or tensor: shared ones stay shared
     configs: dict[int, Any] = {}  # memo of `deepcopy`
 
     def copy_of(tensor: Tensor) -> Tensor:
@@ -229,7 +237,7 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     modules = dict.fromkeys(model.modules())
     for module in modules:
         copies[id(module)] = copied = type(module).__new__(type(module))
-        vars(copied).update({name: _own_value(value, configs) for name, value in vars(module).items()})
+        vars(copied).update({name: _copied_attribute(value, configs) for name, value in vars(module).items()})
     for module in modules:
         copied = copies[id(module)]
         for name, child in module._modules.items():
@@ -241,7 +249,13 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     return meta_model
 
 
-def _own_value(value: Any, configs: dict[int, Any]) -> Any:
+def _copied_attribute(value: Any, configs: dict[int, Any]) -> Any:
+    """Return an attribute for a module's copy: a copy of a config or a plain container, anything else as it is.
+
+    Args:
+        value: the attribute of the original module.
+        configs: memo of `deepcopy`, by which modules that share a config share its copy.
+    """
     if isinstance(value, PretrainedConfig):
         return copy.deepcopy(value, configs)
     return value.copy() if type(value) in (dict, OrderedDict, list, set) else value
@@ -261,7 +275,7 @@ def _meta_tensor(tensor: Tensor) -> Tensor:
 
 
 def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
-    """Set the class of the model that the policy gives; return the classes of all its modules, on all stages."""
+    """Give a full model the policy's class for it, if it has one; return the classes of all modules afterwards."""
     if (new_class := policy.new_model_class()) is not None:
         model.__class__ = new_class
     return {type(module) for module in model.modules()}
@@ -288,10 +302,23 @@ def _apply_policy(
     classes: set[type[nn.Module]],
     errors: Errors,
 ) -> set[nn.Module]:
-    """Apply the policy's changes to the local modules; return the modules that were changed and not replaced."""
+    """Apply the policy's changes to the local modules, and place every parameter on the axes of its layer.
+
+    Paths of the regions are added to `policy.regions`.
+
+    Args:
+        model: the local model; modules of other stages are stand-ins.
+        policy: the policy.
+        groups: groups of the axes by name.
+        classes: the classes of all modules of the full model.
+        errors: errors are added, by path.
+
+    Returns:
+        The sub-modules that were changed in place and not replaced.
+    """
     descriptions = policy.module_policy()
-    known = {*classes, *(kind.__name__ for kind in classes)}
-    if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
+    class_keys = {*classes, *(kind.__name__ for kind in classes)}
+    if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in class_keys]:
         errors.add(
             "",
             f"the policy describes {', '.join(map(str, unknown))}, but the model has no module of that "
@@ -309,11 +336,11 @@ def _apply_policy(
                     if replacement.target_module is Region
                 ]
                 changed |= _apply_description(module, path, descriptions[key], groups, errors)
-    _place_others(model, policy, groups, errors)
+    _place_remaining(model, policy, groups, errors)
     return changed
 
 
-def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], errors: Errors) -> None:
+def _place_remaining(model: nn.Module, policy: Policy, groups: Mapping[str, Any], errors: Errors) -> None:
     """Place the parameters that no layer has placed, as the policy declares; add errors of those it does not declare.
 
     Afterwards every parameter has a placement on every layer axis: see [Note: placements per axis].
@@ -323,7 +350,7 @@ def _place_others(model: nn.Module, policy: Policy, groups: Mapping[str, Any], e
         (name, parameter, axis)
         for name, parameter in model.named_parameters(remove_duplicate=False)  # all must declare the same
         for axis in axes
-        if axis not in placements_of(parameter) and not errors.concern(name)
+        if axis not in placements_of(parameter) and not errors.has_error_at(name)
     ]
     for name, parameter, axis in unplaced:
         if (kind := policy.replica(name, axis)) is not None:
@@ -344,23 +371,25 @@ def _apply_description(
     groups: Mapping[str, Any],
     errors: Errors,
 ) -> set[nn.Module]:
-    """Apply one description to a module or a stand-in; return the modules that were changed and not replaced."""
+    """Apply one description to a module or a stand-in; return the sub-modules changed in place and not replaced."""
     replacements = list(description.sub_module_replacement)
     if isinstance(module, StandIn):  # some sub-modules of its native module may be local
         local = {name for name, inner in module.named_modules() if not isinstance(inner, StandIn)}
         replacements = [replacement for replacement in replacements if replacement.suffix in local]
     else:
-        _change(module, path, description, errors)
+        _change_module(module, path, description, errors)
     changed: set[nn.Module] = set()
     for replacement in replacements:
         with errors.at(join(path, replacement.suffix)):
-            if (changed_module := _replaced(module, replacement, groups)) is not None:
+            if (changed_module := _replace_submodule(module, replacement, groups)) is not None:
                 changed.add(changed_module)
     return changed
 
 
-def _change(module: nn.Module, path: str, description: ModulePolicyDescription, errors: Errors) -> None:
-    """Change attributes, parameters and methods."""
+def _change_module(
+    module: nn.Module, path: str, description: ModulePolicyDescription, errors: Errors
+) -> None:
+    """Apply the parts of a description that concern the module itself: new attributes, parameters and methods."""
     for name, value in description.attribute_replacement.items():
         with errors.at(path):
             _set_attribute(module, name, value)
@@ -376,10 +405,10 @@ def _change(module: nn.Module, path: str, description: ModulePolicyDescription, 
             )
 
 
-def _replaced(
+def _replace_submodule(
     module: nn.Module, replacement: SubModuleReplacementDescription, groups: Mapping[str, Any]
 ) -> nn.Module | None:
-    """Replace a sub-module; return it if it was changed in place and not replaced."""
+    """Replace a sub-module by a parallel one; return it if it was changed in place instead, otherwise None."""
     try:
         native = module.get_submodule(replacement.suffix)
     except AttributeError:
@@ -397,12 +426,14 @@ def _replaced(
             f"the policy replaces {replacement.suffix!r} by a {kind.__name__} over {replacement.axis!r}, an axis "
             f"without a group: make module_policy depend on shard_config.groups, which has {list(groups)}"
         )
-    present = {parameter: set(placements_of(parameter)) for parameter in native.parameters()}
+    axes_before = {parameter: set(placements_of(parameter)) for parameter in native.parameters()}
     target = kind.from_native_module(native, group, **replacement.kwargs)
-    placed = {axis for parameter, axes in present.items() for axis in set(placements_of(parameter)) - axes}
-    if placed - {replacement.axis}:
+    new_axes = {
+        axis for parameter, axes in axes_before.items() for axis in set(placements_of(parameter)) - axes
+    }
+    if new_axes - {replacement.axis}:
         raise ValueError(
-            f"{kind.__name__} places parameters over {sorted(placed)}, and the policy names {replacement.axis!r}: "
+            f"{kind.__name__} places parameters over {sorted(new_axes)}, and the policy names {replacement.axis!r}: "
             "name the axis of the layer"
         )
     if target is native:
@@ -412,8 +443,16 @@ def _replaced(
 
 
 def _report_ties(model: nn.Module, changed: set[nn.Module], errors: Errors) -> None:
-    """Add errors of layers that share the weight of a sharded layer, and would compute with a shard of it."""
-    holders: dict[Parameter, list[tuple[str, nn.Module]]] = {}
+    """Add errors of layers that share the weight of a sharded layer, and would compute with a shard of it.
+
+    Args:
+        model: already sharded.
+        changed: the layers that were sharded in place.
+        errors: errors are added, by path.
+    """
+    holders: dict[
+        Parameter, list[tuple[str, nn.Module]]
+    ] = {}  # the modules of each parameter, with their paths
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, []).append((path, module))

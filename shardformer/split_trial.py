@@ -25,30 +25,31 @@ from .sharder import ModelSharder
 
 
 def split_departure(copy: Copy, policy: Callable[[nn.Module], Policy], size: int) -> str | None:
-    """Return how a small copy on `size` ranks departs from the whole copy, in words; None if it does not.
+    """Return how loss or gradients of a small copy on `size` ranks differ from the unsharded copy; None if they agree.
 
     Args:
         copy: the small copy; `in_double` gives exact comparisons.
-        policy: returns the policy of a model of it.
+        policy: returns a policy for a model that the copy makes.
         size: number of ranks.
 
     Raises:
         ValueError: the policy refuses the model, or its sizes.
     """
     groups = thread_groups(size)
-    shards = [_sharded(copy.make(0), policy, group) for group in groups]
-    whole = copy.make(0)
+    sharded = [_shard_over(copy.make(0), policy, group) for group in groups]  # by rank, with equal weights
+    unsharded = copy.make(0)
     try:
-        loss = _loss(copy, whole)
-        losses = run_threads(groups, lambda group: _loss(copy, shards[group.rank()]))
-    except Exception as error:  # of any model class, in code that reads the width of a shard
+        loss = _loss(copy, unsharded)
+        losses = run_threads(groups, lambda group: _loss(copy, sharded[group.rank()]))
+    except Exception as error:  # the code of any model, given tensors of another width, may raise anything
         return described(error)
-    for split in losses:
-        if departure := loss_departure(loss, split, f"on {size} ranks"):
+    for sharded_loss in losses:
+        if departure := loss_departure(loss, sharded_loss, f"on {size} ranks"):
             return departure
-    local = [dict(model.named_parameters()) for model in shards]
-    for name, parameter in whole.named_parameters():
-        if departure := _gradient_departure(name, parameter, [shards[name] for shards in local]):
+    parameters_by_rank = [dict(model.named_parameters()) for model in sharded]
+    for name, parameter in unsharded.named_parameters():
+        local = [parameters[name] for parameters in parameters_by_rank]
+        if departure := _gradient_departure(name, parameter, local):
             return departure
     return None
 
@@ -61,7 +62,8 @@ def _loss(copy: Copy, model: nn.Module) -> Tensor:
     return loss.detach()
 
 
-def _sharded(model: nn.Module, policy: Callable[[nn.Module], Policy], group: Any) -> nn.Module:
+def _shard_over(model: nn.Module, policy: Callable[[nn.Module], Policy], group: Any) -> nn.Module:
+    """Shard a model, in place, as one rank of a group of threads would."""
     sharder = ModelSharder(model, policy(model), ShardConfig(tensor_parallel_process_group=group))
     mark_all_parallelized(model)
     sharder.shard()
@@ -69,20 +71,27 @@ def _sharded(model: nn.Module, policy: Callable[[nn.Module], Policy], group: Any
 
 
 def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter]) -> str | None:
-    """Return how the gradients of all ranks' shards of a parameter depart from that of the whole one."""
+    """Return how the gradients of a parameter's shards on all ranks differ from that of the unsharded one.
+
+    Args:
+        name: name of the parameter.
+        whole: the unsharded parameter.
+        local: the parameter of each rank, in order.
+    """
     placement = placement_on(local[0], "tp")
-    gradients = [_gradient(shard) for shard in local]
+    gradients = [_gradient_or_zeros(shard) for shard in local]
     if isinstance(placement, Shard):
-        width = placement.replicas
+        num_replicas = placement.replicas  # of each shard, on neighbouring ranks that add their gradients
         gradients = [
-            sum(gradients[rank - rank % width :][:width], start=torch.zeros(()))
+            sum(gradients[rank - rank % num_replicas :][:num_replicas], start=torch.zeros(()))
             for rank in range(len(gradients))
         ]
         totals = [placement.whole(gradients)]
     else:
         totals = [sum(gradients, start=torch.zeros(()))] if isinstance(placement, PartialGrad) else gradients
-    return gradient_departure(f"{name} on {len(local)} ranks", _gradient(whole), totals)
+    return gradient_departure(f"{name} on {len(local)} ranks", _gradient_or_zeros(whole), totals)
 
 
-def _gradient(parameter: Parameter) -> Tensor:
+def _gradient_or_zeros(parameter: Parameter) -> Tensor:
+    """Return the gradient of a parameter; zeros if it has none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -15,7 +15,7 @@ from ..pipeline.plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layers.forward_code import says_tuple, scales_alone
+from .layers.forward_code import only_scales_result, returns_tuple
 from .layers.loss import reads_weights, route_loss
 from .layers.region import CommonInput, SplitParameter
 from .layers.sequence_axis import axis_of
@@ -33,7 +33,7 @@ from .tables.table import (
     has_parameter,
     has_submodule,
     layers_of,
-    present,
+    present_modules,
     table_for,
 )
 
@@ -48,10 +48,12 @@ class TablePolicy(Policy):
     gathers_sequences = True
 
     def __init__(self, table: Table) -> None:
-        self.table = self._newest = table
+        self.table = self._table_for_newest = table
         self._parts: dict[str, TablePolicy] = {}  # by path in the model
         self._common_input = CommonInput()
-        self._replicas: dict[str, ReplicaKind | None] = {}  # by parameter
+        self._replica_kinds: dict[
+            str, ReplicaKind | None
+        ] = {}  # of layers' parameters by name; see `replica`
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model of the policy, and of the policies of its parts.
@@ -61,11 +63,11 @@ class TablePolicy(Policy):
         """
         super().set_model(model)
         self._common_input = CommonInput()
-        self.table = table_as_installed(self._newest, model, self._full_path)
+        self.table = table_as_installed(self._table_for_newest, model, self._full_path)
         part_tables = {self._full_path(path): table for path, table in self.table.parts.items()}
         self._parts = {}
         errors = []
-        for path in present(model, part_tables):
+        for path in present_modules(model, part_tables):
             part: Any = model.get_submodule(path)
             table = part_tables[path] or table_for(part.config.model_type)
             if table is None:
@@ -97,7 +99,7 @@ class TablePolicy(Policy):
         """Return the table's stage plan, with paths from the full model."""
         if isinstance(self.table.stage, StagePlan):
             return self.table.stage.under(self._base_prefix()).fitted(self.model)
-        stages = self._stages_part()
+        stages = self._pipelined_part()
         path = self._full_path(stages.part)
         return (
             self._parts[path]
@@ -127,15 +129,17 @@ class TablePolicy(Policy):
         }
 
     def _changes(self, prefix: str) -> tuple[dict[str, Any], list[SubModuleReplacementDescription]]:
-        """Return new attributes and replacements of the model and its local parts, with paths from the full model.
+        """Return new attributes and replacements of the model and its local parts, by paths from the full model.
+
+        Also set `_replica_kinds`, which `replica` returns afterwards, and add errors of modules and settings.
 
         Args:
             prefix: path of this model in the full one.
         """
-        self._require_settings(prefix)
-        self._replicas = {}
-        attributes, replacements = dict[str, Any](), self._ends(prefix)
-        layers = self._layers(prefix)
+        self._add_setting_errors(prefix)
+        self._replica_kinds = {}
+        attributes, replacements = dict[str, Any](), self._vocabulary_replacements(prefix)
+        layers = self._layer_splits(prefix)
         if layers:
             replacements += self._shared_biases(prefix, next(iter(layers.values())))
         for path, split in layers.items():
@@ -143,7 +147,7 @@ class TablePolicy(Policy):
                 if not isinstance(split.layer, StandIn):
                     replacements += split.replacements()
                     attributes |= split.attributes()
-                    self._replicas |= split.replicas()
+                    self._replica_kinds |= split.replicas()
             with self.errors.at(path):  # also where another stage's layer is local for a parameter alone
                 replacements += split.split_parameters()
         for path, part in self._parts.items():
@@ -152,17 +156,17 @@ class TablePolicy(Policy):
                 part_attributes, part_replacements = part._changes(join(prefix, path))
                 attributes |= part_attributes
                 replacements += part_replacements
-                self._replicas |= part._replicas
+                self._replica_kinds |= part._replica_kinds
         return attributes, replacements
 
     def replica(self, name: str, axis: str) -> ReplicaKind | None:
-        """Return how the table declares a parameter of a layer; outside of layers activations are replicated."""
-        return self._replicas.get(name, Replicated)
+        """Return how the table declares a parameter of a layer; outside of layers every rank computes the same."""
+        return self._replica_kinds.get(name, Replicated)
 
-    def _ends(self, prefix: str) -> list[SubModuleReplacementDescription]:
-        """Return the replacements of embeddings and head."""
+    def _vocabulary_replacements(self, prefix: str) -> list[SubModuleReplacementDescription]:
+        """Return the replacements of token embeddings and head, sharded over the vocabulary."""
         embeddings = [] if self.table.embedding is None else [self._full_path(self.table.embedding)]
-        embeddings += present(self.model, map(self._full_path, self.table.further_embeddings))
+        embeddings += present_modules(self.model, map(self._full_path, self.table.further_embeddings))
         targets: dict[str, Any] = dict.fromkeys(embeddings, VocabParallelEmbedding1D)
         if head := self.head_path():
             targets[head] = VocabParallelLMHead1D
@@ -182,7 +186,12 @@ class TablePolicy(Policy):
         return replacements
 
     def _shared_biases(self, prefix: str, first_layer: LayerSplit) -> list[SubModuleReplacementDescription]:
-        """Return the sharding of biases that are inputs of all layers, by the heads of the first layer."""
+        """Return the replacements that shard biases outside of the layers, which all layers use.
+
+        Args:
+            prefix: path of this model in the full one.
+            first_layer: any layer, for its numbers of heads.
+        """
         replacements = []
         for path, dim in self.table.shared_biases.items():
             owner, _, name = self._full_path(path).rpartition(".")
@@ -198,8 +207,11 @@ class TablePolicy(Policy):
                 )
         return replacements
 
-    def _layers(self, prefix: str) -> dict[str, LayerSplit]:
-        """Return the sharding of the model's own layers by path. All layers of a list must have the same class."""
+    def _layer_splits(self, prefix: str) -> dict[str, LayerSplit]:
+        """Return the sharding of each layer by its path from the full model, without the layers of parts.
+
+        All layers of a list must have the same class.
+        """
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
         splits: dict[str, LayerSplit] = {}
@@ -225,8 +237,8 @@ class TablePolicy(Policy):
                 )
         return splits
 
-    def _require_settings(self, prefix: str) -> None:
-        """Add errors of config settings that the table does not support."""
+    def _add_setting_errors(self, prefix: str) -> None:
+        """Add errors of config settings that the table does not support, or that the ranks do not divide."""
         config, ranks = getattr(self.model, "config", None), self.shard_config.tensor_parallel_size
         for name, needed in self.table.needed.items():
             if getattr(config, name, needed) != needed:
@@ -257,10 +269,10 @@ class TablePolicy(Policy):
                     for name, value in vars(module).items()
                     if type(value) is int and value > 1 and not name.startswith("_")
                 ]
-        of_these = f" of {', '.join(sizes)}" if sizes else ""
+        candidates = f" of {', '.join(sizes)}" if sizes else ""
         return (
-            f"name in divide those{of_these} that a rank's shard changes (heads, the width of all heads), and also in "
-            "divisors those by which the full width is divided; without any, give divisible=()"
+            f"name in divide those{candidates} that a rank's shard changes (heads, the width of all heads), and also "
+            "in divisors those by which the full width is divided; without any, give divisible=()"
         )
 
     def postprocess(self) -> nn.Module:
@@ -289,11 +301,11 @@ class TablePolicy(Policy):
                 f"the forward of this {type(self.model).__name__} reads a weight itself (a fused loss does), "
                 "but the head's weight is sharded: use transformers' own forward, or tp_size=1"
             )
-        if scales_alone(self.model, name) and not self.shard_config.fused.takes_loss(self.model):
+        if only_scales_result(self.model, name) and not self.shard_config.fused.takes_loss(self.model):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
 
-    def _stages_part(self) -> PartStages:
-        """Return the part that a pipeline cuts: the first in the table that this class of model has."""
+    def _pipelined_part(self) -> PartStages:
+        """Return the part whose layers become pipeline stages: the first in the table that this class of model has."""
         assert not isinstance(self.table.stage, StagePlan)
         stages = next(
             (candidate for candidate in self.table.stage if self._full_path(candidate.part) in self._parts),
@@ -352,7 +364,12 @@ def _is_local(model: nn.Module, path: str) -> bool:
 
 
 def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any], *, source: str = "this call") -> None:
-    """Refuse attention weights that a call or the config asks for; also a forward pre-hook."""
+    """Raise ValueError if a call, or else the model's config, asks for attention weights. Also a forward pre-hook.
+
+    Args:
+        model, args, kwargs: the model and arguments of the call; only keyword arguments are read.
+        source: what asks for them, for the error.
+    """
     asked = kwargs.get("output_attentions")
     if asked is None:
         asked = getattr(model.config, "output_attentions", False)
@@ -380,12 +397,15 @@ def table_as_installed(table: Table, model: nn.Module, full_path: Callable[[str]
 
 
 def _with_arity(plan: StagePlan, model: nn.Module, full_path: Callable[[str], str]) -> StagePlan:
-    """Set the arity of a plan and its encoder's to 1 if their layers return a tuple instead of a tensor."""
+    """Set the arity of a plan to 1 if its layers return a tuple of one tensor instead of a tensor (arity 0).
+
+    So too for the plan of its encoder.
+    """
     encoder = None if plan.encoder is None else _with_arity(plan.encoder, model, full_path)
     path = full_path(plan.layers)
     layers = layers_of(model, [path]) if has_submodule(model, path) else {}
     one_of_class = {type(layer): layer for layer in layers.values()}
-    if plan.arity == 0 and any(says_tuple(layer) for layer in one_of_class.values()):
+    if plan.arity == 0 and any(returns_tuple(layer) for layer in one_of_class.values()):
         plan = replace(plan, arity=1)
     return replace(plan, encoder=encoder)
 

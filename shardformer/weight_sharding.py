@@ -42,9 +42,9 @@ def plan_weight_sharding(
             "a stage_plan (custom_policy=...), or use wp_size=1"
         )
         return None
-    of_weights = weight_model_errors(model, layers)
-    errors += of_weights
-    return None if of_weights else layers
+    weight_errors = weight_model_errors(model, layers)
+    errors += weight_errors
+    return None if weight_errors else layers
 
 
 def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
@@ -99,18 +99,25 @@ def apply_weight_sharding(
     pool = WeightPool(group, overlap=overlap, gradient_dtype=gradient_dtype)
     for module in _linear_layers(model, layers).values():
         sharded = ShardedLinear(module, group, native_class=type(module), pool=pool)
-        places = [
+        attributes = [
             (parent, name)
             for parent in model.modules()
             for name, child in parent._modules.items()
             if child is module
         ]
-        for parent, name in places:
+        for parent, name in attributes:
             setattr(parent, name, sharded)
 
 
 def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
-    """Return the layers of a full model: those that transformers recomputes, or those of its plan; None if unknown."""
+    """Return the layers of a full model; None if they are unknown.
+
+    They are those that transformers can recompute, or else those of the policy's stage plan.
+
+    Args:
+        model: the full model.
+        policy: a policy or a table; None takes the policy of the model type.
+    """
     if layers := recomputable_layers(model):
         return layers
     try:
@@ -127,7 +134,10 @@ def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Mod
 
 
 def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the linear layers whose weights are sharded, by path, in the order of the model."""
+    """Return the linear layers whose weights are sharded, by path, in the order of the model.
+
+    See [Note: replicated layers] for those that are not.
+    """
     table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
     native = () if table is None else table.native
     inside = {
@@ -139,7 +149,7 @@ def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, n
     for experts in model.modules():
         if (interface := interface_of(experts)) is not None and interface.is_apart:
             inside.difference_update(experts.modules())
-    users: dict[Parameter | None, set[nn.Module]] = {}
+    users: dict[Parameter | None, set[nn.Module]] = {}  # the modules that hold each parameter
     for module in model.modules():
         for parameter in module._parameters.values():
             users.setdefault(parameter, set()).add(module)

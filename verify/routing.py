@@ -93,7 +93,7 @@ class RoutingCheck:
             for choices, alone, batch in zip(self._choices[path], expected[path], microbatches, strict=False):
                 if axis is not None:
                     alone_BSK = alone.unflatten(0, (batch_size(batch), -1))
-                    alone = axis.own(alone_BSK, 1, padding=_PADDING).flatten(0, 1)
+                    alone = axis.shard(alone_BSK, 1, padding=_PADDING).flatten(0, 1)
                 is_token = (alone != _PADDING).all(-1)
                 total += int(is_token.sum())
                 flipped += int(((choices != alone).any(-1) & is_token).sum())

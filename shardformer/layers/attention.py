@@ -59,8 +59,8 @@ def xformers_attention(
     Raises:
         ValueError: an argument is not supported.
     """
-    passed = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if unknown := sorted(passed - BESIDES_ATTENTION):
+    used = {name for name, value in kwargs.items() if value is not None and value is not False}
+    if unknown := sorted(used - BESIDES_ATTENTION):
         raise ValueError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which xFormers does not "
             "support: leave enable_xformers out for this model"
@@ -72,7 +72,7 @@ def xformers_attention(
     causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
     bias: Any = None
     if attention_mask is not None or position_bias is not None:
-        bias = _bias(query, key.shape[2], attention_mask, position_bias, is_causal=causal)
+        bias = _score_bias(query, key.shape[2], attention_mask, position_bias, is_causal=causal)
     elif causal:
         bias = ops.LowerTriangularMask()
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]  # a cache may be longer
@@ -90,10 +90,19 @@ def xformers_attention(
     return out_BQND.contiguous(), None
 
 
-def _bias(
+def _score_bias(
     query: Tensor, num_keys: int, mask: Tensor | None, position_bias: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """Return the bias of the scores: (B, N, Q, K) in the queries' format, with rows aligned for the kernels."""
+    """Combine a mask and a position bias to numbers that are added to the scores.
+
+    Args:
+        query: (B, N, Q, D).
+        num_keys: K.
+        mask, position_bias, is_causal: as in `xformers_attention`; without a mask a causal one is made.
+
+    Returns:
+        (B, N, Q, K) in the queries' format, a view whose rows are aligned for the kernels.
+    """
     least = torch.finfo(query.dtype).min  # finite, so that a query that sees no key gets no NaN
     batch, heads, num_queries, _ = query.shape
     if mask is None and is_causal:
@@ -172,7 +181,7 @@ class Kernel:
     attend: Callable[..., tuple[Tensor, None]] | None = None
 
     def errors(self, device: torch.device, dtype: torch.dtype | None, option: str) -> list[str]:
-        """List what this machine lacks for it, each with an alternative. No communication.
+        """List the packages or hardware that the kernel needs and this machine lacks, each with an alternative.
 
         Args:
             device: the device of the model.
@@ -260,9 +269,9 @@ def register_kernels() -> None:
 
 
 # Models whose masks transformers silently drops with flash-attn: the tokens of an image see each other, later ones too.
-_BOTH_WAYS = ("gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "pi0")
+_BIDIRECTIONAL_IMAGES = ("gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "pi0")
 # Models whose decoders attend to an encoder's states without a mask.
-_WHOLE_STATES = ("vision-encoder-decoder", "whisper")
+_UNMASKED_STATES = ("vision-encoder-decoder", "whisper")
 
 
 def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
@@ -273,16 +282,16 @@ def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
         kernel: a key of KERNELS.
         option: the option as the user wrote it.
     """
-    parts = _parts(model)
-    if not parts:
+    submodels = _models_by_path(model)
+    if not submodels:
         return [
             f"{option}: a {type(model).__name__} is not a transformers model, and its attention cannot be "
             f"chosen: leave {option} out"
         ]
     return [
-        f"{option}: {type(part).__name__}{f' ({path})' if path else ''} {reason}: {advice}leave {option} out"
-        for path, part in parts.items()
-        for reason, advice in _kernel_reasons(part, kernel)
+        f"{option}: {type(submodel).__name__}{f' ({path})' if path else ''} {error}: {advice}leave {option} out"
+        for path, submodel in submodels.items()
+        for error, advice in _kernel_errors(submodel, kernel)
     ]
 
 
@@ -291,24 +300,27 @@ def set_attention(model: nn.Module, kernel: str) -> None:
     register_kernels()
     chosen: Any = model
     chosen.set_attn_implementation(kernel)
-    for part in _parts(model).values():  # some releases do not reach all of them from the model
-        if attention_name(part.config) != kernel:
-            part.set_attn_implementation(kernel)
-            assert attention_name(part.config) == kernel, (part, kernel)
+    for submodel in _models_by_path(model).values():  # some releases do not reach all of them from the model
+        if attention_name(submodel.config) != kernel:
+            submodel.set_attn_implementation(kernel)
+            assert attention_name(submodel.config) == kernel, (submodel, kernel)
 
 
-def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """Return the sub-models with their own config, by path: each config names an attention kernel."""
-    path_and_part: dict[int, tuple[str, PreTrainedModel]] = {}
+def _models_by_path(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """Return the models in a model (itself too) by path, one for each config: the config names the attention kernel."""
+    path_and_model: dict[int, tuple[str, PreTrainedModel]] = {}
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
-            path_and_part.setdefault(id(module.config), (path, module))
-    return dict(path_and_part.values())
+            path_and_model.setdefault(id(module.config), (path, module))
+    return dict(path_and_model.values())
 
 
-def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]:
-    """Return the attention classes by kernel, where the model's file selects one at construction."""
-    names = vars(sys.modules[type(part).__module__]).values()
+def _attention_classes(submodel: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]:
+    """Return the dicts of a model's file that have an attention class for each kernel; empty in most files.
+
+    The model selects one of the classes when it is built.
+    """
+    names = vars(sys.modules[type(submodel).__module__]).values()
     mappings = [value for value in names if isinstance(value, dict) and value.keys() & {"eager", SDPA}]
     return [
         mapping
@@ -317,42 +329,42 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
     ]
 
 
-def _kernel_reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the reasons why a sub-model cannot use a kernel.
+def _kernel_errors(submodel: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the reasons why a sub-model cannot use a kernel, named as in `KERNELS`.
 
     Yields:
-        A reason, to follow the sub-model's name, and a remedy that ends with ", or "; empty if there is none.
+        An error, to follow the sub-model's name, and a remedy that ends with ", or "; empty if there is none.
     """
-    kernel, config = KERNELS[name], part.config
+    kernel, config = KERNELS[name], submodel.config
     rebuild = f"build it with attn_implementation={name!r}, or " if kernel.attend is None else ""
-    present = {type(module) for module in part.modules()}
-    other_classes = [
+    present = {type(module) for module in submodel.modules()}
+    wrong_classes = [
         classes
-        for classes in _fixed_classes(part)
+        for classes in _attention_classes(submodel)
         if present & set(classes.values()) and classes.get(name) not in present
     ]
-    if kernel.flag is not None and not getattr(part, kernel.flag):
+    if kernel.flag is not None and not getattr(submodel, kernel.flag):
         yield (
             f"cannot compute attention with {kernel.description}, according to its class in transformers",
             "",
         )
-    elif other_classes:
-        names = sorted(kind.__name__ for kind in present & set(other_classes[0].values()))
+    elif wrong_classes:
+        names = sorted(kind.__name__ for kind in present & set(wrong_classes[0].values()))
         yield (
             f"was built with {', '.join(names)}, which is not {kernel.description}",
-            rebuild if name in other_classes[0] else "",
+            rebuild if name in wrong_classes[0] else "",
         )
-    elif attention_name(config) != name and not can_set_attention(part):
+    elif attention_name(config) != name and not can_set_attention(submodel):
         yield "has the attention that was chosen when it was built, which cannot be changed", rebuild
-    if not kernel.supports_softcap and (caps := _settings(part, "attn", "softcap")):
+    if not kernel.supports_softcap and (caps := _settings(submodel, "attn", "softcap")):
         yield f"caps its attention scores ({caps}), which {kernel.description} does not support", ""
-    if not kernel.supports_dropout and (dropout := _settings(part, "att", "drop")):
+    if not kernel.supports_dropout and (dropout := _settings(submodel, "att", "drop")):
         yield (
             f"uses attention dropout ({dropout}), which {kernel.description} does not support",
             "set that to 0 in the config, or ",
         )
-    if name in FLASH_PACKAGES and (lost := _lost_mask(part)):
-        yield lost, ""
+    if name in FLASH_PACKAGES and (ignored := _ignored_mask(submodel)):
+        yield ignored, ""
     if name != EAGER and getattr(config, "output_attentions", False):
         yield (
             f"has output_attentions=True, but {kernel.description} does not compute",
@@ -360,24 +372,24 @@ def _kernel_reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str
         )
 
 
-def _settings(part: PreTrainedModel, *words: str) -> str:
+def _settings(submodel: PreTrainedModel, *words: str) -> str:
     """Return, as text, the nonzero settings of a config whose names contain all of these words."""
-    settings = vars(part.config).items()
+    settings = vars(submodel.config).items()
     return ", ".join(
         f"{name}={value}" for name, value in settings if value and all(word in name for word in words)
     )
 
 
-def _lost_mask(part: PreTrainedModel) -> str | None:
-    """Describe the mask of a sub-model that transformers drops with flash-attn; None where it drops none."""
-    kind = part.config.model_type
-    if kind in _BOTH_WAYS:
+def _ignored_mask(submodel: PreTrainedModel) -> str | None:
+    """Describe the mask of a sub-model that transformers ignores with flash-attn; None if it ignores none."""
+    kind = submodel.config.model_type
+    if kind in _BIDIRECTIONAL_IMAGES:
         return "lets the tokens of an image see later ones, which transformers ignores with flash-attn"
-    if getattr(part.config, "alibi", False):
+    if getattr(submodel.config, "alibi", False):
         return "adds ALiBi slopes to its scores (alibi=True), which flash-attn does not support"
-    if "local" in getattr(part.config, "attention_layers", ()):
+    if "local" in getattr(submodel.config, "attention_layers", ()):
         return "has layers with a local window (attention_layers), which transformers ignores with flash-attn"
-    if part.config.is_encoder_decoder and kind not in _WHOLE_STATES:
+    if submodel.config.is_encoder_decoder and kind not in _UNMASKED_STATES:
         return (
             "has a decoder with cross-attention, where transformers with flash-attn applies the decoder's "
             "padding to the encoder's states"

@@ -12,7 +12,7 @@ from ...cluster.collectives import all_reduce, gather_to
 # B batch, C channels, R ranks
 
 
-class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
+class _RecomputableBatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's batch norm that counts a recomputed batch once, and allows 16-bit weights with float32 statistics.
 
     Attributes:
@@ -24,33 +24,37 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize as torch does, but update no running statistics in a recomputation."""
         self._check_input_dim(x)
-        is_of_batch = self.training or self.running_mean is None
+        uses_batch = self.training or self.running_mean is None  # not the running statistics
         is_recomputed = torch._C._current_graph_task_id() != -1
-        learns = self.training and self.running_mean is not None and not is_recomputed
-        momentum = self._counted_momentum() if learns else 0.0
-        if is_of_batch and self.over is not None and self.over.size() > 1:
+        updates_statistics = self.training and self.running_mean is not None and not is_recomputed
+        momentum = self._count_batch() if updates_statistics else 0.0
+        if uses_batch and self.over is not None and self.over.size() > 1:
             return self._normalized_together(x, momentum, self.over)
         mean, variance = self.running_mean, self.running_var
         if self.training and is_recomputed and mean is not None and variance is not None:
             # Copies, not None: recomputation must save as many tensors as forward did.
             mean, variance = mean.clone(), variance.clone()
-        weight, bias = self._beside(mean, self.weight), self._beside(mean, self.bias)
-        return F.batch_norm(x, mean, variance, weight, bias, is_of_batch, momentum, self.eps)
+        weight, bias = self._in_format_of(mean, self.weight), self._in_format_of(mean, self.bias)
+        return F.batch_norm(x, mean, variance, weight, bias, uses_batch, momentum, self.eps)
 
-    def _counted_momentum(self) -> float:
-        """Count this batch and return its weight in the running statistics."""
+    def _count_batch(self) -> float:
+        """Count this batch, and return the weight of its statistics in the running ones."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 return 1.0 / self.num_batches_tracked.item()
         return self.momentum or 0.0
 
-    def _beside(self, running: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    def _in_format_of(self, running: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+        """Return a parameter in the format of the running statistics, or unchanged without them."""
         # torch's kernels accept 16-bit inputs if all other tensors are float32, but no mixture of those.
         return parameter if running is None or parameter is None else parameter.to(running.dtype)
 
     def _normalized_together(self, x: Tensor, momentum: float, group: dist.ProcessGroup) -> Tensor:
-        """Normalize by the samples of all ranks. One all-gather; backward: one reduce-scatter."""
+        """Normalize by the samples of all ranks, and update the running statistics unless `momentum` is 0.
+
+        One all-gather; backward: one reduce-scatter.
+        """
         x_float = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [0, *range(2, x.ndim)]
         variance_C, mean_C = torch.var_mean(x_float, dims, correction=0)
@@ -63,7 +67,7 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
         variance_C = (weights_R1 * (variances_RC + (means_RC - mean_C).square())).sum(0)
         if momentum:
             bessel = counts_R1.sum() / (counts_R1.sum() - 1)  # torch's running variance is unbiased
-            self._learn(mean_C.detach(), variance_C.detach() * bessel, momentum)
+            self._update_statistics(mean_C.detach(), variance_C.detach() * bessel, momentum)
         shape = (1, -1, *(1 for _ in dims[1:]))
         out = (x_float - mean_C.view(shape)) * torch.rsqrt(variance_C + self.eps).view(shape)
         if self.weight is not None:
@@ -71,41 +75,42 @@ class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
         return out.to(x.dtype)
 
     @torch.no_grad()
-    def _learn(self, mean_C: Tensor, variance_C: Tensor, momentum: float) -> None:
+    def _update_statistics(self, mean_C: Tensor, variance_C: Tensor, momentum: float) -> None:
+        """Move the running statistics towards those of a batch, which get the weight `momentum`."""
         assert self.running_mean is not None and self.running_var is not None
         self.running_mean.lerp_(mean_C, momentum)
         self.running_var.lerp_(variance_C, momentum)
 
 
-class _OwnBatchNorm1d(_OwnBatchNorm, nn.BatchNorm1d):
+class _RecomputableBatchNorm1d(_RecomputableBatchNorm, nn.BatchNorm1d):
     pass
 
 
-class _OwnBatchNorm2d(_OwnBatchNorm, nn.BatchNorm2d):
+class _RecomputableBatchNorm2d(_RecomputableBatchNorm, nn.BatchNorm2d):
     pass
 
 
-class _OwnBatchNorm3d(_OwnBatchNorm, nn.BatchNorm3d):
+class _RecomputableBatchNorm3d(_RecomputableBatchNorm, nn.BatchNorm3d):
     pass
 
 
 # Not a subclass of torch's SyncBatchNorm, which DistributedDataParallel refuses on CPUs.
-class _OwnSyncBatchNorm(_OwnBatchNorm):
+class _RecomputableSyncBatchNorm(_RecomputableBatchNorm):
     def _check_input_dim(self, x: Tensor) -> None:
         if x.ndim < 2:
             raise ValueError(f"expected at least 2D input (got {x.ndim}D input)")
 
 
-_OWN: dict[type, Any] = {
-    nn.BatchNorm1d: _OwnBatchNorm1d,
-    nn.BatchNorm2d: _OwnBatchNorm2d,
-    nn.BatchNorm3d: _OwnBatchNorm3d,
-    nn.SyncBatchNorm: _OwnSyncBatchNorm,
+_REPLACEMENTS: dict[type, Any] = {
+    nn.BatchNorm1d: _RecomputableBatchNorm1d,
+    nn.BatchNorm2d: _RecomputableBatchNorm2d,
+    nn.BatchNorm3d: _RecomputableBatchNorm3d,
+    nn.SyncBatchNorm: _RecomputableSyncBatchNorm,
 }
 
 
 def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStatistics":
-    """Convert batch norms in place, so that recomputation counts no batch twice and running statistics are float32.
+    """Change the classes of batch norms: recomputation counts no batch twice, running statistics are float32.
 
     torch's SyncBatchNorm normalizes over its own process group, or else over the given one.
 
@@ -117,7 +122,7 @@ def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningS
         The running statistics, to be averaged over the group after each step.
     """
     for module in model.modules():
-        replacement = _OWN.get(type(module))
+        replacement = _REPLACEMENTS.get(type(module))
         if replacement is None:
             continue
         if isinstance(module, nn.SyncBatchNorm):
@@ -132,7 +137,7 @@ def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningS
 
 def has_sync_batch_norm(model: nn.Module) -> bool:
     """Return True if forwards communicate over the data axis, so that all ranks must run the same number of them."""
-    return any(isinstance(module, _OwnSyncBatchNorm) for module in model.modules())
+    return any(isinstance(module, _RecomputableSyncBatchNorm) for module in model.modules())
 
 
 class RunningStatistics:
@@ -151,7 +156,7 @@ class RunningStatistics:
             f"{path}.{name}".lstrip(".")
             for path, module in model.named_modules()
             if isinstance(module, nn.modules.batchnorm._NormBase)
-            and not isinstance(module, _OwnSyncBatchNorm)
+            and not isinstance(module, _RecomputableSyncBatchNorm)
             for name in ("running_mean", "running_var")
             if getattr(module, name) is not None
         ]

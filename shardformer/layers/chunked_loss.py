@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from ...cluster.collectives import begin_gather, copy_to, once_differentiable
 from ...cluster.device import is_cuda
-from .deferred_linear import OwnLinear
+from .deferred_linear import DeferrableLinear
 from .embedding import VocabParallelLMHead1D, VocabRange
-from .forward_code import scales_alone
+from .forward_code import only_scales_result
 from .loss import ShardedLogits, has_causal_loss, require_labels, route_causal_loss
 from .parallel_module import native_errors
 
@@ -47,7 +47,13 @@ def torch_chunk_loss(
     """Compute a `ChunkLoss` in float32 with torch. Over a group one all-gather of 2C numbers.
 
     Args:
+        hidden_CH: inputs of the head.
+        labels_C: labels of the same tokens.
         head: computes this rank's logits_CP from hidden_CH; logits of padding are -inf.
+        entries: the vocabulary entries of this rank's logits.
+        group: the tensor axis; None if the vocabulary is unsharded.
+        ignore_index: the label that does not count.
+        needs_gradient: also compute the gradient of the logits.
     """
     scores_CP = head(hidden_CH).float()
     is_counted_C = labels_C != ignore_index
@@ -152,6 +158,7 @@ def chunk_loss_errors(device: torch.device) -> list[str]:
 
 
 def _uses_liger(device: torch.device) -> bool:
+    """Return True on CUDA if Liger is installed."""
     return is_cuda(device) and find_spec("liger_kernel") is not None
 
 
@@ -169,7 +176,10 @@ class _ChunkedCrossEntropy(Function):
         group: dist.ProcessGroup | None,
         ignore_index: int,
     ) -> Tensor:
-        """Return the sum of the losses of all chunks; save the gradients of the head's inputs, weight and bias."""
+        """Return the sum of the losses of all chunks; save the gradients of the head's inputs, weight and bias.
+
+        Args: see `chunked_cross_entropy`. Gradients of inputs are of this rank's part of the vocabulary alone.
+        """
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         total = hidden_NH.new_zeros((), dtype=torch.float32)
         hidden_gradient_NH = torch.empty_like(hidden_NH) if needs_hidden else None
@@ -177,6 +187,7 @@ class _ChunkedCrossEntropy(Function):
         bias_gradient_P = total.new_zeros(entries.width) if needs_bias else None
 
         def head(hidden_CH: Tensor) -> Tensor:
+            """Return this rank's logits, -inf at padded entries of the vocabulary."""
             logits_CP = F.linear(hidden_CH, weight_PH, bias_P)
             logits_CP[:, entries.valid :] = -torch.inf
             return logits_CP
@@ -273,7 +284,7 @@ def chunked_cross_entropy(
     return total
 
 
-class ChunkedLossHead(OwnLinear):
+class ChunkedLossHead(DeferrableLinear):
     """An unsharded head that returns its inputs while `makes_logits` is False: the loss is computed from them."""
 
     makes_logits = True
@@ -289,7 +300,7 @@ class UncomputedLogits(ShardedLogits):
 
     hidden_BSH: Tensor
     head: nn.Module
-    _part_of = "not computed, since the loss was computed in chunks (enable_fused_loss)"
+    _description = "not computed, since the loss was computed in chunks (enable_fused_loss)"
 
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V), with gradients. All-gather over the tensor axis if the head is sharded."""
@@ -305,7 +316,7 @@ def _chunked_sum(
     ignore_index: int,
     head: ChunkedLossHead | VocabParallelLMHead1D,
 ) -> Tensor:
-    """Return the loss sum of a batch, from the inputs of its head instead of logits."""
+    """Return the loss sum of a batch, from the inputs of its head instead of logits; a `LossSum`."""
     if isinstance(head, VocabParallelLMHead1D):
         entries, group = head.range, head.group
     else:
@@ -324,15 +335,15 @@ def _chunked_sum(
 
 def chunked_loss_errors(model: nn.Module) -> list[str]:
     """Return the reasons why a model's loss cannot be rerouted to the inputs of its head; empty if it can."""
-    what, instead = f"the loss of {type(model).__name__}", "leave enable_fused_loss out"
+    subject, instead = f"the loss of {type(model).__name__}", "leave enable_fused_loss out"
     if not isinstance(model, PreTrainedModel) or not has_causal_loss(model):
-        return [f"{what} is not transformers' causal loss in transformers' own forward: {instead}"]
+        return [f"{subject} is not transformers' causal loss in transformers' own forward: {instead}"]
     head: Any = model.get_output_embeddings()
     path = next((name for name, module in model.named_modules() if module is head), None)
-    if path is None or native_errors(head, nn.Linear, OwnLinear, VocabParallelLMHead1D):
-        return [f"{what} is computed by a {type(head).__name__} head, not a plain nn.Linear: {instead}"]
-    if not scales_alone(model, path, hands_on=True):
-        return [f"{what} needs the logits, which its forward scales, caps or uses otherwise: {instead}"]
+    if path is None or native_errors(head, nn.Linear, DeferrableLinear, VocabParallelLMHead1D):
+        return [f"{subject} is computed by a {type(head).__name__} head, not a plain nn.Linear: {instead}"]
+    if not only_scales_result(model, path, require_unscaled=True):
+        return [f"{subject} needs the logits, which its forward scales, caps or uses otherwise: {instead}"]
     return []
 
 

@@ -1,7 +1,7 @@
 """The linear function, with a weight gradient that may be deferred.
 
 [Note: deferred weight gradients] There are two ways to defer. A schedule defers to a later action
-(pipeline/weight_gradients.py). Within one backward, `beside` begins the all-reduce of input gradients first.
+(pipeline/weight_gradients.py). Within one backward, `enter_overlapped` begins the all-reduce of input gradients first.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,41 +24,41 @@ class Regather:
     """All-gathers a layer's input again from the saved shard, once for all layers that multiply with it.
 
     Args:
-        whole: the unsharded input.
+        x: the unsharded input; only a weak reference to it is kept.
         begin: begins the all-gather of the saved shard.
         overlap: begin when backward reaches the first of the layers.
     """
 
-    def __init__(self, whole: Tensor, begin: Callable[[Tensor], InFlight[Tensor]], *, overlap: bool) -> None:
-        self._of, self._version = ref(whole), whole._version
+    def __init__(self, x: Tensor, begin: Callable[[Tensor], InFlight[Tensor]], *, overlap: bool) -> None:
+        self._input, self._input_version = ref(x), x._version
         self._begin, self._overlap = begin, overlap
-        self._num_users = self._num_asked = 0
+        self._num_users = self._num_requests = 0  # layers in forward, and those served in this backward
         self._in_flight: InFlight[Tensor] | None = None
-        self._whole_NI: Tensor | None = None
+        self._full_NI: Tensor | None = None  # gathered, until the last request
 
     def is_of(self, x: Tensor) -> bool:
-        """Return True for the unchanged input; the region's code may pass another tensor to a layer."""
-        return self._of() is x and self._version == x._version
+        """Return True if `x` is the unchanged input; the region's code may call a layer with another tensor."""
+        return self._input() is x and self._input_version == x._version
 
-    def use(self) -> None:
+    def add_user(self) -> None:
         """Count one more layer that will request the input."""
         self._num_users += 1
 
     def begin(self, shard: Tensor) -> None:
         """Begin to gather, if that may overlap."""
-        if self._overlap and self._in_flight is None and self._whole_NI is None:
+        if self._overlap and self._in_flight is None and self._full_NI is None:
             self._in_flight = self._begin(shard)
 
     def rows(self, shard: Tensor) -> Tensor:
         """Return the input (N, I), and release it after the request of the last layer."""
-        if self._whole_NI is None:
-            self._whole_NI = (self._in_flight or self._begin(shard)).wait().flatten(0, 1)
+        if self._full_NI is None:
+            self._full_NI = (self._in_flight or self._begin(shard)).wait().flatten(0, 1)
             self._in_flight = None
-        whole_NI = self._whole_NI
-        self._num_asked += 1
-        if self._num_asked == self._num_users:
-            self._whole_NI, self._num_asked = None, 0
-        return whole_NI
+        full_NI = self._full_NI
+        self._num_requests += 1
+        if self._num_requests == self._num_users:
+            self._full_NI, self._num_requests = None, 0
+        return full_NI
 
 
 class Crossing(NamedTuple):
@@ -74,50 +74,62 @@ class Crossing(NamedTuple):
 
 
 class LaterProduct(NamedTuple):
-    """A weight whose gradient is computed when backward reaches its `beside` node, not in its layer.
+    """A weight whose gradient is computed when backward reaches the node of `enter_overlapped`, not in its layer.
 
     Args:
-        weight: the layer's weight.
-        place: its index among the weights of the node.
+        weight: the layer's weight, as an output of the node: a gradient of it returns to the node.
+        weight_index: its index among the weights of the node.
         deferred: deferred gradients of the node's weights, by index.
     """
 
     weight: Tensor
-    place: int
+    weight_index: int
     deferred: dict[int, DeferredGradient]
 
     def put(self, gradient: DeferredGradient) -> None:
-        """Defer a gradient, and drop those of a backward that never reached the node."""
-        self.deferred[self.place] = gradient
+        """Leave a gradient to the node; it replaces one that an earlier backward left without reaching the node."""
+        self.deferred[self.weight_index] = gradient
 
 
-def beside(
+def enter_overlapped(
     xs: Sequence[Tensor], crossings: Sequence[Crossing], weights: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[LaterProduct]]:
     """Enter a region with some tensors, and overlap their gradients' communication with weight gradients in backward.
 
-    A single node of the graph, made before the layers run, so that autograd reaches it after them. Gradients of
+    A single node of the graph, made before the layers run, so that autograd reaches it after them: layers leave their
+    weight gradients to it, and it computes them while the gradients of the tensors are in flight. Gradients of
     gradients raise.
 
     Args:
         xs: the tensors.
         crossings: the communication of each tensor.
         weights: the weights of the layers in the region.
+
+    Returns:
+        The tensors inside the region, and for each weight where its layer leaves its gradient.
     """
-    deferred: dict[int, DeferredGradient] = {}
-    entered = _Beside.apply(crossings, deferred, *xs, *weights)
-    through = enumerate(entered[len(xs) :])
-    return list(entered[: len(xs)]), [LaterProduct(weight, place, deferred) for place, weight in through]
+    deferred: dict[int, DeferredGradient] = {}  # by index of the weight; empty outside of backward
+    entered = _EnterOverlapped.apply(crossings, deferred, *xs, *weights)
+    later_products = [
+        LaterProduct(weight, index, deferred) for index, weight in enumerate(entered[len(xs) :])
+    ]
+    return list(entered[: len(xs)]), later_products
 
 
-class _Beside(Function):
-    """See `beside`."""
+class _EnterOverlapped(Function):
+    """See `enter_overlapped`."""
 
     @staticmethod
     def forward(
         ctx: Any, crossings: Sequence[Crossing], deferred: dict[int, DeferredGradient], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Cross the first tensors; the others are weights, whose gradients backward takes from `deferred` by place."""
+        """Communicate the tensors, and return weights as they are.
+
+        Args:
+            crossings: the communication of the first tensors, one each.
+            deferred: gradients of the weights, left by their layers in backward, by index of the weight.
+            tensors: the tensors that enter, then the weights.
+        """
         ctx.crossings, ctx.deferred = crossings, deferred
         ctx.set_materialize_grads(False)
         crossed = [crossing.forward(x) for crossing, x in zip(crossings, tensors, strict=False)]
@@ -139,11 +151,11 @@ class _Beside(Function):
         ]
         weight_gradients = list(gradients[num_crossings:])
         while ctx.deferred:
-            place, deferred = ctx.deferred.popitem()
+            index, deferred = ctx.deferred.popitem()
             # Skip gradients of a backward that computed other gradients and never reached this node.
             if deferred.backward == torch._C._current_graph_task_id():
-                product, other = deferred.begin().wait(), weight_gradients[place]
-                weight_gradients[place] = product if other is None else other + product
+                product, other = deferred.begin().wait(), weight_gradients[index]
+                weight_gradients[index] = product if other is None else other + product
         input_gradients = [None if crossing is None else crossing.wait() for crossing in in_flight]
         return None, None, *input_gradients, *weight_gradients
 
@@ -168,20 +180,20 @@ def linear(
         is_transposed: the weight is stored as in transformers' Conv1D.
         store: queue of the schedule; None where no schedule defers.
         later_product: defers this weight's gradient within one backward.
-        input_shard: this rank's shard of `x`, saved for backward in its place, and how to gather `x` again.
+        input_shard: this rank's shard of `x`, saved for backward instead of it, and how to gather `x` again.
 
     Returns:
         (..., O).
     """
     is_plain = store is None and later_product is None and input_shard is None
-    if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _is_other_product():
+    if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _computes_otherwise():
         return _product(x, weight, bias, is_transposed)
-    part, regather = input_shard or (None, None)
-    through = weight if later_product is None else later_product.weight
-    # The weight in the tuple is not an input of the node. The one that the node saves may be another object in
-    # backward. One tuple, since torch inspects each argument.
+    shard, regather = input_shard or (None, None)
+    routed_weight = weight if later_product is None else later_product.weight
+    # The weight is in the tuple too, for the parameter itself: a saved tensor may be another object in backward. A
+    # tuple, because torch spends time on each argument.
     out: Tensor = _Linear.apply(
-        x, through, bias, part, (weight, is_transposed, store, later_product, regather)
+        x, routed_weight, bias, shard, (weight, is_transposed, store, later_product, regather)
     )
     return out
 
@@ -194,8 +206,8 @@ def is_trained(weight: Tensor) -> bool:
     return weight.is_leaf and weight.requires_grad
 
 
-def _is_other_product() -> bool:
-    # Under autocast a product has another format than its factors.
+def _computes_otherwise() -> bool:
+    """Return True if the product must be left to torch: under autocast, whose result has another format, or traced."""
     return torch._C._is_any_autocast_enabled() or is_transformed()
 
 
@@ -206,6 +218,7 @@ def is_transformed() -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+    """Return the output of a linear layer."""
     return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
 
 
@@ -216,29 +229,36 @@ class _Linear(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        through: Tensor,
+        routed_weight: Tensor,
         bias: Tensor | None,
-        part: Tensor | None,
+        shard: Tensor | None,
         options: tuple[Parameter, bool, WeightGradients | None, LaterProduct | None, Regather | None],
     ) -> Tensor:
-        """Compute the product; save x, or the part of it from which it is regathered. See `linear`."""
-        ctx.save_for_backward(x if part is None else part, through)
+        """Compute the product; save x, or this rank's shard of it, from which it is gathered again.
+
+        Args:
+            x, bias: see `linear`.
+            routed_weight: the weight, or what its `LaterProduct` has in its place: its gradient goes there.
+            shard: this rank's shard of x; None saves x itself.
+            options: further arguments of `linear`: weight, is_transposed, store, later_product, and `Regather`.
+        """
+        ctx.save_for_backward(x if shard is None else shard, routed_weight)
         ctx.options = options
         _, is_transposed, _, _, regather = options
         if regather is not None:
-            regather.use()
-        out = _product(x, through, bias, is_transposed)
+            regather.add_user()
+        out = _product(x, routed_weight, bias, is_transposed)
         # Otherwise the caller could not write to it in place.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the input's gradient at once, and the weight's now or later."""
-        part, weight = ctx.saved_tensors
+        """Compute the input's gradient at once, and the weight's now or later; see `gradient_or_deferred`."""
+        saved_input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         parameter, is_transposed, store, later_product, regather = ctx.options
         if regather is not None and needs_weight and not (store is not None and store.is_deferring):
-            regather.begin(part)
+            regather.begin(saved_input)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
         gradient_of_input = gradient_of_weight = None
         if needs_input:
@@ -247,7 +267,12 @@ class _Linear(Function):
         if needs_weight:
 
             def product() -> Tensor:
-                x_NI = part.reshape(-1, part.shape[-1]) if regather is None else regather.rows(part)
+                """Compute the weight's gradient, from an input that is first gathered again if it was not saved."""
+                x_NI = (
+                    saved_input.reshape(-1, saved_input.shape[-1])
+                    if regather is None
+                    else regather.rows(saved_input)
+                )
                 return weight_gradient(x_NI, gradient_NO, is_transposed=is_transposed)
 
             gradient_of_weight = gradient_or_deferred(parameter, store, later_product, product)
@@ -285,11 +310,11 @@ def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -
 
 
 def needs_all_uses(module: nn.Embedding) -> bool:
-    """Return True if an embedding changes a row, or its gradient, depending on all its uses in a batch."""
+    """Return True if an embedding's rows or gradients depend on all look-ups of a batch, not of one rank."""
     return module.max_norm is not None or module.scale_grad_by_freq or module.sparse
 
 
-class OwnLinear(nn.Linear):
+class DeferrableLinear(nn.Linear):
     """A linear layer whose weight gradient a schedule may defer."""
 
     weight_gradients: WeightGradients | None = None
@@ -298,26 +323,28 @@ class OwnLinear(nn.Linear):
         return linear(x, self.weight, self.bias, store=self.weight_gradients)
 
 
-class _OwnConv1D(Conv1D):
+class _DeferrableConv1D(Conv1D):
+    """A Conv1D of transformers whose weight gradient a schedule may defer."""
+
     weight_gradients: WeightGradients | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, is_transposed=True, store=self.weight_gradients)
 
 
-_OWN = {nn.Linear: OwnLinear, Conv1D: _OwnConv1D}
+_DEFERRABLE = {nn.Linear: DeferrableLinear, Conv1D: _DeferrableConv1D}
 
 
 def defer_weight_gradients(model: nn.Module) -> WeightGradients:
-    """Defer the weight gradients of a model's plain and parallel linear layers; return the queue.
+    """Let a schedule defer the weight gradients of a model's linear layers, plain and parallel; return its queue.
 
     The class of a plain layer becomes a subclass with the attribute of parallel layers, `weight_gradients`. Weights of
     other modules leave their gradients to autograd.
     """
     store = WeightGradients()
     for module in model.modules():
-        if type(module) in _OWN:
-            module.__class__ = _OWN[type(module)]
+        if type(module) in _DEFERRABLE:
+            module.__class__ = _DEFERRABLE[type(module)]
         if hasattr(module, "weight_gradients"):
             module.weight_gradients = store  # type: ignore[assignment]
     return store

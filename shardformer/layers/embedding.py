@@ -122,12 +122,12 @@ class VocabParallelEmbedding1D(ParallelModule):
             ),
         )
         first, valid = self.range.first, self.range.valid
-        elsewhere_BS = (ids_BS < first) | (ids_BS >= first + valid)
-        local_ids_BS = (ids_BS - first).masked_fill(elsewhere_BS, 0)
+        is_elsewhere_BS = (ids_BS < first) | (ids_BS >= first + valid)
+        local_ids_BS = (ids_BS - first).masked_fill(is_elsewhere_BS, 0)
         padding = self.padding_idx
         local_padding = padding - first if padding is not None and first <= padding < first + valid else None
         out_BSH = F.embedding(local_ids_BS, self.weight, local_padding)
-        out_BSH = reduce_from(out_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
+        out_BSH = reduce_from(out_BSH.masked_fill(is_elsewhere_BS.unsqueeze(-1), 0.0), self.group)
         scale = self.embed_scale
         if scale is None:
             return out_BSH
@@ -190,8 +190,8 @@ def is_scaled(native: nn.Module) -> bool:
     Detected from the names that its forward reads, and verified with a test scale and weight.
     """
     code = getattr(type(native).forward, "__code__", None)
-    is_known = code is not None and _SCALE in code.co_names and set(code.co_names) <= _READ
-    if not isinstance(native, nn.Embedding) or not is_known:
+    reads_only_scale = code is not None and _SCALE in code.co_names and set(code.co_names) <= _READ
+    if not isinstance(native, nn.Embedding) or not reads_only_scale:
         return False
     trial = copy.copy(native)
     with torch.no_grad(), torch.device("cpu"):

@@ -8,8 +8,8 @@ reads the numbers of rows once on the host; a backward has two and reads nothing
 
 Every rank takes part in each exchange, however few tokens or rows it has. Without rows, the experts compute one of
 zeros whose result nobody uses, so that all ranks have the same graph. Experts that are modules compute only if they get
-a token. So their parameters pass through the result (`_Passed`): the hooks of all of them run in every backward,
-between the same two exchanges on every rank, and averages that begin in backward (ZeRO-2) have one order.
+a token. So their parameters pass through the result (`_PassParameters`): the hooks of all of them run in every
+backward, between the same two exchanges on every rank, and averages that begin in backward (ZeRO-2) have one order.
 
 [Note: replayed choices] A recomputed forward must send the same rows. Rounding may differ in it, so that a router would
 choose other experts, and the gradients would be wrong without an error. `Choices` saves what `topk` or `max` chose in
@@ -44,13 +44,13 @@ class Rows(NamedTuple):
         sent: number of rows sent to each rank.
         received: number of rows received from each rank.
         counts_PE: rows received from each rank P for each expert E of this rank.
-        most: number of rows received for the expert with most of them.
+        max_received: number of rows received for the expert with the most.
     """
 
     sent: list[int]
     received: list[int]
     counts_PE: Tensor
-    most: int
+    max_received: int
 
 
 def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
@@ -93,12 +93,13 @@ class Interface:
     """Calls of a class of experts, in terms of `Call`.
 
     Args:
-        counts: attributes with numbers of experts: of those with parameters, and of all with a row in some parameter.
+        counts: attributes with numbers of experts: first of those with parameters, then of all that have rows in a
+            parameter, if these are more.
         is_apart: every expert is a module, which one rank has. The module's forward is given indices of all experts.
         is_identity_above: tokens of experts without parameters are their results.
         call: returns the call that inputs (by name, in the order of the signature) stand for, of that many experts.
         inputs: returns the inputs by which a module's forward computes a call of one expert for each row, and the
-            place of each row in its output.
+            index of each row in its output.
     """
 
     counts: tuple[str, ...] = ("num_experts",)
@@ -115,27 +116,27 @@ COMMON = Interface()
 
 
 class _Dispatched(NamedTuple):
-    """A dispatch, for the way back.
+    """State of a dispatch that `_combine` needs.
 
     Args:
         rows: of the exchange.
-        order: the pairs of a token and an expert, sorted by expert.
-        places: the place of each pair in this order.
+        order: indices of the pairs of a token and an expert, sorted by expert.
+        positions: the position of each pair in this order.
         weights_NK: of the pairs.
-        in_output: the place of each row in the output of the experts' forward; None if they are in order.
+        in_output: the index of each row in the output of the experts' forward; None if they are in order.
         shape: of the tokens in the call.
-        unused_RH: the rows that the experts compute if none arrive and nobody uses the result; else None.
-        kept_NH: what is added for pairs that are not sent; None for nothing.
+        unused_RH: the row of zeros that the experts compute if no rows arrive; None if some arrive.
+        identity_NH: results of pairs whose expert has no parameters and returns its input; None without such experts.
     """
 
     rows: Rows
     order: Tensor
-    places: Tensor
+    positions: Tensor
     weights_NK: Tensor
     in_output: Tensor | None
     shape: torch.Size
     unused_RH: Tensor | None
-    kept_NH: Tensor | None
+    identity_NH: Tensor | None
 
 
 class ExpertParallel:
@@ -158,32 +159,37 @@ class ExpertParallel:
 
     @torch.compiler.disable
     def _dispatch(self, module: nn.Module, inputs: dict[str, Any]) -> None:
-        """Replace the tokens by the rows for this rank's experts."""
+        """Forward pre-hook: send each token to the ranks of its experts, and replace the inputs by the rows received.
+
+        The state for `_combine` is saved in `_dispatched`. R below is first the number of pairs N·K, then of rows.
+        """
         num_experts = self._group.size() * self._num_local
         call = self._interface.call(inputs, num_experts)
         shape, num_choices = call.hidden_NH.shape, call.index_NK.shape[-1]
         hidden_NH, weights_NK = call.hidden_NH.flatten(0, -2), call.weights_NK.flatten(0, -2)
         expert_R = call.index_NK.reshape(-1)
         order = torch.argsort(expert_R, stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        positions = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = expert_R.new_zeros(num_experts + 1)
         counts.scatter_add_(0, expert_R.clamp(max=num_experts), torch.ones_like(expert_R))
         rows = exchange_counts(counts[:-1].view(self._group.size(), -1), self._group)
-        kept_NH = None
+        identity_NH = None
         if self._interface.is_identity_above:
-            is_kept_NK = (expert_R >= num_experts).view_as(weights_NK)
-            kept_NH = hidden_NH * (weights_NK * is_kept_NK).sum(1, keepdim=True)
+            is_identity_NK = (expert_R >= num_experts).view_as(weights_NK)
+            identity_NH = hidden_NH * (weights_NK * is_identity_NK).sum(1, keepdim=True)
 
         tokens = order[: sum(rows.sent)] // num_choices
 
         def send(x: Tensor) -> Tensor:
+            """Forward: send a row for each pair to the rank of its expert."""
             return exchange_rows(x[tokens], rows.sent, rows.received, self._group)
 
-        def take_back(gradient: Tensor) -> Tensor:
+        def return_gradients(gradient: Tensor) -> Tensor:
+            """Backward: send gradients of rows back, and add those of each token."""
             arrived = exchange_rows(gradient, rows.received, rows.sent, self._group)
-            return _lengthened(arrived, len(places))[places].unflatten(0, (-1, num_choices)).sum(1)
+            return _pad_rows(arrived, len(positions))[positions].unflatten(0, (-1, num_choices)).sum(1)
 
-        rows_RH = paired(hidden_NH, send, take_back)
+        rows_RH = paired(hidden_NH, send, return_gradients)
         local = torch.arange(self._num_local, device=order.device).repeat(self._group.size())
         expert_R = local.repeat_interleave(rows.counts_PE.view(-1), output_size=len(rows_RH))
         unused_RH = None
@@ -195,42 +201,46 @@ class ExpertParallel:
         ones = weights_NK.new_ones(len(rows_RH), 1)
         computed, in_output = self._interface.inputs(module, Call(rows_RH, expert_R[:, None], ones), rows)
         inputs.update(zip(list(inputs), computed, strict=False))
-        self._dispatched = _Dispatched(rows, order, places, weights_NK, in_output, shape, unused_RH, kept_NH)
+        self._dispatched = _Dispatched(
+            rows, order, positions, weights_NK, in_output, shape, unused_RH, identity_NH
+        )
 
     @torch.compiler.disable
     def _combine(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Return the weighted sums (N, H) of the experts' results, in the shape of the tokens."""
+        """Forward hook: return each token's weighted sum of its experts' results, in the shape of the tokens."""
         assert self._dispatched is not None
-        rows, order, places, weights_NK, in_output, shape, unused_RH, kept_NH = self._dispatched
+        rows, order, positions, weights_NK, in_output, shape, unused_RH, identity_NH = self._dispatched
         self._dispatched = None
         output_RH = output.flatten(0, -2)
         if unused_RH is not None and self._interface.is_apart:  # an expert without tokens gets no gradient
             output_RH = output_RH.detach() + 0 * unused_RH
         if self._interface.is_apart and torch.is_grad_enabled():
-            output_RH = _Passed.apply(
+            output_RH = _PassParameters.apply(
                 output_RH, *(parameter for parameter in module.parameters() if parameter.requires_grad)
             )
         if in_output is not None:
             output_RH = output_RH[in_output]
 
-        def send_back(x: Tensor) -> Tensor:
+        def return_results(x: Tensor) -> Tensor:
+            """Forward: send results back to the ranks of their tokens, in the order of the pairs."""
             arrived = exchange_rows(x[: sum(rows.received)], rows.received, rows.sent, self._group)
-            return _lengthened(arrived, len(places))[places]
+            return _pad_rows(arrived, len(positions))[positions]
 
-        def take(gradient: Tensor) -> Tensor:
+        def receive_gradients(gradient: Tensor) -> Tensor:
+            """Backward: send the gradients of results to the ranks of their experts."""
             sent = gradient[order[: sum(rows.sent)]]
             arrived = exchange_rows(sent, rows.sent, rows.received, self._group)
             return arrived if len(arrived) == len(output_RH) else torch.zeros_like(output_RH)
 
-        pairs_NKH = paired(output_RH, send_back, take).unflatten(0, weights_NK.shape)
+        pairs_NKH = paired(output_RH, return_results, receive_gradients).unflatten(0, weights_NK.shape)
         sums_NH = (pairs_NKH * weights_NK.unsqueeze(-1)).sum(1)
-        if kept_NH is not None:
-            sums_NH = sums_NH + kept_NH
+        if identity_NH is not None:
+            sums_NH = sums_NH + identity_NH
         return sums_NH.to(output_RH.dtype).unflatten(0, shape[:-1])
 
 
-class _Passed(Function):
-    """Identity of a tensor through which parameters pass; in backward they get no gradient, but their hooks run."""
+class _PassParameters(Function):
+    """Identity of a tensor, with parameters as further inputs: they get no gradient, but their hooks run."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -242,8 +252,8 @@ class _Passed(Function):
         return (gradient, *(None,) * ctx.num_parameters)
 
 
-def _lengthened(x: Tensor, length: int) -> Tensor:
-    """Return rows followed by zeros, of this length."""
+def _pad_rows(x: Tensor, length: int) -> Tensor:
+    """Append rows of zeros up to this number of rows."""
     return x if len(x) == length else torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
 
 
@@ -257,12 +267,15 @@ _CHOOSING: dict[Any, Any] = {
 
 
 class Choices(TorchFunctionMode):
-    """A context in which the choices of a forward are saved, or replayed in every later one; see the note above."""
+    """A context that saves the choices of a forward when first entered, and later replays them.
+
+    See [Note: replayed choices].
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved: list[Any] = []
-        self._replayed: Iterator[Any] | None = None
+        self._saved: list[Any] = []  # results of calls, in order: indices or `Rows`
+        self._replayed: Iterator[Any] | None = None  # of `_saved`; None while they are saved
 
     def __enter__(self) -> "Choices":
         self._replayed = iter(self._saved) if self._saved else None
@@ -270,36 +283,37 @@ class Choices(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave this context alone: hooks of the layer may have entered others, which stay. Private torch API."""
-        above = []
+        """Leave this context only: hooks of the layer may have entered others since, which stay. Private torch API."""
+        entered_later = []
         while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
+            entered_later.append(mode)
+        for mode in reversed(entered_later):
             _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function; save or replay what it chose."""
+        """Call a function of torch, or `exchange_counts`; save or replay what it chose if it is one that chooses."""
         kwargs = kwargs or {}
         if func is exchange_counts:
-            return self._choose(partial(func, *args, **kwargs))
+            return self._save_or_replay(partial(func, *args, **kwargs))
         kind = _CHOOSING.get(func)
         if kind is None or (kind is torch.return_types.max and "dim" not in kwargs):
             return func(*args, **kwargs)  # also the larger of two tensors, or the largest entry
         # The same operations in both passes: autograd compares what they save.
         x, dim = args[0], kwargs.get("dim", args[2] if len(args) > 2 else -1)
-        indices = self._choose(lambda: func(x.detach(), *args[1:], **kwargs).indices)
+        indices = self._save_or_replay(lambda: func(x.detach(), *args[1:], **kwargs).indices)
         if indices.ndim == x.ndim:
             return kind((x.gather(dim, indices), indices))
         return kind((x.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))
 
-    def _choose(self, choose: Callable[[], Any]) -> Any:
+    def _save_or_replay(self, choose: Callable[[], Any]) -> Any:
+        """Return the next saved choice if there are any; otherwise call `choose` and save its result."""
         if self._replayed is not None:
             return next(self._replayed)
         self._saved.append(choose())
         return self._saved[-1]
 
 
-def replaying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def replay_choices(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Return a checkpoint function that replays the choices of a forward in its recomputation.
 
     Args:
@@ -307,7 +321,7 @@ def replaying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def checkpoint_with_choices(function: Callable[..., Any], *args: Any) -> Any:
-        choices = Choices()
+        choices = Choices()  # of this call: entered in its forward, and again in its recomputation
 
         def compute(*args: Any) -> Any:
             with choices:

@@ -31,16 +31,16 @@ _BY_POSITION_OF = ("torch.nn.modules.activation", "transformers.activations")
 _CHECKED = ("OPTDecoderLayer",)
 
 
-def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | None:
-    """Return the reason why the result of `self.name` may not be a module's only output; None if it is.
+def exit_error(module: nn.Module, name: str, other_names: Collection[str]) -> str | None:
+    """Return the reason why a module may compute with the result of its sub-module; None if it only returns it.
 
     A tensor-parallel region ends with such a sub-module: nothing may be added to its result or multiplied with it, and
     no parameter may be used after it.
 
     Args:
         module: the module whose class defines the forward.
-        name: a direct sub-module.
-        others: names of the other sub-modules and parameters of the module.
+        name: name of the direct sub-module, which the forward calls as `self.name(...)`.
+        other_names: names of the other sub-modules and parameters of the module; none may be used after the call.
     """
     statements = _statements(module)
     calling = [
@@ -50,37 +50,37 @@ def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | N
         return f"the code of its forward does not call {name} in one place"
     (calling_statement,) = calling
     (call,) = (node for node in _nodes(calling_statement) if _is_call(node, name))
-    (value,) = (value for value in _values(calling_statement) if call in set(ast.walk(value)))
+    (value,) = (value for value in _evaluated(calling_statement) if call in set(ast.walk(value)))
     inside = set(ast.walk(call))
     around = [node for node in ast.walk(value) if node not in inside]
     last_line = calling_statement.end_lineno or 0
     after = [statement for statement in statements if statement.lineno > last_line]
     # The names that the call's result is combined with, in its own expression and in later ones.
-    results = _stored(calling_statement)
-    combined = _loaded(around)
-    for expression in (value for statement in after for value in _values(statement)):
-        names = _loaded(ast.walk(expression))
+    results = _assigned_names(calling_statement)
+    combined = _names_read(around)
+    for expression in (value for statement in after for value in _evaluated(statement)):
+        names = _names_read(ast.walk(expression))
         if names & results:
             combined |= names - results
     if combined - _NEUTRAL:
         return f"its forward computes with what {name} returns"
     later = [*around, *(node for statement in after for node in _nodes(statement))]
     attributes = [node for node in later if isinstance(node, ast.Attribute)]
-    if used := sorted({node.attr for node in attributes if _is_own(node, others)}):
+    if used := sorted({node.attr for node in attributes if _is_self_attribute(node, other_names)}):
         return f"its forward uses {', '.join(used)} after {name}"
     return None
 
 
-def scales_alone(model: nn.Module, head: str, *, hands_on: bool = False) -> bool:
-    """Return True if a model's forward only scales or caps its head's result, for loss and outputs.
+def only_scales_result(model: nn.Module, head: str, *, require_unscaled: bool = False) -> bool:
+    """Return True if a model's forward does nothing with its head's result but scale or cap it, for loss and outputs.
 
-    Each rank may then do the same with its local columns of logits. A nested head must be the result of its enclosing
-    modules.
+    Each rank may then do the same with its local columns of logits. Modules around a nested head must only return its
+    result.
 
     Args:
         model: the model whose class defines the forward.
         head: the path of the head.
-        hands_on: require that the result is not scaled either.
+        require_unscaled: require that the result is not scaled either.
     """
     head, _, path = head.partition(".")
     outer = model.get_submodule(head) if path else model
@@ -93,22 +93,23 @@ def scales_alone(model: nn.Module, head: str, *, hands_on: bool = False) -> bool
     calling = [
         statement for statement in statements if any(_is_call(node, head) for node in _nodes(statement))
     ]
-    if len(calling) != 1 or len(results := _stored(calling[0])) != 1:
+    if len(calling) != 1 or len(results := _assigned_names(calling[0])) != 1:
         return False
     (result,) = results
     uses = [
         (statement, value)
         for statement in statements
-        for value in _values(statement)
-        if result in _loaded(ast.walk(value)) or statement is calling[0]
+        for value in _evaluated(statement)
+        if result in _names_read(ast.walk(value)) or statement is calling[0]
     ]
 
     def is_allowed(statement: ast.stmt, value: ast.expr) -> bool:
-        if _hands_on(statement, value, result):
+        """Return True if an expression of a statement passes the result on, calls the head, or scales the result."""
+        if _passes_on(statement, value, result):
             return True
-        if hands_on:
+        if require_unscaled:
             return _is_call(value, head)
-        return _stored(statement) == results and _is_scaled(value, result, head)
+        return _assigned_names(statement) == results and _is_scaled(value, result, head)
 
     return all(is_allowed(statement, value) for statement, value in uses)
 
@@ -121,7 +122,7 @@ def tensor_inputs(module: nn.Module) -> list[str]:
         for parameter in inputs[1:]
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    return [name for name in named if not any(part in name for part in WITHOUT_GRADIENT)]
+    return [name for name in named if not any(word in name for word in WITHOUT_GRADIENT)]
 
 
 def takes_named_inputs(module: nn.Module) -> bool:
@@ -130,7 +131,7 @@ def takes_named_inputs(module: nn.Module) -> bool:
     return all(argument.kind is not argument.VAR_POSITIONAL for argument in inputs)
 
 
-def says_tuple(module: nn.Module) -> bool:
+def returns_tuple(module: nn.Module) -> bool:
     """Return True if the code of a module's forward explicitly returns a tuple."""
     statements = _statements(module)
     returned = _returned(statements)
@@ -141,15 +142,15 @@ def says_tuple(module: nn.Module) -> bool:
         for statement in assignments
         if isinstance(statement.targets[0], ast.Name) and isinstance(statement.value, ast.Tuple)
     ]
-    if any(_stored(statement) & names for statement in tuples):
+    if any(_assigned_names(statement) & names for statement in tuples):
         return True
     return any(isinstance(value, ast.Tuple) for value in returned)
 
 
-def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
-    """Return the attributes of any object that a module's forward reads, in all code or only after its last loop."""
+def attributes_read(module: nn.Module, *, after_loops: bool = False) -> set[str]:
+    """Return the names of all attributes in a module's forward, or only in the code after its last loop."""
     statements = _statements(module)
-    if behind_loops:
+    if after_loops:
         ends = [statement.end_lineno or 0 for statement in statements if isinstance(statement, ast.For)]
         last_end = max(ends, default=0)
         statements = [statement for statement in statements if statement.lineno > last_end]
@@ -157,14 +158,14 @@ def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def is_by_position_behind_loops(module: nn.Module) -> bool:
+def is_by_position_after_loops(module: nn.Module) -> bool:
     """Return True if a forward computes each position independently after its last loop, or in all of its code."""
-    names = own_names(module, behind_loops=True)
+    names = attributes_read(module, after_loops=True)
     return bool(_statements(module)) and not any(map(_MIXING.fullmatch, names))
 
 
 def mixing_errors(layer: nn.Module, exempt: Sequence[str]) -> list[str]:
-    """Return the modules of a layer that may mix positions, so that it cannot compute on a sequence shard.
+    """Return errors of modules of a layer that may mix positions, and so cannot compute on a sequence shard.
 
     Modules with children are judged by the code of their forward, others by the names of their classes.
 
@@ -192,12 +193,12 @@ def mixing_errors(layer: nn.Module, exempt: Sequence[str]) -> list[str]:
 
 
 def _described_mixing(module: nn.Module) -> str:
-    """Return the end of a sentence that begins with "the code of": how it may mix positions; empty if it does not."""
+    """Describe how the code of a module's forward may mix positions, as "uses view"; empty if it does not."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).__name__ in _CHECKED:
         return ""
     if not (statements := _statements(module)):
         return "cannot be read"
-    if used := sorted(filter(_MIXING.fullmatch, own_names(module))):
+    if used := sorted(filter(_MIXING.fullmatch, attributes_read(module))):
         return f"uses {', '.join(used)}"
     nodes = [node for statement in statements for node in _nodes(statement)]
     indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
@@ -220,28 +221,37 @@ def _returned(statements: list[ast.stmt]) -> list[ast.expr]:
     ]
 
 
-def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
-    """Return True if a statement only passes the result to the loss or to `SomeOutput(...)`, or returns it."""
+def _passes_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
+    """Return True if an expression of a statement uses a variable in one of the ways that leave it unchanged.
+
+    It returns it, passes it to `self.loss_function(...)` or to `SomeOutput(...)`, or puts it into a tuple.
+    """
     if isinstance(value, ast.BinOp):  # older outputs: (logits,) + outputs[1:]
         return isinstance(value.op, ast.Add) and isinstance(value.left, ast.Tuple)
     if not isinstance(value, ast.Call):
         return isinstance(statement, ast.Return) and isinstance(value, ast.Name)
     is_output = isinstance(value.func, ast.Name) and "Output" in value.func.id
     arguments = [*value.args, *(keyword.value for keyword in value.keywords)]
-    with_result = [argument for argument in arguments if result in _loaded(ast.walk(argument))]
+    with_result = [argument for argument in arguments if result in _names_read(ast.walk(argument))]
     is_unchanged = all(isinstance(argument, ast.Name) for argument in with_result)
-    return is_unchanged and (is_output or _is_own(value.func, ("loss_function",)))
+    return is_unchanged and (is_output or _is_self_attribute(value.func, ("loss_function",)))
 
 
 def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
-    """Return True if an expression is the result, multiplied, divided, capped by tanh or converted to float32."""
+    """Return True if an expression only scales the head's result: multiplies, divides, caps by tanh, or casts it.
+
+    Args:
+        value: the expression.
+        result: the variable with the result.
+        head: name of the head, whose call is the result too.
+    """
     if _is_call(value, head):
         return True
     if isinstance(value, ast.Name):
         return value.id == result
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Mult, ast.Div)):
         nodes = list(ast.walk(value.right))
-        is_number = _loaded(nodes) <= {"self"} and not any(isinstance(node, ast.Call) for node in nodes)
+        is_number = _names_read(nodes) <= {"self"} and not any(isinstance(node, ast.Call) for node in nodes)
         return is_number and _is_scaled(value.left, result, head)
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         inner = value.args[0] if value.func.attr == "tanh" and value.args else value.func.value
@@ -265,7 +275,7 @@ def _statements_of(forward: Callable[..., Any]) -> list[ast.stmt]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node is not tree]
 
 
-def _values(statement: ast.stmt) -> list[ast.expr]:
+def _evaluated(statement: ast.stmt) -> list[ast.expr]:
     """Return the expressions that a statement itself evaluates; a returned tuple counts as its entries."""
     if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
         return statement.value.elts
@@ -281,29 +291,33 @@ def _values(statement: ast.stmt) -> list[ast.expr]:
 
 
 def _targets(statement: ast.stmt) -> list[ast.expr]:
+    """Return the expressions to which a statement assigns."""
     single = [statement.target] if isinstance(statement, (ast.AugAssign, ast.AnnAssign, ast.For)) else []
     return statement.targets if isinstance(statement, ast.Assign) else single
 
 
 def _nodes(statement: ast.stmt) -> list[ast.AST]:
-    return [node for value in _values(statement) for node in ast.walk(value)]
+    """Return all nodes of the expressions that a statement itself evaluates."""
+    return [node for value in _evaluated(statement) for node in ast.walk(value)]
 
 
-def _stored(statement: ast.stmt) -> set[str]:
+def _assigned_names(statement: ast.stmt) -> set[str]:
+    """Return the variables in the targets of a statement."""
     names = (node for target in _targets(statement) for node in ast.walk(target))
     return {node.id for node in names if isinstance(node, ast.Name)}
 
 
-def _loaded(nodes: Iterable[Any]) -> set[str]:
+def _names_read(nodes: Iterable[Any]) -> set[str]:
+    """Return the variables that these nodes read."""
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _is_call(node: ast.AST, name: str) -> bool:
     """Return True if an expression is `self.name(...)`."""
-    return isinstance(node, ast.Call) and _is_own(node.func, (name,))
+    return isinstance(node, ast.Call) and _is_self_attribute(node.func, (name,))
 
 
-def _is_own(node: Any, names: Collection[str]) -> bool:
+def _is_self_attribute(node: Any, names: Collection[str]) -> bool:
     """Return True if a node is one of these attributes of `self`."""
     return (
         isinstance(node, ast.Attribute)

@@ -26,7 +26,7 @@ from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scat
 from ...cluster.placement import Shard, place
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
-from .deferred_linear import LaterProduct, beside, weight_gradient
+from .deferred_linear import LaterProduct, enter_overlapped, weight_gradient
 from .parallel_module import ParallelModule, require_native
 
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
@@ -42,7 +42,7 @@ class ShardedLinear(ParallelModule):
     Args:
         native: an nn.Linear, with a weight (O, I), or a transformers Conv1D, with a weight (I, O).
         process_group: the weight axis.
-        native_class: the class of `native`, if it is another class that computes the same as nn.Linear.
+        native_class: the class of `native`, if it is a subclass that computes the same as the plain class.
         pool: gathers the weights of all layers of the group; None makes one for this layer, without prefetch.
     """
 
@@ -83,9 +83,9 @@ class ShardedLinear(ParallelModule):
             )
         if x_BSI.is_meta:  # a stage infers the shape of another stage's output
             return x_BSI.new_empty(*x_BSI.shape[:-1], self.out_features)
-        later = self.pool.later_gradient(self)
-        weight = self.weight if later is None else later.weight
-        out: Tensor = _GatheredLinear.apply(x_BSI, weight, self.bias, self, later)
+        later_product = self.pool.later_gradient(self)
+        weight = self.weight if later_product is None else later_product.weight
+        out: Tensor = _GatheredLinear.apply(x_BSI, weight, self.bias, self, later_product)
         return out
 
     def extra_repr(self) -> str:
@@ -114,12 +114,20 @@ class _GatheredLinear(Function):
         shard: Tensor,
         bias: Tensor | None,
         layer: ShardedLinear,
-        later: LaterProduct | None,
+        later_product: LaterProduct | None,
     ) -> Tensor:
-        """Multiply with the gathered weight, which is released afterwards."""
+        """Multiply with the gathered weight, which is released afterwards.
+
+        Args:
+            x: (…, I), of the local batch.
+            shard: this rank's shard of the weight.
+            bias: (O), or None.
+            layer: the layer of the weight.
+            later_product: where backward puts the gradient in flight; None if it waits for it.
+        """
         # Save the shard, so that autograd detects writes to it before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, shard)
-        ctx.shape, ctx.layer, ctx.later = x.shape, layer, later
+        ctx.shape, ctx.layer, ctx.later_product = x.shape, layer, later_product
         with layer.pool.whole(layer, for_backward=False) as weight:
             out = linear(x, weight.T if layer.is_transposed else weight, bias)
         # Otherwise the caller could not write to it in place.
@@ -144,19 +152,28 @@ class _GatheredLinear(Function):
         elif needs_weight:
             mean = _begin_mean(layer, x, gradient_NO)
         of_bias = gradient_NO.sum(0) if needs_bias else None
-        if mean is not None and ctx.later is not None:
-            begun = mean
-            ctx.later.put(DeferredGradient(layer.weight, lambda: begun, torch._C._current_graph_task_id()))
+        if mean is not None and ctx.later_product is not None:
+            mean_in_flight = mean
+            ctx.later_product.put(
+                DeferredGradient(layer.weight, lambda: mean_in_flight, torch._C._current_graph_task_id())
+            )
         elif mean is not None:
             of_weight = mean.wait()
         return of_input, of_weight, of_bias, None, None
 
 
 def _begin_mean(layer: ShardedLinear, x: Tensor, gradient_NO: Tensor) -> InFlight[Tensor] | None:
-    """Begin to average a layer's gradient; return None if the schedule defers it."""
+    """Compute a weight's gradient and begin to average it over the group; return None if the schedule defers both.
+
+    Args:
+        layer: the layer of the weight.
+        x: input of the layer, (…, I).
+        gradient_NO: gradient of its output.
+    """
     x_NI = x.reshape(-1, x.shape[-1])
 
     def begin() -> InFlight[Tensor]:
+        """Compute the gradient of the local batch, and begin its reduce-scatter."""
         gradient = weight_gradient(x_NI, gradient_NO, is_transposed=layer.is_transposed)
         return layer.pool.begin_mean(gradient)
 
@@ -182,21 +199,21 @@ class PrefetchOrder:
     """
 
     def __init__(self) -> None:
-        self._after: dict[Use, Use | None] = {}  # None if the pass ends there, or the next use varies
+        self._next: dict[Use, Use | None] = {}  # by use; None if the pass ends there, or the next use varies
         self._last: Use | None = None
-        self._pass: set[Use] = set()  # uses since its begin; a repeated use begins the next pass
+        self._pass: set[Use] = set()  # uses since the pass began; a repeated use begins the next pass
 
     def after(self, use: Use) -> Use | None:
         """Return the expected next use; None if it is not known."""
-        return self._after.get(use)
+        return self._next.get(use)
 
     def record(self, use: Use) -> None:
-        """Record a use."""
+        """Record a use as the one that follows the last; where the order differs from before, forget it."""
         if self._last is not None:
             is_one_pass = (use.kind == "forward") == (self._last.kind == "forward") and use not in self._pass
-            follows = use if is_one_pass else None
-            if self._after.setdefault(self._last, follows) != follows:
-                self._after[self._last] = None
+            next_use = use if is_one_pass else None
+            if self._next.setdefault(self._last, next_use) != next_use:
+                self._next[self._last] = None
             if not is_one_pass:
                 self._pass.clear()
         self._pass.add(use)
@@ -204,10 +221,16 @@ class PrefetchOrder:
 
 
 class _Gathered(NamedTuple):
-    """The full weight of a layer, in flight, and the state of its shard when the all-gather began."""
+    """An all-gather of a weight.
+
+    Args:
+        layer: the layer of the weight.
+        version: of the shard when the all-gather began, see `_version`.
+        weight: the full weight, in flight.
+    """
 
     layer: ShardedLinear
-    state: tuple[int, int]
+    version: tuple[int, int]
     weight: InFlight[Tensor]
 
 
@@ -233,13 +256,15 @@ class WeightPool:
         self._gradient_dtype = gradient_dtype
         self._order = PrefetchOrder()
         self._prefetched: _Gathered | None = None
-        self._later: tuple[Any, ...] = ()  # a layer, its state, and where its gradient may wait
+        # For the next layer: the layer, the version of its weight and its `LaterProduct`; () if none is prepared.
+        self._prepared: tuple[Any, ...] = ()
 
     @contextmanager
     def whole(self, layer: ShardedLinear, *, for_backward: bool) -> Iterator[Tensor]:
         """Provide the full weight of a layer to the computation inside this context, on the current stream.
 
-        One all-gather, of this weight or of the next. Every rank of the group calls it.
+        Begins the all-gather of this weight, unless it was prefetched, and of the expected next one. Every rank of the
+        group calls it.
 
         Args:
             layer: the layer of the weight.
@@ -248,16 +273,16 @@ class WeightPool:
         use = _use(layer, for_backward)
         self._order.record(use)
         gathered, self._prefetched = self._prefetched, None
-        if gathered is not None and gathered[:2] != (layer, _state(layer.weight)):
+        if gathered is not None and gathered[:2] != (layer, _version(layer.weight)):
             gathered.weight.wait()  # before its memory is free
             gathered = None
-        gathered = gathered or self._begin(layer)
+        gathered = gathered or self._begin_gather(layer)
         weight = gathered.weight.wait()
-        following = self._order.after(use) if self._overlap else None
-        if following is not None and following.layer is layer:
+        next_use = self._order.after(use) if self._overlap else None
+        if next_use is not None and next_use.layer is layer:  # the same weight again
             self._prefetched = gathered._replace(weight=InFlight(None, weight))
-        elif following is not None:
-            self._prefetched = self._begin(following.layer)
+        elif next_use is not None:
+            self._prefetched = self._begin_gather(next_use.layer)
         yield weight
 
     def begin_mean(self, gradient: Tensor) -> InFlight[Tensor]:
@@ -276,28 +301,32 @@ class WeightPool:
         return InFlight(begin_reduce_scatter(shard.view(-1), padded.view(-1), self.group), shard)
 
     def later_gradient(self, layer: ShardedLinear) -> LaterProduct | None:
-        """The place where a layer's gradient may wait for the backward of the layer before it; None if there is none.
+        """Return where a layer's gradient may stay in flight during the backward of the layer before; None: nowhere.
 
-        Called in each forward, before the layer's own graph node is made; prepares the slot of the next layer.
+        Called in each forward, before the layer's own graph node is made. It was prepared by the call for the layer
+        before, and this call prepares that of the expected next layer: autograd reaches nodes in reverse order, so the
+        node made now is reached after the next layer's and this layer's backward.
         """
-        prepared, self._later = self._later, ()
-        following = self._order.after(_use(layer, for_backward=False))
-        if self._overlap and following is not None and torch.is_grad_enabled() and not _in_backward():
-            weight = following.layer.weight
+        prepared, self._prepared = self._prepared, ()
+        next_use = self._order.after(_use(layer, for_backward=False))
+        if self._overlap and next_use is not None and torch.is_grad_enabled() and not _in_backward():
+            weight = next_use.layer.weight
             if weight.requires_grad and weight.is_leaf:
-                _, (later,) = beside((), (), [weight])
-                self._later = following.layer, _state(weight), later
-        is_for_layer = prepared[:2] == (layer, _state(layer.weight))
+                _, (later_product,) = enter_overlapped((), (), [weight])
+                self._prepared = next_use.layer, _version(weight), later_product
+        is_for_layer = prepared[:2] == (layer, _version(layer.weight))
         return prepared[2] if is_for_layer else None
 
-    def _begin(self, layer: ShardedLinear) -> _Gathered:
+    def _begin_gather(self, layer: ShardedLinear) -> _Gathered:
+        """Begin to all-gather a layer's weight."""
         shard = layer.weight.detach()
         whole = shard.new_empty((shard.shape[0] * self.group.size(), *shard.shape[1:]))
         handle = begin_all_gather(whole.view(-1), shard.reshape(-1), self.group)
-        return _Gathered(layer, _state(layer.weight), InFlight(handle, whole[: layer.num_rows]))
+        return _Gathered(layer, _version(layer.weight), InFlight(handle, whole[: layer.num_rows]))
 
 
 def _use(layer: ShardedLinear, for_backward: bool) -> Use:
+    """Return the use of a layer's weight that happens now, for the layer's backward or its (recomputed) forward."""
     return Use("backward" if for_backward else "again" if _in_backward() else "forward", layer)
 
 
@@ -306,6 +335,6 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _state(weight: Parameter) -> tuple[int, int]:
+def _version(weight: Parameter) -> tuple[int, int]:
     """Return a value that changes whenever the parameter is written to or moved."""
     return weight.data_ptr(), weight._version

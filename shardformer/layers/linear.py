@@ -26,7 +26,7 @@ from ...cluster.forward_random import SplitRandom
 from ...cluster.placement import PartialGrad, Replicated, place
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import WeightGradients
-from .deferred_linear import Crossing, LaterProduct, Regather, beside, is_trained, linear
+from .deferred_linear import Crossing, LaterProduct, Regather, enter_overlapped, is_trained, linear
 from .parallel_module import ParallelModule, require_native, shard_of
 from .split_gather import RegionSequence, leave, row_product
 
@@ -50,16 +50,14 @@ class ProductLayer(ParallelModule):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, without the arguments of the next call."""
         return {
-            name: each for name, each in vars(self).items() if name not in ("later_product", "input_shard")
+            name: value for name, value in vars(self).items() if name not in ("later_product", "input_shard")
         }
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by the weight; consume the attributes that the region's `enter` set for this call alone."""
+        """Multiply by the weight, and remove the attributes that the region's `enter` set for this call alone."""
         attributes = {} if torch.compiler.is_compiling() else vars(self)
-        later_product, input_shard = (
-            attributes.pop("later_product", None),
-            attributes.pop("input_shard", None),
-        )
+        later_product = attributes.pop("later_product", None)
+        input_shard = attributes.pop("input_shard", None)
         if input_shard is not None and not input_shard[1].is_of(x):  # the shard of another tensor than x
             input_shard = None
         is_transposed = self.output_dim == 1
@@ -75,7 +73,8 @@ def enter(
     """Enter a region with inputs: identity in forward, an all-reduce in backward.
 
     While the all-reduce is in flight, backward computes the weight gradients of the layers (arXiv:1909.08053,
-    section 3, has only the all-reduce).
+    section 3, has only the all-reduce). For this, `later_product` and `input_shard` of the layers are set for their
+    next call.
 
     Args:
         xs: replicated inputs.
@@ -83,6 +82,9 @@ def enter(
         layers: the layers that multiply with the inputs.
         sequence: set if the first input is sequence-sharded; it is all-gathered in forward, and its gradient is
             reduce-scattered in backward.
+
+    Returns:
+        The inputs inside the region, in order.
     """
     if group.size() == 1:
         return list(xs)
@@ -91,7 +93,7 @@ def enter(
         crossings[0] = sequence.crossing(xs[0])
     if torch.compiler.is_compiling():  # the compiler orders products and sums itself
         return [
-            paired(x, crossing.forward, partial(_back, crossing))
+            paired(x, crossing.forward, partial(_communicate_gradient, crossing))
             for x, crossing in zip(xs, crossings, strict=True)
         ]
     trained: list[ProductLayer] = []
@@ -99,16 +101,16 @@ def enter(
     # Without a gradient of an input there is nothing to wait for.
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         for layer in layers:
-            weight = layer._parameters.get("weight")  # which a computed one is not in
+            weight = layer._parameters.get("weight")  # None if the weight is computed (weight_norm)
             if weight is not None and is_trained(weight):
                 trained.append(layer)
                 weights.append(weight)
-    entered, products = beside(xs, crossings, weights)
+    entered, products = enter_overlapped(xs, crossings, weights)
     for layer, product in zip(trained, products, strict=True):
         vars(layer)["later_product"] = product
     if sequence is not None and sequence.regathers:
-        part, axis = xs[0].detach(), sequence.axis
-        by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, axis.part_length))
+        shard, axis = xs[0].detach(), sequence.axis
+        by_sample = shard if shard.ndim > 2 else shard.unflatten(0, (-1, axis.shard_length))
         begin = partial(sequence.begin_gather, length=axis.length)
         input_shard = by_sample, Regather(entered[0], begin, overlap=sequence.overlap)
         for layer in layers:
@@ -116,7 +118,8 @@ def enter(
     return entered
 
 
-def _back(crossing: Crossing, gradient: Tensor) -> Tensor:
+def _communicate_gradient(crossing: Crossing, gradient: Tensor) -> Tensor:
+    """Communicate a gradient at the entry of a region, and wait for it."""
     return crossing.begin_backward(gradient).wait()
 
 
@@ -149,7 +152,7 @@ class Linear1D_Col(_SplitLinear):
     Args:
         native: the layer to shard.
         process_group: the tensor axis, of size T.
-        native_class: the class of `native`, where it is one of its own that computes what the plain one does.
+        native_class: the class of `native`, if it is a subclass that computes the same as the plain class.
         gather_output: return all outputs on all ranks (forward all-gather, backward slice).
         reduce_input_gradient: sum the input's gradient over the group in backward. False inside a region, which sums
             once for all its layers.
@@ -206,18 +209,22 @@ class SharedKeyValueLinear1D_Col(Linear1D_Col):
         super().__init__(native, process_group, **kwargs)
         self.num_key_value_heads = num_key_value_heads
         sizes = kwargs.get("padded_sizes") or kwargs["split_sizes"]
-        self.part_width = sizes[-1] * kwargs.get("stretches", 1) // process_group.size()
+        self.shard_width = sizes[-1] * kwargs.get("stretches", 1) // process_group.size()
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """(B, S, I) in, equal on all ranks; (B, S, Q + 2D) out. Forward all-gather, backward reduce-scatter."""
+        """(B, S, I) in, equal on all ranks; (B, S, Q + 2D) out. Forward all-gather, backward reduce-scatter.
+
+        Each rank computes its query heads and a slice of one key and value head; the slices are gathered.
+        """
         out = super().forward(x_BSI)
-        query_BSQ, parts = out.tensor_split([-2 * self.part_width], -1)
+        query_BSQ, key_value_slices = out.tensor_split([-2 * self.shard_width], -1)
         ranks_per_head = self.group.size() // self.num_key_value_heads
-        gathered_KC2 = gather_to(parts, self.group, -1).unflatten(
-            -1, (self.num_key_value_heads, ranks_per_head, 2, self.part_width)
+        # (B, S, K, C, 2, width of a slice); 2: key and value
+        gathered_KC2 = gather_to(key_value_slices, self.group, -1).unflatten(
+            -1, (self.num_key_value_heads, ranks_per_head, 2, self.shard_width)
         )
-        own_C2 = gathered_KC2.select(-4, self.group.rank() // ranks_per_head)
-        return torch.cat([query_BSQ, own_C2.transpose(-3, -2).flatten(-3)], -1)
+        local_C2 = gathered_KC2.select(-4, self.group.rank() // ranks_per_head)
+        return torch.cat([query_BSQ, local_C2.transpose(-3, -2).flatten(-3)], -1)
 
 
 class FusedLinear1D_Col(Linear1D_Col):
@@ -244,7 +251,7 @@ class Linear1D_Row(_SplitLinear):
     Args:
         native: the layer to shard.
         process_group: the tensor axis, of size T.
-        native_class: the class of `native`, where it is one of its own that computes what the plain one does.
+        native_class: the class of `native`, if it is a subclass that computes the same as the plain class.
         split_random: the random state that the region before switched to; switched back here.
         split_input: inputs are replicated, and each rank takes its slice (backward all-gather).
         sequence: sequence sharding of the outputs: each rank returns its shard (forward reduce-scatter). The bias is
@@ -253,7 +260,7 @@ class Linear1D_Row(_SplitLinear):
             there get no gradient.
     """
 
-    _is_real: Tensor | None
+    _is_unpadded: Tensor | None  # of local input features: 1, or 0 at padded ones; None without padding
 
     def __init__(
         self,
@@ -272,9 +279,11 @@ class Linear1D_Row(_SplitLinear):
         self.split_random = split_random
         dim = 1 - self.output_dim
         shard = shard_of(self.weight, dim, process_group, **cut)
-        is_real = replace(shard, dim=0).local(torch.ones(sum(shard.blocks)), process_group.rank())
+        is_unpadded = replace(shard, dim=0).local(torch.ones(sum(shard.blocks)), process_group.rank())
         self.register_buffer(
-            "_is_real", None if bool(is_real.all()) else is_real.to(self.weight.device), persistent=False
+            "_is_unpadded",
+            None if bool(is_unpadded.all()) else is_unpadded.to(self.weight.device),
+            persistent=False,
         )
         place(self.weight, shard, process_group.rank())
         if self.bias is not None:
@@ -285,8 +294,8 @@ class Linear1D_Row(_SplitLinear):
         """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks, or a part of S."""
         if self.split_input:
             x_BSI = scatter_to(x_BSI, self.group, -1)
-        if self._is_real is not None:
-            x_BSI = x_BSI * self._is_real.to(x_BSI.dtype)
+        if self._is_unpadded is not None:
+            x_BSI = x_BSI * self._is_unpadded.to(x_BSI.dtype)
         if self.split_random is not None and self.training:
             self.split_random.leave()
         out_BSO = self._summed_product(x_BSI)

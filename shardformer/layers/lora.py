@@ -38,22 +38,22 @@ def is_adapted_parameter(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) == (_LORA[0], "ParamWrapper")
 
 
-def plain(module: nn.Module) -> Any:
-    """The linear layer inside of LoRA, or the module itself."""
+def base_layer_of(module: nn.Module) -> Any:
+    """Return the linear layer inside LoRA, or the module itself if it is not LoRA."""
     return module.base_layer if is_lora(module) else module
 
 
-def plain_path(root: nn.Module, path: str) -> str:
-    """The path of the linear layer at a path, which a LoRA layer may wrap."""
+def base_layer_path(root: nn.Module, path: str) -> str:
+    """Return the path of the linear layer at a path: below it, if LoRA wraps the layer."""
     return f"{path}.base_layer" if is_lora(root.get_submodule(path)) else path
 
 
 def adapted(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield peft's outermost wrappers around modules, with their paths."""
-    within = ""
+    outer = ""  # the last wrapper
     for path, module in root.named_modules():
-        if is_of_peft(module) and not (within and path.startswith(within)):
-            within = f"{path}."
+        if is_of_peft(module) and not (outer and path.startswith(outer)):
+            outer = f"{path}."
             yield path, module
 
 
@@ -74,7 +74,7 @@ class LoraSplit:
         Raises:
             ValueError: this kind of LoRA has another forward, or is merged into the weight.
         """
-        _require_plain(module)
+        _require_supported(module)
         base = module.base_layer
         if isinstance(base, Linear1D_Col) and not base.gather_output:
             _split_outputs(module, base, process_group, split_random)
@@ -83,7 +83,7 @@ class LoraSplit:
         return module
 
 
-def _require_plain(module: Any) -> None:
+def _require_supported(module: Any) -> None:
     """Raise ValueError for a LoRA layer of another formula, or one that is merged."""
     if module.lora_variant:
         kinds = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
@@ -98,10 +98,13 @@ def _require_plain(module: Any) -> None:
 def _split_outputs(
     module: Any, base: Linear1D_Col, group: dist.ProcessGroup, split_random: SplitRandom | None
 ) -> None:
-    """Shard B of every adapter as the base layer's outputs; A stays replicated, with gradients to be summed."""
-    shard = _shard(base.weight)
+    """Shard B of every adapter like the base layer's outputs; A stays replicated.
+
+    A gets partial gradients, to be summed, if the region around the layer sums those of its inputs.
+    """
+    shard = _tensor_shard(base.weight)
     kwargs: dict[str, Any] = {
-        **_sizes(shard),
+        **_cut_arguments(shard),
         "replicas": shard.replicas,
         "reduce_input_gradient": base.reduce_input_gradient,
     }
@@ -114,12 +117,12 @@ def _split_outputs(
         if not base.reduce_input_gradient:
             place(module.lora_A[name].weight, PartialGrad(size=group.size()), group.rank())
         if split_random is not None:
-            _draw_alike(module.lora_dropout[name], split_random)
+            _draw_common_numbers(module.lora_dropout[name], split_random)
 
 
 def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> None:
-    """Shard A of every adapter as the base layer's inputs; B stays replicated."""
-    sizes = _sizes(_shard(base.weight))
+    """Shard A of every adapter like the base layer's inputs; B stays replicated."""
+    sizes = _cut_arguments(_tensor_shard(base.weight))
     for name, native in list(module.lora_A.items()):
         module.lora_A[name] = Linear1D_Row(native, group, sequence=base.sequence, **sizes)
         # Under sequence sharding B computes on the local part of the sequence only.
@@ -130,12 +133,16 @@ def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> 
             SplitRandom(group.rank()).around(module.lora_dropout[name])
 
 
-def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
-    """Make dropout inside a region draw from the random state common to all ranks. Identity draws nothing."""
+def _draw_common_numbers(dropout: nn.Module, split_random: SplitRandom) -> None:
+    """Add hooks by which dropout inside a region draws from the random state common to all ranks.
+
+    Modules other than dropout (identity) draw nothing and get none.
+    """
     if not isinstance(dropout, nn.Dropout):
         return
 
     def exchange(module: nn.Module, *_: Any) -> None:
+        """Switch from the region's state to the common one before the forward, and back after it."""
         if module.training:
             split_random.exchange()
 
@@ -143,12 +150,13 @@ def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
     dropout.register_forward_hook(exchange)
 
 
-def _shard(weight: Parameter) -> Shard:
+def _tensor_shard(weight: Parameter) -> Shard:
+    """Return the placement of a sharded weight on the tensor axis."""
     shard = shard_on(weight, "tp")
     assert shard is not None
     return shard
 
 
-def _sizes(shard: Shard) -> dict[str, Any]:
+def _cut_arguments(shard: Shard) -> dict[str, Any]:
     """Return the sharding of the layer's features, as arguments of another layer."""
     return {"split_sizes": shard.blocks, "padded_sizes": shard.padded, "stretches": shard.stretches}

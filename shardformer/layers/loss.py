@@ -50,9 +50,10 @@ class _VocabParallelCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities_NP, index_N, here_N = ctx.saved_tensors
+        """Return the gradient of the local logits: probabilities, minus 1 at the label, times that of the loss."""
+        probabilities_NP, index_N, is_local_N = ctx.saved_tensors
         gradient_NP = probabilities_NP * gradient_N.unsqueeze(-1)
-        gradient_NP.scatter_add_(-1, index_N.unsqueeze(-1), -(gradient_N * here_N).unsqueeze(-1))
+        gradient_NP.scatter_add_(-1, index_N.unsqueeze(-1), -(gradient_N * is_local_N).unsqueeze(-1))
         return gradient_NP.to(ctx.dtype), None, None, None
 
 
@@ -111,7 +112,7 @@ class ShardedLogits(ABC):
     returns (B, S, V); with `parallel_output=False` in the plugin the logits are always (B, S, V).
     """
 
-    _part_of = ""
+    _description = ""  # of the logits, for error messages
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"outputs.logits.{name}: {self._advice()}")
@@ -125,7 +126,7 @@ class ShardedLogits(ABC):
 
     def _advice(self) -> str:
         return (
-            f"these logits are {self._part_of}; call outputs.logits.gather() on every rank, or give "
+            f"these logits are {self._description}; call outputs.logits.gather() on every rank, or give "
             "parallel_output=False to the plugin"
         )
 
@@ -136,7 +137,7 @@ class VocabParallelLogits(ShardedLogits):
 
     local: Tensor
     head: VocabParallelLMHead1D
-    _part_of = "sharded over the vocabulary"
+    _description = "sharded over the vocabulary"
 
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V). One all-gather: every rank of the tensor axis must call."""
@@ -199,9 +200,9 @@ def _vocab_parallel_sum(
     )
 
 
-def has_labels(given: Mapping[str, Any]) -> bool:
+def has_labels(arguments: Mapping[str, Any]) -> bool:
     """Return True if the arguments of a call include labels, so that it computes a loss."""
-    return given.get("labels") is not None
+    return arguments.get("labels") is not None
 
 
 def route_causal_loss(
@@ -270,18 +271,22 @@ def _keep_logits_sharded(
     is_sharded: Callable[[Mapping[str, Any]], bool],
     finish: Callable[[Any], Any],
 ) -> None:
-    """Switch an attribute off during a model's calls with sharded logits; see `route_causal_loss`."""
+    """Add hooks that set `switch` to False during calls with sharded logits, and convert these to `outputs.logits`.
+
+    Args: see `route_causal_loss`.
+    """
     owner, name = switch
     signature = inspect.signature(model.forward)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: set the switch for this call."""
         setattr(owner, name, not is_sharded(signature.bind_partial(*args, **kwargs).arguments))
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
         """Forward hook: turn the switch back on, and convert the logits if it was off in this call."""
-        is_whole = getattr(owner, name)
+        had_full_logits = getattr(owner, name)
         setattr(owner, name, True)
-        if is_whole or outputs is None:  # None: the forward raised
+        if had_full_logits or outputs is None:  # None: the forward raised
             return outputs
         if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
             return (outputs[0], finish(outputs[1]), *outputs[2:])
@@ -316,10 +321,12 @@ def reads_weights(model: nn.Module) -> bool:
 
 
 def _forward(model: nn.Module) -> Any:
+    """Return the function of a model's forward, without decorators."""
     unwrapped: Any = inspect.unwrap(model.forward)
     return getattr(unwrapped, "__func__", unwrapped)
 
 
 def _names_read(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a model's forward; empty if it has no Python code."""
     code = getattr(_forward(model), "__code__", None)
     return code.co_names if code is not None else ()

@@ -24,16 +24,16 @@ def norm_errors(native: nn.Module) -> list[str]:
     Tested on sample numbers, since class names do not tell: norms that look alike may differ.
     """
     weight, epsilon = getattr(native, "weight", None), epsilon_of(native)
-    others = [name for name, _ in native.named_parameters() if name != "weight"]
-    if not isinstance(weight, Parameter) or weight.ndim != 1 or epsilon is None or others:
+    other_parameters = [name for name, _ in native.named_parameters() if name != "weight"]
+    if not isinstance(weight, Parameter) or weight.ndim != 1 or epsilon is None or other_parameters:
         return ["is not a root-mean-square norm of one weight: name it in partial, or write a policy for it"]
-    drawn = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     features = weight.shape[0]
-    x_BH = torch.randn(2, features, generator=drawn, device="cpu")
+    x_BH = torch.randn(2, features, generator=generator, device="cpu")
     trial = copy.copy(native)
-    tried = Parameter(torch.rand(features, generator=drawn, device="cpu") + 0.5)
-    trial._parameters = {**native._parameters, "weight": tried}
-    expected_BH = _normalized(x_BH, tried, x_BH.pow(2).mean(-1, keepdim=True), epsilon)
+    trial_weight = Parameter(torch.rand(features, generator=generator, device="cpu") + 0.5)
+    trial._parameters = {**native._parameters, "weight": trial_weight}
+    expected_BH = _normalized(x_BH, trial_weight, x_BH.pow(2).mean(-1, keepdim=True), epsilon)
     with torch.no_grad():
         if torch.allclose(trial(x_BH), expected_BH, rtol=1e-5, atol=1e-6):
             return []
@@ -56,7 +56,7 @@ class SplitRMSNorm(ParallelModule):
         self.epsilon = epsilon_of(native)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
         shard = shard_of(self.weight, 0, process_group, **cut)
-        self._counted = sum(shard.blocks) * shard.replicas  # by all ranks together
+        self._num_features = sum(shard.blocks) * shard.replicas  # of all ranks together, replicas included
         place(self.weight, shard, process_group.rank())
         self.train(native.training)
 
@@ -66,7 +66,7 @@ class SplitRMSNorm(ParallelModule):
         The activations of all ranks depend on the mean, so its gradient is summed, too. All features have equally many
         replicas in the mean.
         """
-        squares_BS1 = x_BSH.float().pow(2).sum(-1, keepdim=True) / self._counted
+        squares_BS1 = x_BSH.float().pow(2).sum(-1, keepdim=True) / self._num_features
         mean_BS1 = copy_to(reduce_from(squares_BS1, self.group), self.group)
         return _normalized(x_BSH, self.weight, mean_BS1, self.epsilon)
 
@@ -75,8 +75,10 @@ class SplitRMSNorm(ParallelModule):
 
 
 def _normalized(x: Tensor, weight: Tensor, mean: Tensor, epsilon: Any) -> Tensor:
+    """Return x (…, H), divided by the root of its mean of squares `mean` (…, 1), times the weight (H)."""
     return (weight * (x.float() * torch.rsqrt(mean + epsilon))).to(x.dtype)
 
 
 def epsilon_of(native: nn.Module) -> Any:
+    """Return the epsilon of a norm; None if it has no attribute of a known name."""
     return next((getattr(native, name) for name in _EPSILONS if hasattr(native, name)), None)

@@ -19,9 +19,9 @@ AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks",
 
 # The hook that transformers puts on embeddings under recomputation: it makes their output require a gradient.
 _REQUIRES_GRADIENT = tuple(
-    each
-    for each in PreTrainedModel.enable_input_require_grads.__code__.co_consts
-    if isinstance(each, CodeType)
+    constant
+    for constant in PreTrainedModel.enable_input_require_grads.__code__.co_consts
+    if isinstance(constant, CodeType)
 )
 
 
@@ -41,7 +41,13 @@ class ParallelModule(nn.Module):
 
 
 def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]], None]) -> None:
-    """Register a hook that changes the inputs of a module's calls, by name in the order of its signature."""
+    """Register a forward pre-hook that changes the inputs of a module's calls.
+
+    Args:
+        module: the module.
+        change: gets the module and a dict of its inputs by name, in the order of the forward's signature, and replaces
+            values in it.
+    """
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -83,8 +89,8 @@ def shard_of(
         padded_sizes: their lengths after padding with zeros; None is no padding.
         cut: `replicas` and `stretches`, see `Shard`.
     """
-    present = shard_on(tensor, "tp")
-    length = tensor.shape[dim] if present is None or present.dim != dim else sum(present.blocks)
+    placement = shard_on(tensor, "tp")
+    length = tensor.shape[dim] if placement is None or placement.dim != dim else sum(placement.blocks)
     blocks = (length,) if split_sizes is None else tuple(split_sizes)
     padded = None if padded_sizes is None else tuple(padded_sizes)
     return Shard(size=group.size(), dim=dim, blocks=blocks, padded=padded, **cut)
@@ -112,16 +118,16 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             f"{kinds[0].__name__}: leave it out of target_modules and modules_to_save, or use tp_size=1"
         ]
     if type(module) not in kinds:
-        known = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+        supported = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         return [
-            f"is a {type(module).__module__}.{type(module).__qualname__}, not a plain {known}, and its "
+            f"is a {type(module).__module__}.{type(module).__qualname__}, not a plain {supported}, and its "
             "additional behaviour would be lost: shard the plain model, or write a policy that supports this "
             "class"
         ]
     errors = []
     hooks = [hook for name in AROUND_FORWARD for hook in getattr(module, name).values()]
-    taken_over = _own_hooks(module) if isinstance(module, nn.Embedding) else []
-    if "forward" in vars(module) or len(hooks) > len(taken_over):
+    kept_hooks = _gradient_hooks(module) if isinstance(module, nn.Embedding) else []
+    if "forward" in vars(module) or len(hooks) > len(kept_hooks):
         errors.append(
             "has hooks or a replaced forward, which would be lost: register them after the model is sharded"
         )
@@ -134,7 +140,7 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     return errors
 
 
-def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+def _gradient_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks by which transformers makes a module's output require a gradient."""
     return [
         hook
@@ -163,7 +169,10 @@ def require_none(module: nn.Module, errors: list[str]) -> None:
 
 
 def require_all(is_valid: Tensor, message: Callable[[], str]) -> None:
-    """Raise ValueError unless all are valid; on an accelerator a device-side assertion, as torch's own look-ups."""
+    """Raise ValueError with this message unless all entries are True; on an accelerator without waiting for it.
+
+    There it is a device-side assertion, as in torch's own look-ups.
+    """
     if is_valid.device.type == "cpu":
         if not bool(is_valid.all()):
             raise ValueError(message())

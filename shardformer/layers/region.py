@@ -28,34 +28,43 @@ class CommonInput:
     """
 
     def __init__(self) -> None:
-        self._given: Tensor | None = None
-        self._version = 0
+        # The last input, its version (which counts in-place writes), and the tensor that it entered as.
+        self._input: Tensor | None = None
+        self._input_version = 0
         self._entered: Tensor | None = None
 
     def enter(self, xs: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Enter a region with its first input, and with the second unless it has entered before."""
+        """Enter a region with two inputs; if the second has entered another one before, reuse that result.
+
+        Args:
+            xs: the two inputs of the region.
+            enter: enters a region with the inputs that it is given; see linear.py.
+
+        Returns:
+            The two entered inputs.
+        """
         # Outputs of a layer that backward recomputes have no part in the sum of gradients; a compiled layer has a graph
         # of its own.
         is_compiled = torch.compiler.is_compiling()
         if not torch.is_grad_enabled() or is_compiled or torch._C._current_graph_task_id() != -1:
             return enter(xs)
         first, second = xs
-        if self._given is second and self._version == second._version and self._entered is not None:
+        if self._input is second and self._input_version == second._version and self._entered is not None:
             return [*enter([first]), self._entered]
         first, self._entered = enter(xs)
-        self._given, self._version = second, second._version
+        self._input, self._input_version = second, second._version
         return [first, self._entered]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FurtherInputs:
+class AttentionInputs:
     """Inputs of an attention region besides those that its layers multiply with: masks, slopes, rotations.
 
     Args:
         group: the tensor axis.
-        by_head: names of the inputs, each with the dimension of the heads (or of samples and heads, the heads
-            innermost), which those of queries and keys follow. This rank takes the entries of its heads; inputs with a
-            length of 1, or other dimensions, are not sliced.
+        by_head: names of the inputs that are sliced to this rank's heads, each with the dimension of the heads (or of
+            samples and heads together, the heads innermost); two more dimensions follow, of queries and keys. Inputs
+            with a length of 1, or another number of dimensions, are not sliced.
         num_heads: number of heads on all ranks.
         local_heads: those of this rank.
     """
@@ -66,27 +75,41 @@ class FurtherInputs:
     local_heads: Sequence[int]
 
     def enter(self, module: nn.Module, inputs: dict[str, Any]) -> None:
-        """Let the inputs enter: in backward one all-reduce for each that requires a gradient."""
+        """Replace the inputs by those of the region, in place: in backward one all-reduce for each with a gradient.
+
+        Inputs of `by_head` are also sliced to the local heads.
+
+        Args:
+            module: of the call; not used.
+            inputs: the arguments of its forward by name.
+        """
         if (rotations := inputs.get(ROTATIONS)) is not None:
-            inputs[ROTATIONS] = self._entered(rotations)
+            inputs[ROTATIONS] = self._enter_one(rotations)
         for name, dim in self.by_head.items():
             if not isinstance(x := inputs.get(name), Tensor):
                 continue
-            inputs[name] = entered = self._entered(x)
+            inputs[name] = entered = self._enter_one(x)
             if entered.ndim == dim + 3 and entered.shape[dim] > 1:
-                inputs[name] = own_heads(entered, dim, self.num_heads, self.local_heads)
+                inputs[name] = select_heads(entered, dim, self.num_heads, self.local_heads)
 
-    def _entered(self, x: Any) -> Any:
+    def _enter_one(self, x: Any) -> Any:
+        """Return a tensor, or each of a tuple, as a copy whose gradient is summed over the ranks in backward."""
         if isinstance(x, tuple):  # cosines and sines
-            return tuple(map(self._entered, x))
+            return tuple(map(self._enter_one, x))
         return copy_to(x, self.group) if isinstance(x, Tensor) and x.requires_grad else x
 
     @staticmethod
     def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, *, further: "FurtherInputs"
+        module: nn.Module, process_group: dist.ProcessGroup, *, attention_inputs: "AttentionInputs"
     ) -> nn.Module:
-        """Let these inputs of a module enter, for a region that several layers begin."""
-        change_inputs(module, further.enter)
+        """Add a hook that enters these inputs of a module; for a joined region, whose entries are several layers.
+
+        Args:
+            module: the attention, called with the inputs.
+            process_group: the tensor axis.
+            attention_inputs: the inputs.
+        """
+        change_inputs(module, attention_inputs.enter)
         return module
 
 
@@ -101,7 +124,7 @@ class Region:
         split_random: SplitRandom | None = None,
         second_input: str | None = None,
         common_input: CommonInput | None = None,
-        further: FurtherInputs | None = None,
+        attention_inputs: AttentionInputs | None = None,
         sequence: RegionSequence | None = None,
     ) -> nn.Module:
         """Let the module's first tensor enter the region before its forward (backward all-reduce); see `enter`.
@@ -109,10 +132,10 @@ class Region:
         Args:
             module: called with the replicated tensor as its first argument, or with this rank's part of a sequence.
             process_group: the tensor axis.
-            split_random: random state to switch to until the region's exit, where the region drops at random.
-            second_input: the name of another replicated argument that enters too, where it is given.
-            common_input: of all regions that may be given the same one, which then enters in the first of them alone.
-            further: enters other arguments; None if there are none.
+            split_random: random state to switch to until the region's exit, if the region has dropout.
+            second_input: the name of another replicated argument, which enters too if a call has it.
+            common_input: shared by all regions that may get the same second input; it then enters only once.
+            attention_inputs: enters other arguments; None if there are none.
             sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
         common = common_input or CommonInput()
@@ -122,7 +145,7 @@ class Region:
             return enter(xs, process_group, layers, sequence)
 
         def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
-            """Switch to the region's random state, and let the arguments enter, in place of the dict's."""
+            """Switch to the region's random state, and replace the arguments in `inputs` by the entered ones."""
             first_name = name_of_first_tensor(inputs, besides=second_input)
             if split_random is not None and module.training:
                 split_random.enter(inputs[first_name].device)
@@ -133,22 +156,24 @@ class Region:
                 )
             else:
                 (inputs[first_name],) = enter_all([inputs[first_name]])
-            if further is not None:
-                further.enter(module, inputs)
+            if attention_inputs is not None:
+                attention_inputs.enter(module, inputs)
 
         change_inputs(module, enter_region)
         return module
 
 
 def _entry_layers(module: nn.Module) -> list[ProductLayer]:
-    """The layers of a region that multiply with what enters it."""
+    """Return the column-parallel layers in a region, which multiply with its input."""
     return [
-        each for each in module.modules() if isinstance(each, Linear1D_Col) and not each.reduce_input_gradient
+        layer
+        for layer in module.modules()
+        if isinstance(layer, Linear1D_Col) and not layer.reduce_input_gradient
     ]
 
 
-def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tensor:
-    """Select the entries of some heads.
+def select_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tensor:
+    """Return the entries of some heads along a dimension.
 
     Args:
         x: along `dim` one entry per head, or per sample and head.
@@ -224,11 +249,11 @@ class AttributeView:
 
     Args:
         native: the config or module.
-        own: the attributes that differ.
+        overrides: the attributes that differ.
     """
 
-    def __init__(self, native: Any, /, **own: Any) -> None:
-        self.__dict__.update(own, _native=native)
+    def __init__(self, native: Any, /, **overrides: Any) -> None:
+        self.__dict__.update(overrides, _native=native)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_native":  # while it is being copied, before it has one
@@ -244,18 +269,18 @@ class LocalCount(int):
 
     Args:
         local: the count of this rank.
-        whole: the count of all ranks together.
+        total: the count of all ranks together.
     """
 
-    whole: int
+    total: int
 
-    def __new__(cls, local: int, whole: int) -> "LocalCount":
+    def __new__(cls, local: int, total: int) -> "LocalCount":
         count = super().__new__(cls, local)
-        count.whole = whole
+        count.total = total
         return count
 
     def __rfloordiv__(self, width: int) -> int:
-        return width // self.whole
+        return width // self.total
 
     def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # for copies and pickles
-        return int(self), self.whole
+        return int(self), self.total

@@ -29,9 +29,9 @@ INSTEAD = "use another sequence_parallelism_mode, or leave enable_sequence_paral
 _DIM = 1  # the sequence dimension of hidden states (B, S, H)
 _ATTRIBUTE = "_echelon_sequence_axis"
 # Substrings in the names of attributes and settings with probabilities or widths of random draws.
-_CHANCES = ("drop", "jitter")
+_RANDOM_SETTINGS = ("drop", "jitter")
 # Modules that drop entire samples, whose shards are on all ranks.
-_BY_SAMPLE = "DropPath"
+_SAMPLE_DROPPER = "DropPath"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,30 +57,32 @@ class SequenceOrder:
     def stretches(self, rank: int, length: int) -> tuple[range, ...]:
         """Return the positions of a rank's shard, in order; positions from `length` on are padding."""
         width = self.padded(length) // self._num_stretches
-        return tuple(range(width * each, width * (each + 1)) for each in self._local(rank))
+        return tuple(range(width * index, width * (index + 1)) for index in self._stretches_of_rank(rank))
 
-    def own(self, x: Tensor, dim: int, rank: int, *, padding: int = 0) -> Tensor:
-        """Return a rank's shard of a full sequence along `dim`, contiguous."""
+    def shard(self, x: Tensor, dim: int, rank: int, *, padding: int = 0) -> Tensor:
+        """Return a rank's shard of a full sequence along `dim`, contiguous; `padding` is the value at its end."""
         dim %= x.ndim
         missing = self.padded(x.shape[dim]) - x.shape[dim]
         padded = pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing), value=padding) if missing else x
-        pieces = padded.chunk(self._num_stretches, dim)
-        return torch.cat([pieces[stretch] for stretch in self._local(rank)], dim).contiguous()
+        stretches = padded.chunk(self._num_stretches, dim)
+        return torch.cat([stretches[index] for index in self._stretches_of_rank(rank)], dim).contiguous()
 
-    def whole(self, parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
+    def join(self, shards: Sequence[Tensor], dim: int, length: int) -> Tensor:
         """Return the full sequence from the shards of all ranks in order of rank, without padding."""
-        pieces: list[Tensor] = [parts[0]] * self._num_stretches
-        for rank, part in enumerate(parts):
-            stretches = self._local(rank)
-            for stretch, piece in zip(stretches, part.chunk(len(stretches), dim), strict=True):
-                pieces[stretch] = piece
-        return torch.cat(pieces, dim).narrow(dim, 0, length)
+        stretches: list[Tensor] = [shards[0]] * self._num_stretches  # by index; all are replaced below
+        for rank, shard in enumerate(shards):
+            indices = self._stretches_of_rank(rank)
+            for index, stretch in zip(indices, shard.chunk(len(indices), dim), strict=True):
+                stretches[index] = stretch
+        return torch.cat(stretches, dim).narrow(dim, 0, length)
 
     @property
     def _num_stretches(self) -> int:
+        """Number of equal stretches of a sequence."""
         return 2 * self.size if self.is_zigzag else self.size
 
-    def _local(self, rank: int) -> tuple[int, ...]:
+    def _stretches_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the indices of a rank's stretches."""
         return (rank, 2 * self.size - 1 - rank) if self.is_zigzag else (rank,)
 
 
@@ -93,8 +95,8 @@ class SequenceAxis:
         rings: the same ranks as rings for ring attention, see cluster/ring.py; None is a single ring.
 
     Attributes:
-        length: length of the current sequence, without padding; 0 before the first.
-        ends_whole: True if the sequence is gathered after the last layer.
+        length: length of the current sequence, without padding; 0 previous_length the first.
+        gathers_after_last_layer: True if the sequence is gathered after the last layer.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: SequenceOrder, rings: Rings | None = None) -> None:
@@ -102,7 +104,7 @@ class SequenceAxis:
             raise AssertionError(f"the order is for {order.size} ranks, but the group has {group.size()}")
         self.group, self.order, self.length = group, order, 0
         self.rings: Rings = rings or (group,)
-        self.ends_whole = True
+        self.gathers_after_last_layer = True
 
     @property
     def rank(self) -> int:
@@ -110,32 +112,32 @@ class SequenceAxis:
         return self.group.rank()
 
     @property
-    def part_length(self) -> int:
+    def shard_length(self) -> int:
         """Length of a rank's shard of the current sequence, with padding."""
         return self.order.padded(self.length) // self.order.size
 
-    def own(self, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
-        """Return this rank's shard of a full sequence."""
-        return self.order.own(x, dim, self.rank, padding=padding)
+    def shard(self, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
+        """Return this rank's shard of a full sequence along `dim`, contiguous; `padding` is the value at its end."""
+        return self.order.shard(x, dim, self.rank, padding=padding)
 
-    def gathered(self, part: Tensor, dim: int, length: int) -> Tensor:
+    def gather(self, shard: Tensor, dim: int, length: int) -> Tensor:
         """Return the full sequence of this length, contiguous. One all-gather of the shards; no gradient."""
-        parts = begin_gather(part, self.group).wait()
-        return self.order.whole(parts.unbind(0), dim, length).contiguous()
+        shards = begin_gather(shard, self.group).wait()
+        return self.order.join(shards.unbind(0), dim, length).contiguous()
 
     @contextmanager
     def computing(self, length: int) -> Iterator[None]:
-        """Set the current length inside the block, for layers that are recomputed in backward."""
-        before, self.length = self.length, length
+        """Inside the block, set `length` to that of an earlier forward, whose layers backward recomputes."""
+        previous_length, self.length = self.length, length
         try:
             yield
         finally:
-            self.length = before
+            self.length = previous_length
 
     def mark(self, module: nn.Module) -> None:
         """Mark a layer, and all modules in it, as computing on a sequence shard; see `axis_of`."""
-        for each in module.modules():
-            setattr(each, _ATTRIBUTE, self)
+        for submodule in module.modules():
+            setattr(submodule, _ATTRIBUTE, self)
 
 
 def axis_of(module: Any) -> SequenceAxis | None:
@@ -157,18 +159,19 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_on_sequence_axis: bo
     length = axis.length
 
     def cut(x: Tensor) -> Tensor:
+        """Forward: return this rank's shard."""
         missing = axis.order.padded(length) - length
         # Not zeros: a norm of a constant divides by its epsilon, in 16 bits that is infinite, and times 0 gives NaN.
         padding = x[:, -1:].expand(-1, missing, -1)
-        return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
+        return axis.shard(torch.cat([x, padding], _DIM) if missing else x, _DIM)
 
     def join(gradient: Tensor) -> Tensor:
-        """Return the gradient of the full sequence; on the sequence axis only this rank's part, beside zeros."""
+        """Backward: gather the gradient; on the sequence axis return the local one beside zeros for other ranks."""
         if not is_on_sequence_axis:
-            return axis.gathered(gradient, _DIM, length)
+            return axis.gather(gradient, _DIM, length)
         zeros = torch.zeros_like(gradient)
-        parts = [gradient if rank == axis.rank else zeros for rank in range(axis.order.size)]
-        return axis.order.whole(parts, _DIM, length)
+        shards = [gradient if rank == axis.rank else zeros for rank in range(axis.order.size)]
+        return axis.order.join(shards, _DIM, length)
 
     return paired(whole, cut, join)
 
@@ -184,29 +187,33 @@ def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_on_sequ
     """
 
     def cut(gradient: Tensor) -> Tensor:
-        part_gradient = axis.own(gradient, _DIM)
-        return of_all_ranks(part_gradient, axis) if is_on_sequence_axis else part_gradient
+        """Backward: return the gradient of this rank's shard."""
+        part_gradient = axis.shard(gradient, _DIM)
+        return times_num_ranks(part_gradient, axis) if is_on_sequence_axis else part_gradient
 
-    return paired(part, lambda part: axis.gathered(part, _DIM, length), cut)
+    return paired(part, lambda part: axis.gather(part, _DIM, length), cut)
 
 
-def of_all_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
-    """Multiply a gradient by the size of the sequence axis; see [Note: gradients over the sequence axis]."""
+def times_num_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
+    """Multiply a gradient by the number of ranks of the sequence axis; see [Note: gradients over the sequence axis]."""
     return gradient * axis.order.size
 
 
-def draws(layer: nn.Module) -> bool:
-    """Return True if a layer may draw random numbers in training."""
+def draws_random_numbers(layer: nn.Module) -> bool:
+    """Return True if a layer may draw random numbers in training.
+
+    It may if one of its attributes, or of its config's, is a positive float named like a dropout or jitter.
+    """
     owners: list[Any] = [vars(module) for module in layer.modules()]
     owners += [vars(owner["config"]) for owner in owners if hasattr(owner.get("config"), "__dict__")]
     settings = [setting for owner in owners for setting in (*owner.items(), ("dropout", owner.get("p")))]
-    chances = [value for name, value in settings if any(word in name for word in _CHANCES)]
-    return any(isinstance(chance, float) and chance > 0 for chance in chances)
+    probabilities = [value for name, value in settings if any(word in name for word in _RANDOM_SETTINGS)]
+    return any(isinstance(probability, float) and probability > 0 for probability in probabilities)
 
 
-def samplewise(layer: nn.Module) -> list[str]:
-    """Return the paths of modules that draw once per sample, so that all ranks must draw the same numbers."""
-    return [name for name, module in layer.named_modules() if type(module).__name__.endswith(_BY_SAMPLE)]
+def sample_droppers(layer: nn.Module) -> list[str]:
+    """Return the paths of modules that drop entire samples: all ranks of a sequence must draw the same numbers."""
+    return [name for name, module in layer.named_modules() if type(module).__name__.endswith(_SAMPLE_DROPPER)]
 
 
 class PartRandom:
@@ -214,7 +221,7 @@ class PartRandom:
 
     @staticmethod
     def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
-        """Switch random states around the layer; see `SplitRandom`."""
+        """Add hooks that switch to this rank's random state before the layer, and back after it; see `SplitRandom`."""
         SplitRandom(process_group.rank()).around(module)
         return module
 
@@ -230,7 +237,13 @@ class CommonRandom:
     def from_native_module(
         module: nn.Module, process_group: dist.ProcessGroup, *, layer: nn.Module
     ) -> nn.Module:
-        """Switch random states around the module while `layer`, a `PartRandom`, trains."""
+        """Add hooks that switch to the common random state before the module, and back after it.
+
+        Args:
+            module: a module inside `layer`.
+            process_group: the axis of the sequences.
+            layer: the `PartRandom` layer; the hooks do nothing while it does not train.
+        """
         rank = process_group.rank()
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

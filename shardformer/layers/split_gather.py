@@ -44,58 +44,62 @@ class RegionSequence:
         if self.axis.order.is_zigzag:
             raise AssertionError("regions gather only sequences whose shards are contiguous")
 
-    def begin_gather(self, part_BsH: Tensor, length: int) -> InFlight[Tensor]:
+    def begin_gather(self, shard_BsH: Tensor, length: int) -> InFlight[Tensor]:
         """Begin to gather a sequence of this length (B, S, H). One all-gather."""
-        return begin_gather(part_BsH, self.axis.group).finished_by(partial(_in_order, length=length))
+        return begin_gather(shard_BsH, self.axis.group).finished_by(partial(_join_shards, length=length))
 
     def begin_reduce_scatter(self, partial_BSH: Tensor) -> InFlight[Tensor]:
         """Begin to sum over the ranks and scatter, to this rank's shard (B, s, H). One reduce-scatter."""
-        return begin_sum_of_rows(self.rows(partial_BSH), self.axis.group)
+        return begin_sum_of_rows(self.shards(partial_BSH), self.axis.group)
 
-    def rows(self, whole_BSH: Tensor) -> Tensor:
+    def shards(self, full_BSH: Tensor) -> Tensor:
         """Return the shards of all ranks (T, B, s, H) of a full sequence; padding is zeros."""
-        order, length = self.axis.order, whole_BSH.shape[1]
-        padded = pad(whole_BSH, (0, 0, 0, order.padded(length) - length))
+        order, length = self.axis.order, full_BSH.shape[1]
+        padded = pad(full_BSH, (0, 0, 0, order.padded(length) - length))
         return padded.unflatten(1, (order.size, -1)).transpose(0, 1)
 
-    def crossing(self, part_BsH: Tensor) -> Crossing:
-        """Return the collectives at a region's entry: all-gather to (B, S, H), reduce-scatter of the gradient.
+    def crossing(self, shard_BsH: Tensor) -> Crossing:
+        """Return the collectives at a region's entry: all-gather to (B, S, H), and reduce-scatter of its gradient.
+
+        None of them is begun here.
 
         Args:
-            part_BsH: this rank's shard; or (B·s, H), which becomes (B·S, H).
+            shard_BsH: this rank's shard; or (B·s, H), which becomes (B·S, H).
         """
-        if part_BsH.ndim == 2:  # the tokens of all samples in one row
-            by_sample, length = (-1, self.axis.part_length), self.axis.length
-            of_samples = self.crossing(part_BsH.unflatten(0, by_sample))
+        if shard_BsH.ndim == 2:  # the tokens of all samples in one dimension
+            by_sample, length = (-1, self.axis.shard_length), self.axis.length
+            by_sample_crossing = self.crossing(shard_BsH.unflatten(0, by_sample))
             return Crossing(
-                lambda part: of_samples.forward(part.unflatten(0, by_sample)).flatten(0, 1),
+                lambda part: by_sample_crossing.forward(part.unflatten(0, by_sample)).flatten(0, 1),
                 lambda gradient: self.begin_reduce_scatter(gradient.unflatten(0, (-1, length))).finished_by(
-                    _in_one_row
+                    _flatten_samples
                 ),
             )
-        length = self.length_of(part_BsH)
+        length = self.length_of(shard_BsH)
         return Crossing(lambda part: self.begin_gather(part, length).wait(), self.begin_reduce_scatter)
 
-    def length_of(self, part_BsH: Tensor) -> int:
+    def length_of(self, shard_BsH: Tensor) -> int:
         """Return the full length of the sequence of a shard.
 
         Raises:
             ValueError: it is not a shard of the current sequence.
         """
-        if part_BsH.ndim != 3 or part_BsH.shape[1] != self.axis.part_length:
+        if shard_BsH.ndim != 3 or shard_BsH.shape[1] != self.axis.shard_length:
             raise ValueError(
-                f"a layer received an input of shape {tuple(part_BsH.shape)}, but a rank's shard of a "
-                f"sequence of {self.axis.length} is (batch, {self.axis.part_length}, width): train this "
+                f"a layer received an input of shape {tuple(shard_BsH.shape)}, but a rank's shard of a "
+                f"sequence of {self.axis.length} is (batch, {self.axis.shard_length}, width): train this "
                 "model without enable_sequence_parallelism"
             )
         return self.axis.length
 
 
-def _in_order(rows_TBsH: Tensor, *, length: int) -> Tensor:
-    return rows_TBsH.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
+def _join_shards(shards_TBsH: Tensor, *, length: int) -> Tensor:
+    """Return the full sequence (B, S, H) of this length from the shards of all ranks."""
+    return shards_TBsH.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
 
 
-def _in_one_row(x_BSH: Tensor) -> Tensor:
+def _flatten_samples(x_BSH: Tensor) -> Tensor:
+    """Return the positions of all samples as one dimension, (B·S, H)."""
     return x_BSH.flatten(0, 1)
 
 
@@ -186,8 +190,8 @@ class _RowProduct(Function):
             of_input[:, start:stop] = linear(gradient_BsO[:, : stop - start], weight_IO)
         gradient_BSO = in_flight.wait()
         if of_input is not None:
-            for others in (slice(0, start), slice(stop, length)):
-                of_input[:, others] = linear(gradient_BSO[:, others], weight_IO)
+            for other_positions in (slice(0, start), slice(stop, length)):
+                of_input[:, other_positions] = linear(gradient_BSO[:, other_positions], weight_IO)
         if needs_weight:
             x_NI, gradient_NO = x_BSI.flatten(0, 1), gradient_BSO.flatten(0, 1)
             product = partial(weight_gradient, x_NI, gradient_NO, is_transposed=ctx.is_transposed)

@@ -49,13 +49,13 @@ _UNSHARDED = (
 )
 
 _BY_HEADS = ATTENTION_SETTINGS | ATTENTION_BY_HEADS
-_BESIDES = BESIDES_ATTENTION | {"deterministic"}
+_WITHOUT_EFFECT = BESIDES_ATTENTION | {"deterministic"}
 # The arguments that each mode supports, or that do not change its results.
-KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: ATTENTION_SETTINGS | _BESIDES}
+SUPPORTED_ARGUMENTS = {ALL_TO_ALL: _BY_HEADS | _WITHOUT_EFFECT, RING: ATTENTION_SETTINGS | _WITHOUT_EFFECT}
 _MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # outputs at one position depend on other positions
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
-_READS_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
+_USES_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
 _ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
 
@@ -63,17 +63,17 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
     """Set the attention of layers with sharded sequences to a mode that attends over full sequences.
 
     Args:
-        model: its layers are marked by `SequenceAxis.note`, and have no `sequence_attention_errors`.
-        mode: a key of KNOWN.
+        model: its layers are marked by `SequenceAxis.mark`, and have no `sequence_attention_errors`.
+        mode: a key of SUPPORTED_ARGUMENTS.
     """
     _register()
-    for part in models_around(model, _is_sharded):
-        set_attention_name(part.config, _sequence_attention_name(mode, attention_name(part.config)))
+    for submodel in models_around(model, _has_sharded_sequences):
+        set_attention_name(submodel.config, _sequence_attention_name(mode, attention_name(submodel.config)))
 
 
 def attention_kernels(model: nn.Module) -> set[str]:
     """Return the attention kernels of layers with sharded sequences."""
-    return {attention_name(part.config) for part in models_around(model, _is_sharded)}
+    return {attention_name(submodel.config) for submodel in models_around(model, _has_sharded_sequences)}
 
 
 def all_to_all_attention(
@@ -106,10 +106,10 @@ def all_to_all_attention(
     attend, axis = kernel_of(module, kernel), axis_of(module)
     if axis is None or axis.group.size() == 1:
         return attend(module, query, key, value, attention_mask, **kwargs)
-    _check_known(module, kwargs, ALL_TO_ALL)
+    _refuse_unknown_arguments(module, kwargs, ALL_TO_ALL)
     known = {name: value for name, value in kwargs.items() if name in _BY_HEADS}
     if kernel in FLASH_PACKAGES and (positions := kwargs.get("position_ids")) is not None:
-        known["position_ids"] = _whole_positions(positions, axis)  # they mark the starts of packed sequences
+        known["position_ids"] = _full_positions(positions, axis)  # they mark the starts of packed sequences
     return attend_by_heads(attend, module, query, key, value, attention_mask, axis, **known), None
 
 
@@ -150,7 +150,7 @@ def ring_attention_of(
     Raises:
         ValueError: an argument is not supported for sharded sequences.
     """
-    _check_known(module, kwargs, RING)
+    _refuse_unknown_arguments(module, kwargs, RING)
     if is_eager and isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
         raise ValueError(
             f"a boolean attention mask of {tuple(attention_mask.shape)}, but eager attention would add it to "
@@ -162,7 +162,7 @@ def ring_attention_of(
     if axis is None:
         if softcap is not None:
             raise ValueError(f"{type(module).__name__} caps its scores (softcap={softcap}): {_UNSHARDED}")
-        kernel, mask, causal = _whole_mask(attention_mask, query, is_causal=causal)
+        kernel, mask, causal = _unsharded_mask(attention_mask, query, is_causal=causal)
         attend = kernel_of(module, kernel)
         return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal)
     out = ring_attention(
@@ -179,20 +179,28 @@ def ring_attention_of(
     return out, None
 
 
-def models_around(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[PreTrainedModel]:
-    """Return the innermost models around the wanted modules, one per config, because the config names the attention."""
+def models_around(model: nn.Module, predicate: Callable[[nn.Module], bool]) -> list[PreTrainedModel]:
+    """Return the innermost transformers models around certain modules, one model for each config.
+
+    The config of such a model names the attention of the modules.
+
+    Args:
+        model: the full model.
+        predicate: returns True for the modules.
+    """
     by_config: dict[int, PreTrainedModel] = {}
-    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
-    while inside:
-        module, part = inside.pop()
-        part = module if isinstance(module, PreTrainedModel) else part
-        if part is not None and is_wanted(module):
-            by_config.setdefault(id(part.config), part)
-        inside.extend((child, part) for child in module.children())
+    pending: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
+    while pending:
+        module, submodel = pending.pop()
+        submodel = module if isinstance(module, PreTrainedModel) else submodel
+        if submodel is not None and predicate(module):
+            by_config.setdefault(id(submodel.config), submodel)
+        pending.extend((child, submodel) for child in module.children())
     return list(by_config.values())
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def _has_sharded_sequences(module: nn.Module) -> bool:
+    """Return True for a layer that computes on sequence shards, or a module in it."""
     return axis_of(module) is not None
 
 
@@ -211,14 +219,14 @@ def _register() -> None:
         register_attention(name, partial(all_to_all_attention, kernel), kernel)
     for kernel in (SDPA, EAGER):
         ring = partial(ring_attention_of, is_eager=kernel == EAGER)
-        blocks = partial(block_mask, levels=kernel == EAGER)
+        blocks = partial(block_mask, is_eager=kernel == EAGER)
         register_attention(_sequence_attention_name(RING, kernel), ring, blocks)
 
 
-def _check_known(module: nn.Module, arguments: dict[str, Any], mode: str) -> None:
-    """Raise ValueError for arguments of an attention that a mode does not support, and that are set."""
+def _refuse_unknown_arguments(module: nn.Module, arguments: dict[str, Any], mode: str) -> None:
+    """Raise ValueError for arguments of an attention call that have a value and that a mode does not support."""
     used = [name for name, value in arguments.items() if value is not None and value is not False]
-    unknown = sorted(set(used) - set(KNOWN[mode]))
+    unknown = sorted(set(used) - set(SUPPORTED_ARGUMENTS[mode]))
     if unknown:
         raise ValueError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which "
@@ -226,10 +234,14 @@ def _check_known(module: nn.Module, arguments: dict[str, Any], mode: str) -> Non
         )
 
 
-def _whole_mask(
+def _unsharded_mask(
     mask: Mask | Tensor | None, query: Tensor, *, is_causal: bool
 ) -> tuple[str, Tensor | None, bool]:
-    """Return a kernel for an unsharded sequence, the mask in its format, and its `is_causal`."""
+    """Choose a kernel for an unsharded sequence, and convert a mask of ring attention for it.
+
+    Returns:
+        The name of the kernel, its mask, and its argument `is_causal`.
+    """
     if not isinstance(mask, Mask):
         return SDPA, mask, is_causal
     queries, keys = (range(length) for length in mask.lengths)
@@ -240,14 +252,15 @@ def _whole_mask(
         return SDPA, None, seen is BlockKind.TRIANGLE
     if uniform_queries is None:
         return SDPA, seen, False
+    # Only eager attention gives queries that see no key the mean of all values.
     return EAGER, query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min), False
 
 
-def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
+def _full_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
     """Return the position ids of the full sequence from this rank's; an all-gather over the axis if sharded."""
     if positions.shape[-1] == axis.length:
         return positions
-    return axis.gathered(positions, -1, axis.length)
+    return axis.gather(positions, -1, axis.length)
 
 
 def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -260,6 +273,7 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]
     function = _function_of(module, name)
 
     def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Call the attention function, with a config that names its kernel."""
         # Flash attention reads its version from the config.
         if (config := getattr(module, "config", None)) is not None:
             module = AttributeView(module, config=AttributeView(config, **{ATTENTION: name}))
@@ -273,19 +287,19 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, An
     """Return the function by which a module computes attention with a kernel."""
     function: Callable[..., tuple[Tensor, Any]] | None
     if name == EAGER:
-        function = _first(module, EAGER_FUNCTION)
+        function = _find_in_file(module, EAGER_FUNCTION)
     else:
-        functions = _first(module, ATTENTION_TABLE)  # a model's file may define its own
+        functions = _find_in_file(module, ATTENTION_TABLE)  # a model's file may define its own
         function = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
     if function is None:
         raise AssertionError(f"{type(module).__module__} has no attention by {name!r}")
     return function
 
 
-def _first(module: nn.Module, name: str) -> Any:
-    """Return the object with this name from the file of the module's class or of a base class; else None."""
+def _find_in_file(module: nn.Module, name: str) -> Any:
+    """Return the global of this name in the file of the module's class, or else of a base class; None without one."""
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
-    return next((found for file in files if (found := getattr(file, name, None)) is not None), None)
+    return next((value for file in files if (value := getattr(file, name, None)) is not None), None)
 
 
 def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.Module]) -> list[str]:
@@ -296,27 +310,27 @@ def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.M
         mode: one of SEQUENCE_MODES.
         layers: the layers that would compute on shards.
     """
-    wanted = {id(layer) for layer in layers}
-    parts = models_around(model, lambda module: id(module) in wanted)
-    if not parts:
+    layer_ids = {id(layer) for layer in layers}
+    submodels = models_around(model, lambda module: id(module) in layer_ids)
+    if not submodels:
         return [
             (
                 f"{type(model).__name__} is not a transformers model, and its attention cannot be chosen: "
                 f"{INSTEAD}"
             )
         ]
-    reasons = [reason for part in parts for reason in _part_reasons(part)]
-    reasons = reasons or [reason for layer in layers for reason in _layer_reasons(layer, mode)]
-    return [f"{reason}: {INSTEAD}" for reason in reasons]
+    errors = [error for submodel in submodels for error in _model_errors(submodel)]
+    errors = errors or [error for layer in layers for error in _layer_errors(layer, mode)]
+    return [f"{error}: {INSTEAD}" for error in errors]
 
 
-def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
+def _model_errors(submodel: PreTrainedModel) -> Iterator[str]:
     """Yield the reasons why a model, or a model in it, cannot compute attention on sequence shards."""
-    name, config = type(part).__name__, part.config
+    name, config = type(submodel).__name__, submodel.config
     kernel = attention_name(config)
     if kernel not in KERNELS:
         yield f"{name} computes attention by {kernel!r}, but it must be one of {', '.join(KERNELS)}"
-    if not can_set_attention(part):
+    if not can_set_attention(submodel):
         yield f"{name} has the attention that was chosen when it was built, which cannot be changed"
     if config.is_encoder_decoder:
         yield f"{name} has a decoder with cross-attention"
@@ -324,12 +338,12 @@ def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
         yield f"{name} computes attention by its own code (config.reorder_and_upcast_attn)"
 
 
-def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
+def _layer_errors(layer: nn.Module, mode: str) -> Iterator[str]:
     """Yield the reasons why a layer cannot compute on a sequence shard in a mode."""
     kind = type(layer).__name__
     attentions = [module for module in layer.modules() if _is_attention(module)]
-    inside = {id(module) for attention in attentions for module in attention.modules()}
-    mixers = [module for module in layer.modules() if _is_mixer(module, inside)]
+    in_attention = {id(module) for attention in attentions for module in attention.modules()}
+    mixers = [module for module in layer.modules() if _is_mixer(module, in_attention)]
     for name in dict.fromkeys(type(mixer).__name__ for mixer in mixers):
         yield f"{kind} mixes positions by {name}, which would see only those of one rank"
     if not attentions and not mixers:
@@ -340,25 +354,28 @@ def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
         if "arange(" in _code(type(module)) and module not in mixers:
             yield f"{type(module).__name__} computes positions itself, and would compute only those of one rank"
     for attention in attentions:
-        yield from _attention_reasons(attention, mode)
+        yield from _attention_errors(attention, mode)
 
 
-def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
-    """Return True if a module outside of attention mixes positions."""
+def _is_mixer(module: nn.Module, in_attention: set[int]) -> bool:
+    """Return True if a module outside of attention mixes positions, judging by its class.
+
+    `in_attention` are the ids of the modules inside attention.
+    """
     if isinstance(module, _MIXERS):
         return True
     is_named_so = _MIXER_NAMES.search(type(module).__name__) is not None
-    return is_named_so and id(module) not in inside and not any(map(_is_attention, module.modules()))
+    return is_named_so and id(module) not in in_attention and not any(map(_is_attention, module.modules()))
 
 
-def _attention_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
+def _attention_errors(attention: nn.Module, mode: str) -> Iterator[str]:
     """Yield the reasons why an attention module cannot compute on a sequence shard, judging by its source code.
 
     It may call a function that cannot be replaced, use the mask itself, or pass arguments that would be ignored.
     """
     name, code = type(attention).__name__, _code(type(attention))
     passed = {argument for call in CALLS_ATTENTION.findall(code) for argument in _ARGUMENT.findall(call)}
-    known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
+    known = SUPPORTED_ARGUMENTS[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
     if getattr(attention, "sinks", None) is None:
         known |= {"s_aux"}  # None without sinks
     other_functions = set(DEFAULT_ATTENTION.findall(code)) - {EAGER_FUNCTION}
@@ -367,7 +384,7 @@ def _attention_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
             f"{name} computes attention by {', '.join(sorted(other_functions))}, not by {EAGER_FUNCTION}, and "
             "cannot be replaced"
         )
-    if _READS_MASK.search(code):
+    if _USES_MASK.search(code):
         yield f"{name} uses the mask in its own code, but the mask is for the full sequence"
     if unknown := sorted(passed - known):
         yield f"{name} passes {', '.join(unknown)} to its attention, which {mode!r} does not support"
@@ -385,6 +402,7 @@ def _code(kind: type[nn.Module]) -> str:
 
 @cache
 def _source(kind: Any) -> str:
+    """Return the source code of a class; empty if there is none."""
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):

@@ -25,7 +25,7 @@ from ..layers.sequence_axis import SequenceAxis, axis_of
 DIM = -2  # the sequence dimension
 
 # Properties of the full tensor that are known without materializing it.
-_KNOWN = frozenset(
+_METADATA = frozenset(
     (
         Tensor.shape.__get__,  # type: ignore[attr-defined]
         Tensor.ndim.__get__,  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ class PartTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer queries that need no values; call all other functions with the full tensor."""
-        if func in _KNOWN:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(PartTensor, PartTensor.whole, (args, kwargs or {}))
@@ -103,6 +103,7 @@ class PartTensor(Tensor):
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
+    """Hook of a placeholder: raise AssertionError for a gradient, which would be lost."""
     raise AssertionError("the placeholder of a full sequence received a gradient, which would be lost")
 
 
@@ -127,13 +128,15 @@ def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
     axis = axis_of(local)
     assert axis is not None
     for name, module in model.named_modules():
-        is_entry = plan.entry == (name,) and _looks_up(module)
+        is_entry = plan.entry == (name,) and _is_lookup(module)
         if is_entry or (_is_rotary(module) and not any(is_within(name, path) for path in paths)):
-            PartsAlone(axis, layers[0]).around(module)
+            ShardedCalls(axis, layers[0]).around(module)
 
 
-class PartsAlone:
-    """Hooks around a module that computes each position independently, from one integer tensor (B, S).
+class ShardedCalls:
+    """Hooks by which a module computes only this rank's positions, and returns placeholders of full sequences.
+
+    The module computes each position independently, from one integer tensor (B, S).
 
     Args:
         axis: sequence axis of the layers.
@@ -142,79 +145,86 @@ class PartsAlone:
 
     def __init__(self, axis: SequenceAxis, first: nn.Module) -> None:
         self._axis, self._first = axis, first
-        self._given: tuple[tuple, dict[str, Any], int] | None = None  # arguments of the running call
-        self._is_whole = False  # True once the full tensor was needed: later calls compute it at once
+        # Arguments of the running call, and the length of its sequences.
+        self._full_call: tuple[tuple, dict[str, Any], int] | None = None
+        self._needs_full = False  # True once the full tensor was needed: later calls compute it at once
 
     def around(self, module: nn.Module) -> None:
         """Add the hooks to a module."""
-        module.register_forward_pre_hook(self._cut, with_kwargs=True)
-        module.register_forward_hook(self._stand_in)
+        module.register_forward_pre_hook(self._shard_input, with_kwargs=True)
+        module.register_forward_hook(self._return_placeholders)
 
-    def _cut(
+    def _shard_input(
         self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        """Replace the one input by position by this rank's shard; None leaves the call as it is."""
-        self._given = None
-        leaves, form = tree_flatten((args, dict(kwargs)))
-        places = [place for place, leaf in enumerate(leaves) if _is_by_position(leaf)]
+        """Forward pre-hook: replace the integers (B, S) among the inputs by this rank's shard.
+
+        None leaves the call as it is: it has no or several such inputs, or the full tensor is needed anyway.
+        """
+        self._full_call = None
+        leaves, structure = tree_flatten((args, dict(kwargs)))
+        indices = [index for index, leaf in enumerate(leaves) if _is_by_position(leaf)]
         is_watched = bool(module._backward_hooks or module._backward_pre_hooks)  # they need the full tensor
-        if self._is_whole or is_watched or len(places) != 1 or _reenters(self._first):
+        if self._needs_full or is_watched or len(indices) != 1 or _uses_reentrant_checkpoint(self._first):
             return None
-        (place,) = places
-        _require_rows(module, leaves[place])
-        self._given = args, dict(kwargs), leaves[place].shape[-1]
-        leaves[place] = self._own(leaves[place])
-        sharded: tuple[tuple, dict[str, Any]] = tree_unflatten(leaves, form)
+        (index,) = indices
+        _require_rows(module, leaves[index])
+        self._full_call = args, dict(kwargs), leaves[index].shape[-1]
+        leaves[index] = self._shard(leaves[index])
+        sharded: tuple[tuple, dict[str, Any]] = tree_unflatten(leaves, structure)
         return sharded
 
-    def _stand_in(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _return_placeholders(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Forward hook: replace the outputs by PartTensors, which compute the full outputs if they are read."""
-        if self._given is None:
+        if self._full_call is None:
             return output
-        (full_args, full_kwargs, length), self._given = self._given, None
+        (full_args, full_kwargs, length), self._full_call = self._full_call, None
 
         @cache
         def make_all() -> list[Any]:
-            self._is_whole = True
+            """Call the module with the full input, once for all outputs."""
+            self._needs_full = True
             return tree_flatten(module(*full_args, **full_kwargs))[0]
 
-        def stand_in(place: int, part: Tensor) -> PartTensor:
+        def placeholder_of(index: int, part: Tensor) -> PartTensor:
+            """Return the placeholder of an output, by its index among all outputs and this rank's shard of it."""
             if part.shape[DIM] * self._axis.order.size != self._axis.order.padded(length):
                 raise AssertionError(
                     f"{type(module).__name__} returned {tuple(part.shape)} for a shard of length {length}"
                 )
             return PartTensor(
-                self._without_padding(part, length), length=length, make_whole=lambda: make_all()[place]
+                self._without_padding(part, length), length=length, make_whole=lambda: make_all()[index]
             )
 
-        leaves, form = tree_flatten(output)
-        return tree_unflatten([stand_in(place, part) for place, part in enumerate(leaves)], form)
+        leaves, structure = tree_flatten(output)
+        return tree_unflatten([placeholder_of(index, part) for index, part in enumerate(leaves)], structure)
 
-    def _own(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard, padded as by `shard_sequence`."""
+    def _shard(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard along the last dimension, padded with the last position as by `shard_sequence`."""
         missing = self._axis.order.padded(whole.shape[-1]) - whole.shape[-1]
         padding = whole[..., -1:].expand(*whole.shape[:-1], missing)
-        return self._axis.own(torch.cat([whole, padding], -1) if missing else whole, -1)
+        return self._axis.shard(torch.cat([whole, padding], -1) if missing else whole, -1)
 
     def _without_padding(self, part: Tensor, length: int) -> Tensor:
-        """Return the shard with its padding, at the end, detached."""
+        """Return a shard whose padding, at its end, is detached, so that it adds nothing to gradients."""
         stretches = self._axis.order.stretches(self._axis.rank, length)
-        count = sum(position < length for stretch in stretches for position in stretch)
-        if not part.requires_grad or count == part.shape[DIM]:
+        num_real = sum(position < length for stretch in stretches for position in stretch)
+        num_padded = part.shape[DIM] - num_real
+        if not part.requires_grad or not num_padded:
             return part
         return torch.cat(
-            [part.narrow(DIM, 0, count), part.narrow(DIM, count, part.shape[DIM] - count).detach()], DIM
+            [part.narrow(DIM, 0, num_real), part.narrow(DIM, num_real, num_padded).detach()], DIM
         )
 
 
 def _require_rows(module: nn.Module, whole: Tensor) -> None:
-    """Raise on all ranks for an index outside the vocabulary; without it only the rank with that token would."""
+    """Raise ValueError on all ranks for an index outside of an embedding, not only on the rank with that token."""
     if isinstance(count := getattr(module, "num_embeddings", None), int):
         is_row = (whole >= 0) & (whole < count)
         require_all(is_row, lambda: f"entry {whole[~is_row][0].item()} is outside the vocabulary of {count}")
 
 
-def _looks_up(module: nn.Module) -> bool:
+def _is_lookup(module: nn.Module) -> bool:
     """Return True for an embedding that looks up one row per position."""
     if isinstance(module, VocabParallelEmbedding1D):
         return True
@@ -223,7 +233,7 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 def _is_rotary(module: nn.Module) -> bool:
-    """Return True for one of transformers' rotary tables with the same frequencies for all lengths."""
+    """Return True for a rotary embedding of transformers whose frequencies are the same for all lengths."""
     kind = type(module)
     if not (kind.__module__.startswith("transformers.") and kind.__name__.endswith("RotaryEmbedding")):
         return False
@@ -241,8 +251,8 @@ def _is_by_position(value: Any) -> bool:
     )
 
 
-def _reenters(layer: nn.Module) -> bool:
-    """Return True if a reentrant checkpoint recomputes a layer: its autograd function needs the full tensor."""
+def _uses_reentrant_checkpoint(layer: nn.Module) -> bool:
+    """Return True if a layer is recomputed by a reentrant checkpoint, whose autograd function needs full tensors."""
     if not is_recomputed(layer):
         return False
     checkpoint = checkpoint_function(layer)

@@ -42,25 +42,34 @@ class Mask(ABC):
 
     def __init__(self, lengths: tuple[int, int]) -> None:
         self.lengths = lengths
-        # All layers, and their backwards, use the same blocks; evaluating one again would synchronize with the GPU.
-        self._known: dict[tuple[range, range], BlockKind] = {}
+        # The kind of each block of queries and keys. All layers, and their backwards, use the same blocks; evaluating
+        # one again would synchronize with the GPU.
+        self._kinds: dict[tuple[range, range], BlockKind] = {}
 
     def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
         """Determine the kinds of blocks of queries and keys: one host read for all blocks that must be evaluated."""
-        new = dict.fromkeys(block for block in blocks if block not in self._known)
-        inferred = {block: kind for block in new if (kind := self._kind_by_positions(*block)) is not None}
-        facts = {block: self._facts(*block) for block in new if block not in inferred}
-        self._known |= inferred
-        if facts:
-            rows = torch.stack(list(facts.values())).tolist()
-            self._known |= {block: _kind_of(*block, *row) for block, row in zip(facts, rows, strict=True)}
+        new_blocks = dict.fromkeys(block for block in blocks if block not in self._kinds)
+        inferred = {
+            block: kind for block in new_blocks if (kind := self._kind_by_positions(*block)) is not None
+        }
+        visibilities = {block: self._visibility(*block) for block in new_blocks if block not in inferred}
+        self._kinds |= inferred
+        if visibilities:
+            rows = torch.stack(list(visibilities.values())).tolist()
+            self._kinds |= {
+                block: _kind_of(*block, *row) for block, row in zip(visibilities, rows, strict=True)
+            }
 
     def block(self, queries: range, keys: range) -> BlockKind | Tensor:
-        """Return the block: a kind, or a tensor (B or 1, N or 1, Q, K) of booleans, or of numbers to add to scores."""
-        if (queries, keys) not in self._known:
+        """Return the kind of a block, or if that is SOME its tensor.
+
+        Returns:
+            (B or 1, N or 1, Q, K): booleans, True at visible keys, or numbers to add to the scores.
+        """
+        if (queries, keys) not in self._kinds:
             self.classify([(queries, keys)])
-        known = self._known[queries, keys]
-        return self._tensor(queries, keys) if known is BlockKind.SOME else known
+        kind = self._kinds[queries, keys]
+        return self._block_tensor(queries, keys) if kind is BlockKind.SOME else kind
 
     def uniform_queries(self, queries: range) -> Tensor | None:
         """Return the queries that see no key and get the mean of all values, (B or 1, 1, Q); None without any."""
@@ -71,11 +80,11 @@ class Mask(ABC):
         """Return the kind of a block if its positions determine it, otherwise None."""
 
     @abstractmethod
-    def _facts(self, queries: range, keys: range) -> Tensor:
-        """Return three booleans on the device: any key is visible, all are, and the visible ones form the triangle."""
+    def _visibility(self, queries: range, keys: range) -> Tensor:
+        """Return three booleans on the device: a query sees a key, all see all, and each sees the keys up to itself."""
 
     @abstractmethod
-    def _tensor(self, queries: range, keys: range) -> Tensor:
+    def _block_tensor(self, queries: range, keys: range) -> Tensor:
         """Return a block as a tensor."""
 
 
@@ -88,8 +97,8 @@ class BlockMask(Mask):
         padding_BS: False at keys that no query sees.
         batch_size: number of rows.
         device: where tensors are made.
-        takes_numbers: True if the function takes only single positions and must be mapped over tensors by vmap.
-        levels: True if a query that sees no key gets the mean of all values, as by eager attention, instead of 0.
+        takes_single_positions: True if the function takes only single positions; vmap then maps it over tensors.
+        is_eager: True if a query that sees no key gets the mean of all values, as by eager attention, instead of 0.
 
     Attributes:
         flex_masks: cached masks of flex.py, by the rank of the keys.
@@ -103,31 +112,35 @@ class BlockMask(Mask):
         padding_BS: Tensor | None = None,
         batch_size: int = 1,
         device: torch.device | str = "cpu",
-        takes_numbers: bool = False,
-        levels: bool = False,
+        takes_single_positions: bool = False,
+        is_eager: bool = False,
     ) -> None:
         super().__init__(lengths)
         self._function = function
         self._padding_BS = None if padding_BS is None or bool(padding_BS.all()) else padding_BS
-        self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
-        self.is_plain = self._padding_BS is None and function in _PLAIN
-        self.levels = levels and not self.is_plain
+        self._batch_size, self._device, self._takes_single_positions = (
+            batch_size,
+            device,
+            takes_single_positions,
+        )
+        self.is_plain = self._padding_BS is None and function in _KINDS_OF_FUNCTIONS
+        self.is_eager = is_eager and not self.is_plain
         self._uniform_queries: dict[range, Tensor | None] = {}  # (B, 1, Q) by range of queries
         self.flex_masks: dict[int, Any] = {}
 
     def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
-        """Determine the kinds of blocks, and the queries that see no key: one more host read if `levels`."""
+        """Determine the kinds of blocks, and the queries that see no key: one more host read if `is_eager`."""
         blocks = list(blocks)
         super().classify(blocks)
-        self._find_blind([queries for queries, _ in blocks])
+        self._find_uniform_queries([queries for queries, _ in blocks])
 
     def uniform_queries(self, queries: range) -> Tensor | None:
         """Return the queries that see no key and get the mean of all values, (B, 1, Q); None without any."""
-        self._find_blind([queries])
+        self._find_uniform_queries([queries])
         return self._uniform_queries.get(queries)
 
-    def placed(self, queries: Tensor, keys: Tensor) -> MaskFunction:
-        """Return the mask as a function of indices into two tensors of positions on the device.
+    def at_positions(self, queries: Tensor, keys: Tensor) -> MaskFunction:
+        """Return the mask as a function of indices into two tensors of positions, of queries and keys, on the device.
 
         Positions beyond the sequence are padding: as queries they see no key, and no query sees them.
         """
@@ -137,57 +150,66 @@ class BlockMask(Mask):
         if self._padding_BS is not None:
             is_key_BK = is_key_BK & self._padding_BS[:, keys]
 
-        def placed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def visible_at(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return function(batch, head, queries[query], keys[key]) & is_query[query] & is_key_BK[batch, key]
 
-        return placed
+        return visible_at
 
-    def placed_seen(self, placed: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
-        """Evaluate a function of `placed` at all indices, (B, 1, Q, K)."""
+    def evaluate(self, visible_at: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the values of a function of `at_positions` at these indices of queries and keys, (B, 1, Q, K)."""
         batch, head = (torch.arange(size, device=self._device) for size in (self._batch_size, 1))
-        return _mapped(placed)(batch, head, queries, keys)
+        return _mapped(visible_at)(batch, head, queries, keys)
 
     def _kind_by_positions(self, queries: range, keys: range) -> BlockKind | None:
-        plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else BlockKind.SOME
-        is_known = plain is BlockKind.NOTHING or (plain is not BlockKind.SOME and self._padding_BS is None)
-        return plain if is_known else None
+        kind = self._kind_without_padding(queries, keys)
+        is_final = kind is BlockKind.NOTHING or (kind is not BlockKind.SOME and self._padding_BS is None)
+        return kind if is_final else None
 
-    def _facts(self, queries: range, keys: range) -> Tensor:
-        seen = self._tensor(queries, keys)
+    def _kind_without_padding(self, queries: range, keys: range) -> BlockKind:
+        """Return the kind of a block of the mask function; SOME if its values must be evaluated."""
+        kind_of = _KINDS_OF_FUNCTIONS.get(self._function)
+        return BlockKind.SOME if kind_of is None else kind_of(queries, keys)
+
+    def _visibility(self, queries: range, keys: range) -> Tensor:
+        seen = self._block_tensor(queries, keys)
         triangle = seen == seen.new_ones(seen.shape[-2:]).tril()
         return torch.stack([seen.any(), seen.all(), triangle.all()])
 
-    def _find_blind(self, rows: Iterable[range]) -> None:
-        """Determine the queries that see no key in rows of blocks; one host read for all."""
-        blind = {row: self._blind(row) for row in rows if self.levels and row not in self._uniform_queries}
+    def _find_uniform_queries(self, rows: Iterable[range]) -> None:
+        """Determine the queries that see no key, for ranges of queries, if `is_eager`; one host read for all.
+
+        Results are kept in `_uniform_queries`.
+        """
+        new_rows = [row for row in rows if self.is_eager and row not in self._uniform_queries]
+        blind = {row: self._sees_no_key(row) for row in new_rows}  # (B, 1, Q) by row
         if blind:
             has_blind = torch.stack([is_blind.any() for is_blind in blind.values()]).tolist()
             for row, has_any in zip(blind, has_blind, strict=True):
                 self._uniform_queries[row] = blind[row] if has_any else None
 
-    def _tensor(self, queries: range, keys: range) -> Tensor:
+    def _block_tensor(self, queries: range, keys: range) -> Tensor:
         """Return the mask of a block, (B, 1, Q, K): True where a query sees a key."""
         numbers = [
             torch.arange(indices.start, indices.stop, device=self._device)
             for indices in (range(self._batch_size), range(1), queries, keys)
         ]
-        function = _mapped(self._function) if self._takes_numbers else _broadcast(self._function)
+        function = _mapped(self._function) if self._takes_single_positions else _broadcast(self._function)
         seen = function(*numbers)
         if self._padding_BS is not None:
             seen = seen & self._padding_BS[:, None, None, keys.start : keys.stop]
         return seen.expand(-1, -1, len(queries), len(keys))
 
-    def _blind(self, queries: range) -> Tensor:
+    def _sees_no_key(self, queries: range) -> Tensor:
         """Mark queries that see no key at all, (B, 1, Q)."""
-        blind = torch.ones(self._batch_size, 1, len(queries), dtype=torch.bool, device=self._device)
+        sees_no_key = torch.ones(self._batch_size, 1, len(queries), dtype=torch.bool, device=self._device)
         for start in range(0, self.lengths[1], len(queries)):
             keys = range(start, min(start + len(queries), self.lengths[1]))
-            if self._function not in _PLAIN or _PLAIN[self._function](queries, keys) is not BlockKind.NOTHING:
-                blind &= ~self._tensor(queries, keys).any(-1)
-        return blind
+            if self._kind_without_padding(queries, keys) is not BlockKind.NOTHING:
+                sees_no_key &= ~self._block_tensor(queries, keys).any(-1)
+        return sees_no_key
 
 
-class GivenMask(Mask):
+class TensorMask(Mask):
     """A mask that was given as a full tensor.
 
     Args:
@@ -199,28 +221,31 @@ class GivenMask(Mask):
 
     def __init__(self, mask: Tensor, length: int) -> None:
         super().__init__((length, length))
-        raise_errors(_given_errors(mask, length))
+        raise_errors(_tensor_mask_errors(mask, length))
         self._mask = mask
 
     def _kind_by_positions(self, queries: range, keys: range) -> BlockKind | None:
         return None
 
-    def _facts(self, queries: range, keys: range) -> Tensor:
-        block = self._tensor(queries, keys)
+    def _visibility(self, queries: range, keys: range) -> Tensor:
+        block = self._block_tensor(queries, keys)
         hidden = ~block if block.dtype == torch.bool else is_hidden(block)
         unchanged = block if block.dtype == torch.bool else block == 0
         return torch.stack([~hidden.all(), unchanged.all(), hidden.new_zeros(())])
 
-    def _tensor(self, queries: range, keys: range) -> Tensor:
+    def _block_tensor(self, queries: range, keys: range) -> Tensor:
         rows = slice(None) if self._mask.shape[2] == 1 else slice(queries.start, queries.stop)
         block = self._mask[:, :, rows, keys.start : keys.stop]
         return block.expand(-1, -1, len(queries), -1)
 
 
-def _kind_of(queries: range, keys: range, some: bool, every: bool, is_triangle: bool) -> BlockKind:
-    if is_triangle and not every and queries == keys:
+def _kind_of(
+    queries: range, keys: range, any_visible: bool, all_visible: bool, is_triangle: bool
+) -> BlockKind:
+    """Return the kind of a block by its `Mask._visibility`."""
+    if is_triangle and not all_visible and queries == keys:
         return BlockKind.TRIANGLE
-    return BlockKind.ALL if every else BlockKind.SOME if some else BlockKind.NOTHING
+    return BlockKind.ALL if all_visible else BlockKind.SOME if any_visible else BlockKind.NOTHING
 
 
 def is_hidden(bias: Tensor) -> Tensor:
@@ -241,10 +266,10 @@ def block_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    levels: bool = False,
+    is_eager: bool = False,
     **_: Any,
 ) -> BlockMask:
-    """Make a `BlockMask`, with the signature of a mask function in `register_attention`.
+    """Return a `BlockMask`; called by transformers, with the signature that `register_attention` asks for.
 
     Args:
         batch_size: number of rows.
@@ -257,7 +282,7 @@ def block_mask(
             or sees all keys.
         use_vmap: True if the mask function takes only single positions.
         device: where tensors are made.
-        levels: see `BlockMask`.
+        is_eager: see `BlockMask`.
 
     Raises:
         ValueError: a cache contains keys.
@@ -281,8 +306,8 @@ def block_mask(
         padding_BS=padding,
         batch_size=batch_size,
         device=device,
-        takes_numbers=use_vmap,
-        levels=levels,
+        takes_single_positions=use_vmap,
+        is_eager=is_eager,
     )
 
 
@@ -300,7 +325,7 @@ def _causal(queries: range, keys: range) -> BlockKind:
 _HIDING = -100.0
 
 # Mask functions whose blocks are known without evaluating each position.
-_PLAIN: dict[MaskFunction, Callable[[range, range], BlockKind]] = {
+_KINDS_OF_FUNCTIONS: dict[MaskFunction, Callable[[range, range], BlockKind]] = {
     causal_mask_function: _causal,
     bidirectional_mask_function: lambda queries, keys: BlockKind.ALL,
 }
@@ -330,7 +355,7 @@ def _mapped(function: MaskFunction) -> MaskFunction:
     return mapped
 
 
-def _given_errors(mask: Tensor, length: int) -> list[str]:
+def _tensor_mask_errors(mask: Tensor, length: int) -> list[str]:
     """List the errors of a mask tensor for a sequence of this length; empty if it is valid."""
     errors = []
     if mask.ndim != 4 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):

@@ -45,9 +45,9 @@ from ..layers.sequence_axis import (
     SequenceAxis,
     SequenceOrder,
     axis_of,
-    draws,
+    draws_random_numbers,
     gather_sequence,
-    samplewise,
+    sample_droppers,
     shard_sequence,
 )
 from .attention import ALL_TO_ALL, RING, attention_kernels, sequence_attention_errors, set_sequence_attention
@@ -56,7 +56,9 @@ from .config import SEQUENCE_MODES, SequenceSplit
 
 
 def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> None:
-    """Add hooks by which the layers of each stack compute on sequence shards. After the cut, before layer sharding.
+    """Add hooks by which the layers of each stack compute on sequence shards.
+
+    Called after the model is cut into stages, and before its layers are sharded over the tensor axis.
 
     Args:
         model: a cut model, or an uncut one in a dry run.
@@ -72,24 +74,24 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     containers = _containers_of(model, [path for stack in stacks for path in stack.paths])
     running = _track_running(containers)
     for layer in layers:
-        layer.register_forward_pre_hook(partial(_refuse_outside, running=running))
+        layer.register_forward_pre_hook(partial(_refuse_call_outside_model, running=running))
     if split.settings.is_on_sequence_axis:
         _average_entering_gradients(containers, running, split.group)
         _shard_attention(model, split)
-    refuse = partial(_refuse_collecting, names=refused_settings(model))
+    refuse = partial(_refuse_layer_outputs, names=refused_settings(model))
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     model.register_forward_pre_hook(lambda module, args: remember_lengths(layers))
 
 
 def _shard_stack(model: nn.Module, stack: Stack, split: SequenceSplit) -> list[nn.Module]:
-    """Add the hooks of one stack of layers; return those of its layers that this rank has."""
+    """Add the hooks of one stack of layers; return the local layers."""
     layers = [model.get_submodule(path) for path in stack.paths]
     is_zigzag = split.settings.mode == RING and any(map(_is_causal, layers))
     order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
     boundary = Boundary(
         SequenceAxis(split.group, order, split.rings), is_on_sequence_axis=split.settings.is_on_sequence_axis
     )
-    for first in _in_first_place(model, stack):
+    for first in _first_layer_of_stages(model, stack):
         boundary.enter(first, is_local=not isinstance(first, StandIn))
     local = [layer for layer in layers if not isinstance(layer, StandIn)]
     for layer in local:
@@ -100,19 +102,19 @@ def _shard_stack(model: nn.Module, stack: Stack, split: SequenceSplit) -> list[n
 
 
 def _shard_attention(model: nn.Module, split: SequenceSplit) -> None:
-    """Let attention see the full sequences, by the collectives of the mode, and turn key-value caches off."""
+    """Set the attention of layers to the mode, which attends over full sequences, and turn key-value caches off."""
     mode = split.settings.mode
     assert mode is not None
     is_flash_ring = mode == RING and not attention_kernels(model).isdisjoint(FLASH_PACKAGES)
     set_sequence_attention(model, mode)
     if takes(model, "use_cache"):
-        forgo = partial(_without_cache, is_flash_ring=is_flash_ring)
-        model.register_forward_pre_hook(forgo, with_kwargs=True)
+        turn_off_cache = partial(_without_cache, is_flash_ring=is_flash_ring)
+        model.register_forward_pre_hook(turn_off_cache, with_kwargs=True)
         model.register_forward_hook(lambda module, args, outputs: drop_cache(outputs))
 
 
 def with_derived_entries(plan: StagePlan) -> StagePlan:
-    """Return the plan by which later stages derive the full length from the entries: they receive only a shard."""
+    """Return a plan by which later stages, which receive only a shard, infer the length from the model's inputs."""
     encoder = None if plan.encoder is None else with_derived_entries(plan.encoder)
     return replace(plan, derives_entry_shapes=True, encoder=encoder)
 
@@ -120,14 +122,14 @@ def with_derived_entries(plan: StagePlan) -> StagePlan:
 def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str]:
     """List reasons why the layers of a model cannot compute on sequence shards; empty if they can."""
     kind, option = type(model).__name__, f"sequence_parallelism_mode={split.settings.mode!r}"
-    reasons = {
+    conditions = {
         f"the layers of {kind} compute on windows of an image, not on one sequence": plan.between,
         f"the layers of {kind} run several times each": plan.applied,
         f"{kind} reads the outputs of all layers, which would be sharded": plan.collects(model),
     }
     errors = [
-        f"{option}: {reason}: leave enable_sequence_parallelism out"
-        for reason, holds in reasons.items()
+        f"{option}: {message}: leave enable_sequence_parallelism out"
+        for message, holds in conditions.items()
         if holds
     ]
     errors += [
@@ -153,7 +155,7 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
     return [f"{option}: {error}" for error in dict.fromkeys(errors)]
 
 
-def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
+def _first_layer_of_stages(model: nn.Module, stack: Stack) -> list[nn.Module]:
     """Return the module at the first layer's path for each of this rank's stages: the layer or its stand-in."""
     modules: list[nn.Module] = []
     for stage in local_stages(model).values():
@@ -163,7 +165,7 @@ def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
 
 
 def _containers_of(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that contain the modules at these paths, the model first."""
+    """Return all modules around the modules at these paths, the model first."""
     containers = {
         ".".join(names[:count])
         for names in (path.split(".") for path in paths)
@@ -189,31 +191,41 @@ def _track_running(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def _average_entering_gradients(
     modules: Sequence[nn.Module], running: Sequence[nn.Module], group: dist.ProcessGroup
 ) -> None:
-    """Average the gradients of the tensors that enter a model, as the optimizer does with those of parameters.
+    """Add hooks that average the gradients of the tensors given to a model, as the optimizer does for parameters.
 
     A script may call the model, or a module in it that runs the layers: the outermost one that runs averages. In
     backward one all-reduce for each tensor; none if no tensor enters with a gradient. See
     [Note: gradients over the sequence axis].
+
+    Args:
+        modules: the modules around the layers.
+        running: those of them that run now, the outermost first.
+        group: the sequence axis.
     """
 
-    def entering(x: Tensor) -> Tensor:
+    def average_gradient(x: Tensor) -> Tensor:
+        """Return the same tensor, whose gradient is averaged over the ranks in backward."""
         # A placeholder comes from the model's embedding, whose parameters the optimizer averages.
         if not x.requires_grad or isinstance(x, PartTensor) or not torch.is_grad_enabled():
             return x
         return paired(x, lambda x: x.view_as(x), lambda gradient: all_reduce(gradient, group) / group.size())
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook: average the gradients of the arguments, if this module is the outermost that runs."""
         if len(running) > 1:
             return args, kwargs
-        changed: tuple[tuple, dict[str, Any]] = tree_map_only(Tensor, entering, (args, kwargs))
-        return changed
+        averaged: tuple[tuple, dict[str, Any]] = tree_map_only(Tensor, average_gradient, (args, kwargs))
+        return averaged
 
     for module in modules:
         module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _refuse_outside(layer: nn.Module, args: Any, *, running: Sequence[nn.Module]) -> None:
-    """Refuse the call of a layer by the script: its hooks expect those of the model around it."""
+def _refuse_call_outside_model(layer: nn.Module, args: Any, *, running: Sequence[nn.Module]) -> None:
+    """Forward pre-hook: raise ValueError if the script calls a layer itself: its hooks rely on those of the model.
+
+    `running` are the modules around the layers that run now.
+    """
     if not running and torch._C._current_graph_task_id() == -1:  # backward recomputes layers
         raise ValueError(
             f"a {type(layer).__name__} was called outside of its model, but computes on a shard of the "
@@ -224,7 +236,10 @@ def _refuse_outside(layer: nn.Module, args: Any, *, running: Sequence[nn.Module]
 def _without_cache(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], *, is_flash_ring: bool
 ) -> tuple[tuple, dict[str, Any]]:
-    """Turn the key-value cache off: each rank would cache only a shard. Raise ValueError if a cache is requested."""
+    """Forward pre-hook: turn the key-value cache off, or raise ValueError if the call requests one.
+
+    Each rank would cache only a shard. `is_flash_ring` is True for ring attention in place of flash attention.
+    """
     kwargs = with_known_cache_name(model, kwargs)
     cache = cache_of(model, args, kwargs)
     if argument(model, args, kwargs, "use_cache") or not isinstance(cache, (EmptyCache, NoneType)):
@@ -236,36 +251,37 @@ def _without_cache(
     if is_flash_ring and depends_on_cache(model, args, kwargs):
         # Flash attention separates packed texts in batches of one row, with or without a cache.
         positions = argument(model, args, kwargs, "position_ids")
-        of_rows = positions.select(0, 0) if positions.ndim == 3 else positions  # (axes, B, S), or (B, S)
-        if len(of_rows) > 1:
-            kwargs = {**kwargs, "attention_mask": torch.ones_like(of_rows)}
-        kept = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        return args, {**kept, "use_cache": False}
+        positions_BS = positions.select(0, 0) if positions.ndim == 3 else positions  # (axes, B, S), or (B, S)
+        if len(positions_BS) > 1:
+            kwargs = {**kwargs, "attention_mask": torch.ones_like(positions_BS)}
+        remaining = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        return args, {**remaining, "use_cache": False}
     return args, without_cache(model, args, kwargs)
 
 
 def _is_causal(layer: nn.Module) -> bool:
+    """Return True if a layer has an attention that is causal by default."""
     return any(getattr(module, "is_causal", False) is True for module in layer.modules())
 
 
-def _refuse_collecting(
+def _refuse_layer_outputs(
     model: Any, args: Sequence[Any], kwargs: dict[str, Any], *, names: Sequence[str]
 ) -> None:
     """Forward pre-hook: raise ValueError if the call, or else the config, asks for outputs of layers."""
     for name in names:
-        asked, place = kwargs.get(name), "this call"
-        if asked is None:
-            asked, place = getattr(getattr(model, "config", None), name, False), "the model's config"
-        if asked:
+        requested, source = kwargs.get(name), "this call"
+        if requested is None:
+            requested, source = getattr(getattr(model, "config", None), name, False), "the model's config"
+        if requested:
             raise ValueError(
-                f"{name}=True in {place} returns the outputs of layers, which sequence parallelism shards "
+                f"{name}=True in {source} returns the outputs of layers, which sequence parallelism shards "
                 f"over the ranks: set it to False"
             )
 
 
 _DIM = 1  # the sequence dimension of hidden states (B, S, H)
 # Not sharded for any layer: attention covers the full sequence, and the loss takes its shard itself.
-_WHOLE = ("attention_mask", "shift_labels")
+_UNSHARDED_ARGUMENTS = ("attention_mask", "shift_labels")
 
 
 class Boundary:
@@ -283,7 +299,7 @@ class Boundary:
         """Shard sequences before the first layer; before its stand-in on a later stage, only set the length."""
 
         def begin(module: nn.Module, inputs: dict[str, Any]) -> None:
-            """Note the length of the sequence, and give the first layer, if it is local, this rank's shard."""
+            """Set the length of the axis, and replace the hidden states by this rank's shard if the layer is local."""
             name = name_of_first_tensor(inputs)
             hidden = inputs[name]
             if hidden.ndim != _DIM + 2:
@@ -309,7 +325,8 @@ class Boundary:
         """Gather sequences after the last layer, unless they stay sharded up to the loss."""
 
         def end(module: nn.Module, args: tuple, output: Any) -> Any:
-            if not self.axis.ends_whole:
+            """Forward hook: gather the hidden states, the output or the first entry of a tuple."""
+            if not self.axis.gathers_after_last_layer:
                 return output
             hidden = output[0] if isinstance(output, tuple) else output
             whole = gather_sequence(
@@ -320,26 +337,35 @@ class Boundary:
         last.register_forward_hook(end)
 
     def prepare(self, layer: nn.Module) -> None:
-        """Prepare a layer for sequence shards: mark it with the axis, and shard its arguments by position."""
+        """Prepare a layer for sequence shards: mark it with the axis, and add hooks to it.
+
+        On the sequence axis they shard its arguments by position, and give its dropout random numbers that differ
+        between ranks. On the tensor axis that is left to the layer's own sharding.
+        """
         self.axis.mark(layer)
         if not self._is_on_sequence_axis:
             return
 
         def cut(module: nn.Module, inputs: dict[str, Any]) -> None:
+            """Replace all inputs by position, except for the hidden states, by this rank's shard."""
             for name in list(inputs)[1:]:  # without the hidden states
-                inputs[name] = self._own(module, name, inputs[name])
+                inputs[name] = self._shard_argument(module, name, inputs[name])
 
         change_inputs(layer, cut)
-        if draws(layer):
-            for name in samplewise(layer):
+        if draws_random_numbers(layer):
+            for name in sample_droppers(layer):
                 CommonRandom.from_native_module(layer.get_submodule(name), self.axis.group, layer=layer)
             PartRandom.from_native_module(layer, self.axis.group)
 
-    def _own(self, layer: nn.Module, name: str, value: Any) -> Any:
-        """Return this rank's shard of an argument of a layer; an argument without positions is unchanged."""
+    def _shard_argument(self, layer: nn.Module, name: str, value: Any) -> Any:
+        """Return this rank's shard of an argument of a layer, or the argument itself if it is not by position.
+
+        Raises:
+            ValueError: it is not known to be by position, but a dimension has the length of the sequence.
+        """
         if name in LAYER_POSITIONS:
-            return tree_map_only(Tensor, lambda x: self._part(x, LAYER_POSITIONS[name]), value)
-        if name not in _WHOLE and isinstance(value, Tensor) and self.axis.length in value.shape:
+            return tree_map_only(Tensor, lambda x: self._shard_tensor(x, LAYER_POSITIONS[name]), value)
+        if name not in _UNSHARDED_ARGUMENTS and isinstance(value, Tensor) and self.axis.length in value.shape:
             raise ValueError(
                 f"{type(layer).__name__} received {name} of shape {tuple(value.shape)}, whose dimension of "
                 f"the sequence (length {self.axis.length}) is unknown: use "
@@ -347,10 +373,10 @@ class Boundary:
             )
         return value
 
-    def _part(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard, which a `PartTensor` already contains."""
+    def _shard_tensor(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of a full sequence along `dim`; a `PartTensor` already contains it."""
         part = x.part if isinstance(x, PartTensor) else None
-        return self.axis.own(x, dim) if part is None else part
+        return self.axis.shard(x, dim) if part is None else part
 
 
 class CheckpointWithLength:
@@ -366,14 +392,15 @@ class CheckpointWithLength:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call `checkpoint` on a function that restores the length in backward."""
-        lengths: list[int] = []
+        lengths: list[int] = []  # of this call; empty until its forward has run
 
         def compute(*args: Any) -> Any:
+            """Call the function; in backward with the length of its forward."""
             if lengths:
                 with self._axis.computing(lengths[0]):
                     return function(*args)
             outputs = function(*args)
-            lengths.append(self._axis.length)  # the first layer sets it itself
+            lengths.append(self._axis.length)  # after the call: the first layer sets it
             return outputs
 
         return self.checkpoint(compute, *args)

@@ -28,7 +28,7 @@ class SequenceParallelism:
         regathers: on the tensor axis, save only the local shard for backward and gather it again there.
         overlaps: overlap the gather in backward with computation.
         inner_ring_size: for "ring_attn": ranks of the inner of two rings; None is one ring.
-        misuse: error of the switch, found by `asked`.
+        misuse: error of the switch or the mode, as `from_options` finds it.
     """
 
     mode: str | None = None
@@ -38,12 +38,16 @@ class SequenceParallelism:
     misuse: str = ""
 
     @staticmethod
-    def asked(
+    def from_options(
         *, enable: bool, mode: str | None, sp_size: int | None, **settings: Any
     ) -> "SequenceParallelism":
-        """Return settings from the user's switch and mode, which shards nothing unless the switch is on.
+        """Return the settings for the options of a plugin or ShardConfig; errors are in `misuse`, see `errors`.
 
-        The default mode depends on the axes.
+        Args:
+            enable: enable_sequence_parallelism; False shards nothing.
+            mode: sequence_parallelism_mode; None is "all_to_all" if there is a sequence axis, else "split_gather".
+            sp_size: size of the sequence axis; None or 1 if there is none.
+            settings: further fields.
         """
         if not isinstance(enable, bool):
             misuse = f"enable_sequence_parallelism={enable!r} must be True or False"
@@ -51,10 +55,10 @@ class SequenceParallelism:
         if not enable:
             misuse = "" if mode in (None, *MODES) else f"{_option(mode)} must be one of {_NAMES}"
             return SequenceParallelism(misuse=misuse, **settings)
-        usual = "split_gather" if sp_size in (None, 1) else "all_to_all"
-        return SequenceParallelism(mode=usual if mode is None else mode, **settings)
+        default_mode = "split_gather" if sp_size in (None, 1) else "all_to_all"
+        return SequenceParallelism(mode=default_mode if mode is None else mode, **settings)
 
-    def own_axis(self, *, sp_size: int | None, tp_size: int) -> int:
+    def sequence_axis_size(self, *, sp_size: int | None, tp_size: int) -> int:
         """Return the size of the sequence axis: 1 for modes of the tensor axis, where `sp_size` may repeat its size."""
         return 1 if sp_size is None or (self.is_on_tensor_axis and sp_size == tp_size) else sp_size
 
@@ -121,7 +125,7 @@ def _option(mode: object) -> str:
     return f"sequence_parallelism_mode={mode!r}"
 
 
-WHOLE = SequenceParallelism()
+UNSHARDED = SequenceParallelism()
 
 
 @dataclass(frozen=True, kw_only=True)

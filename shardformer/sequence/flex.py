@@ -36,24 +36,26 @@ def fits(q: Tensor, v: Tensor) -> bool:
 
 @cache
 def _has_triton() -> bool:
+    """Return True if Triton is installed, which compiles FlexAttention's kernels."""
     return find_spec("triton") is not None
 
 
 def flex_mask(mask: BlockMask, queries: Tensor, keys: Tensor) -> FlexMask:
     """Return a FlexAttention mask for queries and keys at these positions; those beyond the sequence are padding."""
-    placed = mask.placed(queries, keys)
-    rows = max(1, _ENTRIES // (_BLOCK * len(keys))) * _BLOCK
+    visible_at = mask.at_positions(queries, keys)
+    num_rows = max(1, _ENTRIES // (_BLOCK * len(keys))) * _BLOCK
     all_keys = torch.arange(len(keys), device=keys.device)
     all_queries = torch.arange(len(queries), device=queries.device)
     counts = torch.cat(
-        [_count_blocks(mask.placed_seen(placed, chunk, all_keys)) for chunk in all_queries.split(rows)], -2
+        [_count_blocks(mask.evaluate(visible_at, chunk, all_keys)) for chunk in all_queries.split(num_rows)],
+        -2,
     )
     is_full = counts == _BLOCK**2
     return FlexMask.from_kv_blocks(
-        *_listed((counts > 0) & ~is_full),
-        *_listed(is_full),
+        *_as_block_lists((counts > 0) & ~is_full),
+        *_as_block_lists(is_full),
         BLOCK_SIZE=_BLOCK,
-        mask_mod=placed,
+        mask_mod=visible_at,
         seq_lengths=(len(queries), len(keys)),
     )
 
@@ -66,16 +68,20 @@ def _count_blocks(seen: Tensor) -> Tensor:
     return blocks.sum((-3, -1), dtype=torch.int32)
 
 
-def _listed(is_wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of blocks the number of wanted ones, and all block indices with the wanted ones first."""
-    order = is_wanted.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
-    return is_wanted.sum(-1, dtype=torch.int32), order.to(torch.int32)
+def _as_block_lists(is_listed: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert a mask of blocks (B, 1, Q / 128, K / 128) to lists, as FlexAttention takes them.
+
+    Returns:
+        For each row of blocks the number of True ones, and the indices of all blocks, those of True ones first.
+    """
+    order = is_listed.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+    return is_listed.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def look(
+def attend_to_block(
     q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, mask: FlexMask, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to these keys only; return outputs and lse: 0 and minus infinity for queries that see no key."""
+    """Attend to these keys only, by FlexAttention; arguments and results as of `kernels.attend_to_block`."""
     kind = _codes(mask.mask_mod), q.dtype, softcap, torch.is_grad_enabled()
     out, auxiliary = _compiled(kind)(
         q,
@@ -90,7 +96,7 @@ def look(
     return out, auxiliary.lse
 
 
-def look_back(
+def attend_to_block_backward(
     gradient: Tensor,
     q: Tensor,
     k_BMKD: Tensor,
@@ -104,12 +110,12 @@ def look_back(
 
     Args:
         gradient: gradient of the outputs.
-        q, k_BMKD, v_BMKD, mask, **settings: arguments of the `look` call.
+        q, k_BMKD, v_BMKD, mask, **settings: arguments of the `attend_to_block` call.
         out, lse: outputs and lse over all keys; the lse is plus infinity for queries that see none.
     """
     with torch.enable_grad():
         q, k_BMKD, v_BMKD = inputs = [x.detach().requires_grad_() for x in (q, k_BMKD, v_BMKD)]
-        partial_out, partial_lse = look(q, k_BMKD, v_BMKD, mask, **settings)
+        partial_out, partial_lse = attend_to_block(q, k_BMKD, v_BMKD, mask, **settings)
     weight = (partial_lse.detach() - lse).exp().unsqueeze(-1)
     out_gradient = weight * gradient
     lse_gradient = (out_gradient * (partial_out.detach() - out)).sum(-1)
@@ -118,7 +124,10 @@ def look_back(
 
 
 def _codes(value: Any) -> tuple[Any, ...]:
-    """Return the code objects of a function and of functions in its closure, which torch.compile traces together."""
+    """Return the code objects of a function and of the functions in its closure, as a key for `_compiled`.
+
+    torch.compile traces them together, so other functions need another graph.
+    """
     if isinstance(value, (tuple, list)):
         return tuple(map(_codes, value))
     if not isinstance(value, FunctionType):
@@ -143,4 +152,5 @@ def _compiled(kind: tuple[Any, ...]) -> Any:
 
 @cache
 def _capped(softcap: float) -> Any:
+    """Return the function of FlexAttention that bounds scores by `softcap`; one object for each bound."""
     return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)

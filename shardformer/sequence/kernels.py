@@ -24,7 +24,7 @@ class View:
     """Mask and settings of attention to one block of keys.
 
     Args:
-        seen: all keys, the triangle, numbers to add to the scores (minus infinity at hidden keys), booleans, or
+        visible: all keys, the triangle, numbers to add to the scores (minus infinity at hidden keys), booleans, or
             a FlexAttention mask.
         scale: factor of the scores.
         softcap: bound of the scaled scores, by softcap · tanh(score / softcap); None is no bound.
@@ -34,7 +34,7 @@ class View:
             of hidden keys, which rounds them all to the same value: every key gets the same weight.
     """
 
-    seen: BlockKind | Tensor | flex.FlexMask
+    visible: BlockKind | Tensor | flex.FlexMask
     _: KW_ONLY
     scale: float
     softcap: float | None = None
@@ -46,37 +46,46 @@ class View:
 Gradients = tuple[Tensor, ...]  # for q, k, v
 
 
-def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    """Attend to one block of keys; return outputs and lse: 0 and minus infinity for queries that see no key."""
-    if isinstance(view.seen, flex.FlexMask):
-        return flex.look(q, k_BMKD, v_BMKD, view.seen, scale=view.scale, softcap=view.softcap)
-    view = _added(view, q.dtype)
+def attend_to_block(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    """Attend to one block of keys.
+
+    Args:
+        q: (B, N, Q, D).
+        k_BMKD, v_BMKD: keys and values; M divides N.
+        view: mask and settings.
+
+    Returns:
+        Outputs (B, N, Q, D) and lse (B, N, Q): 0 and minus infinity for queries that see no key.
+    """
+    if isinstance(view.visible, flex.FlexMask):
+        return flex.attend_to_block(q, k_BMKD, v_BMKD, view.visible, scale=view.scale, softcap=view.softcap)
+    view = _with_additive_mask(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
     attend = _flash if is_fused(q, v, view) else _plain
     out, lse = attend(q, k, v, view)
-    if isinstance(view.seen, Tensor):  # fused kernels return an lse of 0 for queries that see no key
-        lse = lse.masked_fill((view.seen == -torch.inf).all(-1), -torch.inf)
+    if isinstance(view.visible, Tensor):  # fused kernels return an lse of 0 for queries that see no key
+        lse = lse.masked_fill((view.visible == -torch.inf).all(-1), -torch.inf)
     return out, lse
 
 
-def look_back(
+def attend_to_block_backward(
     gradient: Tensor, q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
     """Return a block's contribution to the gradients of q, k, v.
 
     Args:
         gradient: gradient of the outputs.
-        q, k_BMKD, v_BMKD, view: arguments of the `look` call.
+        q, k_BMKD, v_BMKD, view: arguments of the `attend_to_block` call.
         out, lse: outputs and lse over all keys; the lse is plus infinity for queries that see none.
     """
-    if isinstance(view.seen, flex.FlexMask):
+    if isinstance(view.visible, flex.FlexMask):
         settings = {"scale": view.scale, "softcap": view.softcap}
-        return flex.look_back(gradient, q, k_BMKD, v_BMKD, out, lse, view.seen, **settings)
-    view = _added(view, q.dtype)
+        return flex.attend_to_block_backward(gradient, q, k_BMKD, v_BMKD, out, lse, view.visible, **settings)
+    view = _with_additive_mask(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
     backward = _flash_backward if is_fused(q, v, view) else _plain_backward
     dq, dk, dv = backward(gradient, q, k, v, out, lse, view)
-    return dq, _over_query_heads(dk, k_BMKD), _over_query_heads(dv, v_BMKD)
+    return dq, _sum_over_query_heads(dk, k_BMKD), _sum_over_query_heads(dv, v_BMKD)
 
 
 def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
@@ -87,21 +96,21 @@ def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
         return True
     is_short = q.dtype in (torch.float16, torch.bfloat16)
     fits = q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
-    return is_cuda(q.device) and is_short and fits and not isinstance(view.seen, Tensor)
+    return is_cuda(q.device) and is_short and fits and not isinstance(view.visible, Tensor)
 
 
-def _added(view: View, dtype: torch.dtype) -> View:
+def _with_additive_mask(view: View, dtype: torch.dtype) -> View:
     """Convert a mask tensor to additive form: booleans to numbers, and the dtype's least number to minus infinity."""
-    if not isinstance(view.seen, Tensor):
+    if not isinstance(view.visible, Tensor):
         return view
-    hidden = ~view.seen if view.seen.dtype == torch.bool else is_hidden(view.seen)
-    bias = torch.zeros((), device=hidden.device) if view.seen.dtype == torch.bool else view.seen
+    hidden = ~view.visible if view.visible.dtype == torch.bool else is_hidden(view.visible)
+    bias = torch.zeros((), device=hidden.device) if view.visible.dtype == torch.bool else view.visible
     bias = (
         bias.to(torch.promote_types(dtype, torch.float32))
         .expand(hidden.shape)
         .masked_fill(hidden, -torch.inf)
     )
-    return replace(view, seen=bias)
+    return replace(view, visible=bias)
 
 
 def _for_each_query_head(q: Tensor, x_BMKD: Tensor) -> Tensor:
@@ -113,7 +122,8 @@ def _for_each_query_head(q: Tensor, x_BMKD: Tensor) -> Tensor:
     )
 
 
-def _over_query_heads(gradient_BNKD: Tensor, x_BMKD: Tensor) -> Tensor:
+def _sum_over_query_heads(gradient_BNKD: Tensor, x_BMKD: Tensor) -> Tensor:
+    """Sum the gradients of keys or values over the query heads that share them; `x_BMKD` has the unrepeated heads."""
     if gradient_BNKD.shape[1] == x_BMKD.shape[1]:
         return gradient_BNKD
     dtype = torch.promote_types(gradient_BNKD.dtype, torch.float32)
@@ -136,40 +146,41 @@ def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
         least = torch.finfo(dtype).min
         # Not simply zero: in fp16 a score above 16 survives the rounding.
         scores = (scores.to(dtype) + least - least).to(scores.dtype)
-    if isinstance(view.seen, Tensor):
-        return scores + view.seen
-    if view.seen is BlockKind.TRIANGLE:
+    if isinstance(view.visible, Tensor):
+        return scores + view.visible
+    if view.visible is BlockKind.TRIANGLE:
         return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
     return scores
 
 
-def _kept(probabilities: Tensor, view: View) -> Tensor:
+def _dropped_out(probabilities: Tensor, view: View) -> Tensor:
     """Apply dropout to probabilities, the same entries at each call with this seed."""
     if not view.dropout:
         return probabilities
     generator = torch.Generator(probabilities.device).manual_seed(view.seed)
-    kept = torch.empty_like(probabilities).bernoulli_(1 - view.dropout, generator=generator)
-    return probabilities * kept / (1 - view.dropout)
+    is_kept = torch.empty_like(probabilities).bernoulli_(1 - view.dropout, generator=generator)
+    return probabilities * is_kept / (1 - view.dropout)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    """Return outputs and lse for these keys, from materialized scores in float32 or wider."""
     scores = _masked(_plain_scores(q, k, view), view, q.dtype)
     lse = scores.logsumexp(-1)
     scores -= lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-    return _kept(scores.exp_(), view) @ v.to(scores.dtype), lse
+    return _dropped_out(scores.exp_(), view) @ v.to(scores.dtype), lse
 
 
 def _plain_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
-    """Return the gradients of q, k and v for these keys, in the format of the scores."""
+    """Return the gradients of q, k and v for these keys, from materialized scores and in their format."""
     scores = _plain_scores(q, k, view)
     probabilities = (_masked(scores, view, q.dtype) - lse.unsqueeze(-1)).exp_()
     dtype = probabilities.dtype
     gradient, q, k, v, out = (x.to(dtype) for x in (gradient, q, k, v, out))
-    dv = _kept(probabilities, view).mT @ gradient
-    weighted = _kept(gradient @ v.mT, view) - (gradient * out).sum(-1, keepdim=True)
-    dscores = weighted * probabilities * view.scale
+    dv = _dropped_out(probabilities, view).mT @ gradient
+    score_gradient = _dropped_out(gradient @ v.mT, view) - (gradient * out).sum(-1, keepdim=True)
+    dscores = score_gradient * probabilities * view.scale
     if view.softcap is not None:
         dscores *= 1 - (scores / view.softcap).square()  # tanh' = 1 − tanh²
     return dscores @ k, dscores.mT @ q, dv
@@ -177,7 +188,7 @@ def _plain_backward(
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
     """Return outputs and lse for these keys by torch's flash kernel."""
-    is_causal, bias = _as_arguments(view)
+    is_causal, bias = _causal_and_bias(view)
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=view.scale
@@ -191,7 +202,7 @@ def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
     """Return the gradients of q, k and v for these keys by torch's flash kernel."""
-    is_causal, bias = _as_arguments(view)
+    is_causal, bias = _causal_and_bias(view)
     gradients: Gradients
     if q.device.type == "cpu":
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -206,5 +217,6 @@ def _flash_backward(
     return gradients
 
 
-def _as_arguments(view: View) -> tuple[bool, Tensor | None]:
-    return view.seen is BlockKind.TRIANGLE, view.seen if isinstance(view.seen, Tensor) else None
+def _causal_and_bias(view: View) -> tuple[bool, Tensor | None]:
+    """Return the mask as arguments of torch's kernels: is_causal, and numbers to add to the scores."""
+    return view.visible is BlockKind.TRIANGLE, view.visible if isinstance(view.visible, Tensor) else None

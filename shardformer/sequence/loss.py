@@ -14,46 +14,54 @@ from torch import Tensor, nn
 from ...cluster.collectives import all_reduce, paired
 from ...pipeline.counted_loss import unobserved
 from ...pipeline.plan import StagePlan, is_within
-from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
+from ..layers.forward_code import is_by_position, is_by_position_after_loops, only_scales_result
 from ..layers.loss import ShardedLogits, has_causal_loss, has_labels, route_causal_loss
-from ..layers.sequence_axis import SequenceAxis, gather_sequence, of_all_ranks
+from ..layers.sequence_axis import SequenceAxis, gather_sequence, times_num_ranks
 
 
 @dataclass(frozen=True)
 class SequenceParallelLogits(ShardedLogits):
-    """`ShardedLogits` of this rank's positions, which may be sharded over the tensor axis too."""
+    """`ShardedLogits` of this rank's positions.
 
-    part: Tensor | ShardedLogits
+    Args:
+        local: logits of this rank's positions, which may be sharded over the tensor axis too.
+        axis: the axis of the sequence.
+        length: length of the full sequence.
+    """
+
+    local: Tensor | ShardedLogits
     axis: SequenceAxis
     length: int
-    _part_of = "sharded over the sequence"
+    _description = "sharded over the sequence"
 
     def gather(self) -> Tensor:
         """Return all logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis."""
-        part = self.part.gather() if isinstance(self.part, ShardedLogits) else self.part
-        return gather_sequence(part, self.axis, self.length, is_on_sequence_axis=True)
+        local = self.local.gather() if isinstance(self.local, ShardedLogits) else self.local
+        return gather_sequence(local, self.axis, self.length, is_on_sequence_axis=True)
 
 
 def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
-    """Return True if a model works by position from its last layer to the causal loss, which is transformers'.
+    """Return True if sequences may stay sharded from a model's last layer to its loss.
+
+    The loss must be transformers' causal loss, and the code between must compute each position independently.
 
     Args:
         model: the full model.
         plan: the paths of its layers.
         head: the path of its language-model head, or None.
     """
-    if head is None or not has_causal_loss(model) or not scales_alone(model, head):
+    if head is None or not has_causal_loss(model) or not only_scales_result(model, head):
         return False
-    before = [*plan.kept_paths(model), head]
-    behind = [
+    exempt_paths = [*plan.kept_paths(model), head]
+    after_layers = [
         module
         for name, module in model.named_modules()
         if next(module.parameters(recurse=False), None) is not None
-        and not any(is_within(name, path) for path in before)
+        and not any(is_within(name, path) for path in exempt_paths)
     ]
-    outer = plan.layers.split(".")[:-1]  # the modules around the list of layers, the innermost last
-    around = [model.get_submodule(".".join(outer[: depth + 1])) for depth in range(len(outer))]
-    return all(map(is_by_position, behind)) and all(map(is_by_position_behind_loops, around))
+    names = plan.layers.split(".")[:-1]  # of the modules around the list of layers, the innermost last
+    containers = [model.get_submodule(".".join(names[: depth + 1])) for depth in range(len(names))]
+    return all(map(is_by_position, after_layers)) and all(map(is_by_position_after_loops, containers))
 
 
 def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
@@ -63,37 +71,41 @@ def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
         model: a sharded model with its head.
         axis: the axis of its last layer.
     """
-    inner: Any = model.loss_function
+    local_loss: Any = model.loss_function
 
     def is_sharded(arguments: Mapping[str, Any]) -> bool:
+        """Return True for a training call with labels that keeps the logits of all positions."""
         kept = arguments.get("logits_to_keep")  # 0 is all positions in transformers; a tensor lists positions
         keeps_all = kept is None or (isinstance(kept, int) and kept == 0)
         return model.training and has_labels(arguments) and keeps_all
 
     route_causal_loss(
         model,
-        (axis, "ends_whole"),  # the attribute that tells the last layer to gather; off during these calls
-        total=partial(_sum_of_parts, axis=axis, inner=inner),
-        finish=lambda part: SequenceParallelLogits(part, axis, axis.length),
+        # The attribute that tells the last layer to gather; False during these calls.
+        (axis, "gathers_after_last_layer"),
+        total=partial(_sum_over_shards, axis=axis, local_loss=local_loss),
+        finish=lambda local: SequenceParallelLogits(local, axis, axis.length),
         is_sharded=is_sharded,
     )
 
 
-def _sum_of_parts(
+def _sum_over_shards(
     logits: Tensor,
     shift_labels: Tensor,
     *,
     vocab_size: int,
     ignore_index: int,
     axis: SequenceAxis,
-    inner: Callable[..., Tensor],
+    local_loss: Callable[..., Tensor],
 ) -> Tensor:
     """Return the loss sum over all sequence shards, from this rank's logits; a `LossSum`. One all-reduce."""
-    labels = axis.own(shift_labels, 1, padding=ignore_index)
+    labels = axis.shard(shift_labels, 1, padding=ignore_index)
     with unobserved():  # no term of the loss, which is the sum over all shards
-        share = inner(
+        local_sum = local_loss(
             logits, labels, vocab_size, num_items_in_batch=1, ignore_index=ignore_index, shift_labels=labels
         )
     return paired(
-        share, lambda share: all_reduce(share, axis.group), lambda gradient: of_all_ranks(gradient, axis)
+        local_sum,
+        lambda local_sum: all_reduce(local_sum, axis.group),
+        lambda gradient: times_num_ranks(gradient, axis),
     )

@@ -20,8 +20,8 @@ from ...cluster.ring import circulate, round_trip
 from ...cluster.transformers_api import bidirectional_mask_function, causal_mask_function
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from . import flex
-from .block_mask import BlockKind, BlockMask, GivenMask, Mask
-from .kernels import View, is_fused, look, look_back
+from .block_mask import BlockKind, BlockMask, Mask, TensorMask
+from .kernels import View, attend_to_block, attend_to_block_backward, is_fused
 
 # B batch, S a rank's shard of the sequence with padding, N query heads, M key and value heads, D head dim; Q queries
 
@@ -52,7 +52,7 @@ def ring_attention(
     Args:
         q_BNSD, k_BMSD, v_BMSD: this rank's shards; M divides N. Values may have another head dim.
         axis: the axis over which the sequence is sharded.
-        mask: for the full sequence; a tensor as in `GivenMask`. None: all keys are visible, or with `is_causal` the
+        mask: for the full sequence; a tensor as in `TensorMask`. None: all keys are visible, or with `is_causal` the
             keys up to the query.
         is_causal: used only without a mask.
         scale: factor of the scores.
@@ -65,13 +65,13 @@ def ring_attention(
     Raises:
         ValueError: the mask is not for a sequence of this length.
     """
-    _check(q_BNSD, k_BMSD, v_BMSD, axis)
+    _check_shapes(q_BNSD, k_BMSD, v_BMSD, axis)
     seed = int(torch.randint(2**62, ())) if dropout else 0
     view = View(BlockKind.ALL, scale=scale, softcap=softcap, dropout=dropout, seed=seed)
-    call = _Call(_mask(mask, axis.length, is_causal=is_causal), axis, axis.length, view)
-    kind = q_BNSD.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    call = _Call(_as_mask(mask, axis.length, is_causal=is_causal), axis, axis.length, view)
+    device_type = q_BNSD.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         q_BNSD, k_BMSD, v_BMSD = q_BNSD.to(dtype), k_BMSD.to(dtype), v_BMSD.to(dtype)
     out: Tensor = _RingAttention.apply(q_BNSD.contiguous(), k_BMSD, v_BMSD, call)
     return out
@@ -81,9 +81,9 @@ class Piece(NamedTuple):
     """A block of queries of one rank and keys of another.
 
     Attributes:
-        rows, columns: their slices in the shards of the two ranks.
+        rows, columns: slices of the queries and keys in the shards of the two ranks.
         queries, keys: their positions in the full sequence.
-        seen: visible keys as returned by `Mask.block`, never NOTHING.
+        visible: visible keys as returned by `Mask.block`, never NOTHING.
         is_uniform: True if all keys have the same weight, see `View`.
     """
 
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
     columns: slice
     queries: range
     keys: range
-    seen: BlockKind | Tensor | flex.FlexMask
+    visible: BlockKind | Tensor | flex.FlexMask
     is_uniform: bool = False
 
 
@@ -111,9 +111,9 @@ def pieces(
     for queries, row in _ranges(order, length, rank, size):
         for keys, column in _ranges(order, length, source, size):
             rows, columns = slice(row, row + len(queries)), slice(column, column + len(keys))
-            seen = mask.block(queries, keys)
-            if seen is not BlockKind.NOTHING:
-                yield Piece(rows, columns, queries, keys, seen)
+            visible = mask.block(queries, keys)
+            if visible is not BlockKind.NOTHING:
+                yield Piece(rows, columns, queries, keys, visible)
             uniform_queries = mask.uniform_queries(queries)
             if uniform_queries is not None:
                 yield Piece(rows, columns, queries, keys, uniform_queries.unsqueeze(-1), is_uniform=True)
@@ -148,7 +148,10 @@ class OnlineSoftmax:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Add a block of keys for some queries, by the outputs and lse of attention to this block only."""
-        out_before, lse_before = self.out_BNQD[:, :, rows], self.lse_BNQ[:, :, rows]
+        out_before, lse_before = (
+            self.out_BNQD[:, :, rows],
+            self.lse_BNQ[:, :, rows],
+        )  # views, updated in place
         lse_after = torch.logaddexp(lse_before, lse)
         scale = lse_after.masked_fill(lse_after == -torch.inf, 0)  # infinity minus infinity is NaN
         out_before.mul_((lse_before - scale).exp_().unsqueeze(-1))
@@ -172,8 +175,11 @@ class _Call(NamedTuple):
     settings: View
 
     def classify_blocks(self, q: Tensor, v: Tensor) -> None:
-        """Determine the kinds of all blocks of this rank's queries at once: at most one host read."""
-        if self._is_flex(q, v):
+        """Determine the kinds of all blocks of this rank's queries at once, and keep them in the mask.
+
+        At most one host read; `pieces` then needs none.
+        """
+        if self._uses_flex(q, v):
             return  # its kernel evaluates the mask
         order, size = self.axis.order, self._size(q, v)
         queries = [positions for positions, _ in _ranges(order, self.length, self.axis.rank, size)]
@@ -185,13 +191,13 @@ class _Call(NamedTuple):
         self.mask.classify(product(queries, keys))
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
-        """Return the blocks of queries and keys that each need one call of a kernel; see `Piece`.
+        """Yield the blocks of this rank's queries and another rank's keys that each need one call of a kernel.
 
         Args:
             q, v: this rank's queries and values, (B, N, S, D).
             source: the rank of the keys.
         """
-        if self._is_flex(q, v):  # one call for all queries and keys
+        if self._uses_flex(q, v):  # one call for all queries and keys
             mask = self._flex_mask(source, q.device)
             no_positions = range(0)  # they seed dropout, which FlexAttention does not support here
             return iter([Piece(slice(None), slice(None), no_positions, no_positions, mask)])
@@ -202,9 +208,9 @@ class _Call(NamedTuple):
         """Return the largest number of queries, and of keys, in a piece."""
         return sys.maxsize if self.mask.is_plain and is_fused(q, v, self.settings) else _TILE
 
-    def _is_flex(self, q: Tensor, v: Tensor) -> bool:
+    def _uses_flex(self, q: Tensor, v: Tensor) -> bool:
         """Return True for masks that are functions of positions and that no fused kernel supports."""
-        if not isinstance(self.mask, BlockMask) or self.mask.levels or self.settings.dropout:
+        if not isinstance(self.mask, BlockMask) or self.mask.is_eager or self.settings.dropout:
             return False
         return self._size(q, v) == _TILE and flex.fits(q, v)
 
@@ -218,20 +224,22 @@ class _Call(NamedTuple):
                 [torch.arange(stretch.start, stretch.stop, device=device) for stretch in stretches]
             )
 
-        known = self.mask.flex_masks
-        if source not in known:
+        masks = self.mask.flex_masks
+        if source not in masks:
             queries, keys = positions_of(self.axis.rank), positions_of(source)
-            known[source] = flex.flex_mask(self.mask, queries, keys)
-        return known[source]
+            masks[source] = flex.flex_mask(self.mask, queries, keys)
+        return masks[source]
 
     def view(self, piece: Piece) -> View:
         """Return the arguments of the kernel for a piece."""
         # The seed depends on global positions, so that ranks with equal random states drop different keys.
         seed = hash((self.settings.seed, piece.queries.start, piece.keys.start)) % 2**63
-        return replace(self.settings, seen=piece.seen, seed=seed, is_uniform=piece.is_uniform)
+        return replace(self.settings, visible=piece.visible, seed=seed, is_uniform=piece.is_uniform)
 
 
 class _RingAttention(Function):
+    """The autograd node of `ring_attention`."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         """Attend to the keys of every rank while they circulate, and combine the results; q, k, v are (B, N, S, D)."""
@@ -242,7 +250,7 @@ class _RingAttention(Function):
                 keys, values = keys_and_values.split([k.shape[-1], v.shape[-1]], -1)
                 for piece in call.pieces(q, v, source):
                     rows, columns = piece.rows, piece.columns
-                    out, lse = look(
+                    out, lse = attend_to_block(
                         q[:, :, rows], keys[:, :, columns], values[:, :, columns], call.view(piece)
                     )
                     softmax.add(rows, out, lse)
@@ -270,7 +278,7 @@ class _RingAttention(Function):
             dkeys, dvalues = dkeys_and_values.split(widths, -1)
             for piece in call.pieces(q, v, source):
                 rows, columns = piece.rows, piece.columns
-                piece_dq, piece_dkeys, piece_dvalues = look_back(
+                piece_dq, piece_dkeys, piece_dvalues = attend_to_block_backward(
                     gradient[:, :, rows],
                     q[:, :, rows],
                     keys[:, :, columns],
@@ -289,10 +297,10 @@ class _RingAttention(Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
-    """Return the mask of a call; raise ValueError if it is for another length."""
+def _as_mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
+    """Return the mask argument of `ring_attention` as a `Mask`; raise ValueError if it is for another length."""
     if isinstance(mask, Tensor):
-        return GivenMask(mask, length)
+        return TensorMask(mask, length)
     if mask is None:
         function = causal_mask_function if is_causal else bidirectional_mask_function
         return BlockMask(function, (length, length))
@@ -304,13 +312,13 @@ def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
     return mask
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> None:
     """Raise AssertionError for shapes that are not of shards of the axis' sequence."""
-    part_length = axis.part_length
-    if not q.shape[2] == k.shape[2] == v.shape[2] == part_length:
+    shard_length = axis.shard_length
+    if not q.shape[2] == k.shape[2] == v.shape[2] == shard_length:
         raise AssertionError(
             f"got {q.shape[2]} queries, {k.shape[2]} keys and {v.shape[2]} values: of a sequence of "
-            f"{axis.length} on {axis.order.size} ranks each rank has {part_length}"
+            f"{axis.length} on {axis.order.size} ranks each rank has {shard_length}"
         )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise AssertionError(f"{k.shape[1]} heads of keys, {v.shape[1]} of values, {q.shape[1]} of queries")

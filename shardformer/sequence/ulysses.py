@@ -45,15 +45,15 @@ class HeadShare:
     repeats: int = 1
 
     @staticmethod
-    def least(num_queries: int, num_keys: int, size: int) -> "HeadShare":
-        """Return the share with the fewest heads to send."""
-        best = HeadShare(size=size, num_queries=num_queries, num_keys=num_keys)
-        groups = best.groups
+    def with_fewest_heads(num_queries: int, num_keys: int, size: int) -> "HeadShare":
+        """Return the share, over all possible `repeats`, with the fewest heads of a rank, which are sent."""
+        fewest = HeadShare(size=size, num_queries=num_queries, num_keys=num_keys)
+        groups = fewest.groups
         for repeats in range(2, groups + 1):  # a loop, which torch.compile can follow
-            share = replace(best, repeats=repeats)
-            if groups % repeats == 0 and share.queries + share.keys < best.queries + best.keys:
-                best = share
-        return best
+            share = replace(fewest, repeats=repeats)
+            if groups % repeats == 0 and share.queries + share.keys < fewest.queries + fewest.keys:
+                fewest = share
+        return fewest
 
     @property
     def groups(self) -> int:
@@ -70,8 +70,11 @@ class HeadShare:
         """Query heads of one rank, including padded heads."""
         return self.keys * self.groups
 
-    def own(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """Return a rank's slice of a tensor with an entry per query head along `dim`; a length of 1 suits all heads."""
+    def local_entries(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """Return a rank's entries of a tensor with one per query head along `dim`, zeros for padded heads.
+
+        A tensor with a length of 1 is for all heads, and returned as it is.
+        """
         if x.shape[dim] == 1:
             return x
         if x.shape[dim] != self.num_queries:
@@ -80,8 +83,8 @@ class HeadShare:
                 "many entries, or 1"
             )
         begin = min(rank * self.queries, self.num_queries)
-        of_rank = x.narrow(dim, begin, min(self.queries, self.num_queries - begin))
-        return _filled(of_rank, dim, self.queries)
+        entries = x.narrow(dim, begin, min(self.queries, self.num_queries - begin))
+        return _pad_to(entries, dim, self.queries)
 
 
 def attend_by_heads(
@@ -120,47 +123,56 @@ def attend_by_heads(
     Raises:
         ValueError: a shape does not match the axis' sequence.
     """
-    _check(module, query, key, axis)
-    share = HeadShare.least(query.shape[1], key.shape[1], axis.group.size())
-    full_sequences = _whole_sequences((query, key, value), share, axis)
+    _check_shards(module, query, key, axis)
+    share = HeadShare.with_fewest_heads(query.shape[1], key.shape[1], axis.group.size())
+    full_sequences = _exchange_for_heads((query, key, value), share, axis)
     if position_bias is not None:
-        kwargs["position_bias"] = _own_mask(position_bias, share, axis)
+        kwargs["position_bias"] = _local_mask(position_bias, share, axis)
     if s_aux is not None:
-        kwargs["s_aux"] = share.own(s_aux, 0, axis.rank)
+        kwargs["s_aux"] = share.local_entries(s_aux, 0, axis.rank)
     if isinstance(mask, Tensor):
-        mask = _own_mask(mask, share, axis)
-    view = _own_view(module, share, axis)
-    with _own_random(axis, query.device, dropout):
+        mask = _local_mask(mask, share, axis)
+    view = _local_view(module, share, axis)
+    with _local_random_state(axis, query.device, dropout):
         out_BLnD, _ = attend(view, *full_sequences, mask, dropout=dropout, **kwargs)
-    padded = _filled(out_BLnD, 1, axis.order.padded(axis.length))
+    padded = _pad_to(out_BLnD, 1, axis.order.padded(axis.length))
     out = all_to_all(padded, axis.group, split_dim=1, gather_dim=2)
     return out if out.shape[2] == share.num_queries else out[:, :, : share.num_queries]
 
 
-def _check(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) -> None:
+def _check_shards(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) -> None:
     """Raise for shapes that are not of contiguous shards of the axis' sequence."""
     if axis.order.is_zigzag:
         raise AssertionError("all-to-all concatenates shards: each must be contiguous in the sequence")
-    part_length = axis.part_length
-    if query.shape[2] != part_length or key.shape[2] != part_length:
+    shard_length = axis.shard_length
+    if query.shape[2] != shard_length or key.shape[2] != shard_length:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, but this "
-            f"rank has {part_length} of a sequence of {axis.length}: for cross-attention or a key-value cache use a "
+            f"rank has {shard_length} of a sequence of {axis.length}: for cross-attention or a key-value cache use a "
             "sequence_parallelism_mode of the tensor axis, 'split_gather' or 'ring'"
         )
 
 
-def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: SequenceAxis) -> Iterator[Tensor]:
-    """Return queries, keys and values of this rank's heads for the full sequence, (B, n or m, L, D). One all-to-all."""
-    query, key, value = parts
+def _exchange_for_heads(shards: tuple[Tensor, ...], share: HeadShare, axis: SequenceAxis) -> Iterator[Tensor]:
+    """Exchange sequence shards of all heads for full sequences of this rank's heads. One all-to-all.
+
+    Args:
+        shards: queries (B, N, S/P, D), keys and values (B, M, S/P, D).
+        share: the heads of each rank.
+        axis: the sequence axis.
+
+    Returns:
+        Queries (B, n, L, D), keys and values (B, m, L, D).
+    """
+    query, key, value = shards
     if share.repeats > 1:
         key, value = key.repeat_interleave(share.repeats, 1), value.repeat_interleave(share.repeats, 1)
     counts = share.queries, share.keys, share.keys
     padded = [
-        _filled(heads, 1, share.size * count)
+        _pad_to(heads, 1, share.size * count)
         for heads, count in zip((query, key, value), counts, strict=True)
     ]
-    # (P, S/P, B, X), one slice for each rank: one copy, sent from its buffer; the result (S, B, X) is used in place.
+    # (P, S/P, B, X): the heads of each rank P, the layout in which they are sent; views until `cat` copies them.
     sent = [heads.unflatten(1, (share.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for heads in padded]
     arrived_SBX = all_to_all(torch.cat(sent, -1), axis.group, split_dim=0, gather_dim=1).squeeze(0)
     if len(arrived_SBX) != axis.length:
@@ -172,14 +184,18 @@ def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: Sequence
     )
 
 
-def _filled(x: Tensor, dim: int, length: int) -> Tensor:
+def _pad_to(x: Tensor, dim: int, length: int) -> Tensor:
     """Pad `dim` with zeros at its end to this length."""
     missing = length - x.shape[dim]
     return pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
-def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
-    """Return this rank's heads of a mask or bias for full sequences, if it has an entry for each head."""
+def _local_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
+    """Return a mask or bias for full sequences, sliced to this rank's heads if it has an entry for each head.
+
+    Raises:
+        ValueError: its shape is not that of a mask for the axis' sequence.
+    """
     length = axis.length
     if (
         mask.ndim not in (2, 4)
@@ -190,22 +206,22 @@ def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
             f"attention got a mask or bias of shape {tuple(mask.shape)} for sequences of length {length}: it must be "
             f"(batch, heads or 1, {length} or 1, {length}), or (batch, {length})"
         )
-    return share.own(mask, 1, axis.rank) if mask.ndim == 4 else mask
+    return share.local_entries(mask, 1, axis.rank) if mask.ndim == 4 else mask
 
 
-def _own_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> AttributeView:
+def _local_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> AttributeView:
     """Return a view of the module with the numbers of heads and the sinks of this rank."""
-    changed: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if hasattr(module, "num_key_value_groups"):
-        changed["num_key_value_groups"] = share.groups
+        overrides["num_key_value_groups"] = share.groups
     if isinstance(sinks := getattr(module, "sinks", None), Tensor):
-        changed["sinks"] = share.own(sinks, 0, axis.rank)
-    return AttributeView(module, **changed)
+        overrides["sinks"] = share.local_entries(sinks, 0, axis.rank)
+    return AttributeView(module, **overrides)
 
 
 @contextmanager
-def _own_random(axis: SequenceAxis, device: torch.device, dropout: float) -> Iterator[None]:
-    """Draw random numbers that differ between ranks inside the block, if there is dropout."""
+def _local_random_state(axis: SequenceAxis, device: torch.device, dropout: float) -> Iterator[None]:
+    """Inside the block draw random numbers that differ between ranks, unless `dropout` is 0."""
     if not dropout:
         yield
         return

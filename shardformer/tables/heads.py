@@ -68,15 +68,15 @@ class Heads:
 
     @property
     def padded_key_value(self) -> int:
-        """Number of key-value heads, including padded heads."""
+        """Number of key-value heads, including padded heads: the ranks divide it, or it divides the ranks."""
         if self.key_value > self.ranks or self.group == 1:
-            return _rounded_up(self.key_value, self.ranks)
+            return _round_up(self.key_value, self.ranks)
         return next(count for count in range(self.key_value, self.ranks + 1) if self.ranks % count == 0)
 
     @property
     def padded_group(self) -> int:
-        """Number of query heads that share a key-value head, including padded heads."""
-        return _rounded_up(self.group, self.replicas)
+        """Number of query heads that share a key-value head, including padded heads; a multiple of `replicas`."""
+        return _round_up(self.group, self.replicas)
 
     @property
     def padded_query(self) -> int:
@@ -88,30 +88,40 @@ class Heads:
         """Number of neighbouring ranks that share a key-value head."""
         return max(self.ranks // self.padded_key_value, 1)
 
-    def local_to(self, rank: int) -> list[int]:
+    def query_heads_of(self, rank: int) -> list[int]:
         """Return the indices of a rank's query heads; the index of a padded head is arbitrary."""
+        # Shard the numbers 1, 2, …, one for each head; padded heads get 0.
         shard = self.query_cut(self.query).shard(size=self.ranks, dim=0)
         return (shard.local(torch.arange(1, self.query + 1), rank) - 1).clamp(min=0).tolist()
 
     def query_cut(self, features: int, *, num_blocks: int = 1) -> Cut:
-        """Return the cut of features by query heads; `num_blocks` such blocks may be fused side by side."""
+        """Return how features that belong to query heads, equally many to each, are sharded by heads.
+
+        Args:
+            features: number of features, of all blocks.
+            num_blocks: number of fused blocks (query, key, value) of equal size, each with features of all heads.
+        """
         width = features // num_blocks // self.query
         if self.padded_group == self.group:
             blocks, padded = (self.query * width,), (self.padded_query * width,)
             return Cut(blocks=blocks * num_blocks, padded=padded * num_blocks)
         return Cut(
-            blocks=self._in_stretches(self.group * width),
+            blocks=self._repeat_by_key_value(self.group * width),
             padded=(self.padded_group * width,) * self.padded_key_value,
             stretches=self.padded_key_value,
         )
 
     def key_value_cut(self, features: int) -> Cut:
-        """Return the cut of features by key-value heads."""
+        """Return how features that belong to key-value heads, equally many to each, are sharded by heads."""
         width = features // self.key_value
         return Cut(blocks=(features,), padded=(self.padded_key_value * width,), replicas=self.replicas)
 
     def fused_cut(self, order: HeadOrder, features: int) -> Cut:
-        """Return the cut of a fused projection of query, key and value.
+        """Return how the outputs of a fused projection of query, key and value are sharded by heads.
+
+        Args:
+            order: order of the heads in the outputs.
+            features: number of outputs.
 
         Raises:
             ValueError: the features cannot be cut between these heads.
@@ -125,7 +135,7 @@ class Heads:
         if self.replicas == 1:  # between key-value heads
             return Cut(blocks=(features,), padded=(features // self.key_value * self.padded_key_value,))
         return Cut(
-            blocks=self._in_stretches(self.group * width, width, width),
+            blocks=self._repeat_by_key_value(self.group * width, width, width),
             padded=(self.padded_group * width, width, width) * self.padded_key_value,
             stretches=self.padded_key_value,
         )
@@ -150,11 +160,12 @@ class Heads:
             )
         return width
 
-    def _in_stretches(self, *lengths: int) -> tuple[int, ...]:
-        """Return blocks of these lengths for each key-value head; those of padded heads are empty."""
-        added = self.padded_key_value - self.key_value
-        return lengths * self.key_value + (0,) * (len(lengths) * added)
+    def _repeat_by_key_value(self, *lengths: int) -> tuple[int, ...]:
+        """Return blocks of these lengths once for each key-value head; those of padded heads have length 0."""
+        num_padded = self.padded_key_value - self.key_value
+        return lengths * self.key_value + (0,) * (len(lengths) * num_padded)
 
 
-def _rounded_up(count: int, multiple: int) -> int:
+def _round_up(count: int, multiple: int) -> int:
+    """Return the least multiple that is not below a count."""
     return -(-count // multiple) * multiple

@@ -177,7 +177,7 @@ class Table:
         return tuple(dict.fromkeys((*self.regions, *linear, *inside, *owners)))
 
     def _errors(self) -> list[str]:
-        """List errors of names in the wrong field, without their counterpart, or without effect."""
+        """List errors of names in a wrong field, missing in another field, or without effect."""
         columns = (*self.column, *self.split)
         # By field: its names, and the field (or fields) that must contain them.
         subsets: dict[str, tuple[Iterable[str], str, Collection[str]]] = {}
@@ -232,7 +232,7 @@ class Table:
         ]
 
     def _part_errors(self) -> list[str]:
-        """List errors of a table of parts."""
+        """List errors of the fields `stage` and `parts`; empty for a table without parts."""
         if isinstance(self.stage, StagePlan):
             return []
         errors = [
@@ -266,7 +266,7 @@ def register_class(table: Table, *classes: str) -> None:
 
 def table_for_class(kind: type) -> Table | None:
     """Return the table of a model class or of its nearest base class, or None."""
-    names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((_TABLES_OF_CLASSES[name] for name in names if name in _TABLES_OF_CLASSES), None)
 
 
@@ -292,21 +292,21 @@ def has_submodule(model: nn.Module, name: str) -> bool:
 
 def has_parameter(module: nn.Module, name: str) -> bool:
     """Return True if a module has a parameter with this path."""
-    owner, _, own_name = name.rpartition(".")
-    return has_submodule(module, owner) and own_name in module.get_submodule(owner)._parameters
+    owner, _, last_name = name.rpartition(".")
+    return has_submodule(module, owner) and last_name in module.get_submodule(owner)._parameters
 
 
-def present(root: nn.Module, names: Iterable[str]) -> list[str]:
-    """List the names that are sub-modules, in their order."""
+def present_modules(root: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return those of the names that are paths of sub-modules, in their order."""
     return [name for name in names if has_submodule(root, name)]
 
 
 def active_regions(layer: nn.Module, table: Table) -> list[str]:
     """Return the regions that are used in a layer: a sharded module or parameter has it as its innermost region."""
-    parts = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
-    named = (name for name in (*table.column, *table.row, *table.split) if name in parts)
-    used = {table.region_of(name) for name in named}
-    return [region for region in table.regions if region in used]
+    paths = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
+    sharded = (name for name in (*table.column, *table.row, *table.split) if name in paths)
+    innermost = {table.region_of(name) for name in sharded}
+    return [region for region in table.regions if region in innermost]
 
 
 def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
@@ -321,15 +321,15 @@ def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
     return layers
 
 
-def whole_paths(table: Table, layer: nn.Module) -> list[str]:
-    """Return the modules that get full sequences; their regions work as without sequence parallelism.
+def full_sequence_paths(table: Table, layer: nn.Module) -> list[str]:
+    """Return the modules of a layer that get full sequences under sequence parallelism on the tensor axis.
 
-    These are the owners of experts, which take tokens without positions; modules that also use the unsharded input of
-    a region; and sharded linear layers outside of regions.
+    Regions in them work as without it. These modules are the owners of experts, which take tokens without positions;
+    modules that also use the unsharded input of a region; and sharded linear layers outside of regions.
     """
-    holders = [name.rpartition(".")[0] for name in present(layer, table.exits)]
-    others = present(layer, (*table.joined, *table.gathered, *table.scattered))
-    return list(dict.fromkeys((*holders, *others)))
+    owners = [name.rpartition(".")[0] for name in present_modules(layer, table.exits)]
+    others = present_modules(layer, (*table.joined, *table.gathered, *table.scattered))
+    return list(dict.fromkeys((*owners, *others)))
 
 
 def is_any_within(path: str, prefixes: Iterable[str]) -> bool:

@@ -134,14 +134,14 @@ class Steered(ModelChoice):
         model: Any = super().build(seed)
         for layer in model.model.layers:
             if self.among:
-                layer.mlp.gate.register_forward_hook(partial(_choose, self.among))
+                layer.mlp.gate.register_forward_hook(partial(_save_or_replay, self.among))
             if self.has_ties:
                 with torch.no_grad():
                     layer.mlp.gate.weight[1::2] = layer.mlp.gate.weight[::2]
         return model
 
 
-def _choose(among: int, router: nn.Module, args: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+def _save_or_replay(among: int, router: nn.Module, args: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
     logits, weights, index = outputs
     return logits, weights, index % among
 

@@ -185,7 +185,7 @@ def test_the_pictures_of_sequences_show_the_shards_of_ranks(
             for patch in getattr(pictures, local)(rank)
             for position in range(round(patch.top * length), round((patch.top + patch.height) * length))
         ]
-        assert drawn == order.own(torch.arange(length), 0, rank).tolist()
+        assert drawn == order.shard(torch.arange(length), 0, rank).tolist()
 
 
 def test_the_drawn_ring_computes_every_pair_once_and_equally_many_per_rank(drawing: Callable) -> None:

@@ -143,8 +143,8 @@ def flex_attention() -> Iterator[None]:
         AssertionError: on exit, if it was not called.
     """
     with (
-        patch.object(flex, "look", wraps=flex.look) as forward,
-        patch.object(flex, "look_back", wraps=flex.look_back) as backward,
+        patch.object(flex, "attend_to_block", wraps=flex.attend_to_block) as forward,
+        patch.object(flex, "attend_to_block_backward", wraps=flex.attend_to_block_backward) as backward,
     ):
         yield
     counts = forward.call_count, backward.call_count

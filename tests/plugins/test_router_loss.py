@@ -13,7 +13,7 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
-from echelon.shardformer.router_loss import own_tokens
+from echelon.shardformer.router_loss import local_mask
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
 
@@ -204,5 +204,5 @@ def test_padding_of_a_shard_does_not_count() -> None:
     axis: Any = SequenceAxis(_Group(), SequenceOrder(size=2))  # type: ignore[arg-type]
     axis.length = 5
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
-    assert own_tokens(6, None, axis).tolist() == [[1, 1, 0], [1, 1, 0]]
-    assert own_tokens(6, mask, axis).tolist() == [[1, 1, 0], [1, 0, 0]]
+    assert local_mask(6, None, axis).tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert local_mask(6, mask, axis).tolist() == [[1, 1, 0], [1, 0, 0]]

@@ -16,7 +16,11 @@ from echelon.cluster.placement import shard_on
 from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers import deferred_linear, region
 from echelon.shardformer.layers import linear as split_layers
-from echelon.shardformer.layers.deferred_linear import beside, defer_weight_gradients, linear
+from echelon.shardformer.layers.deferred_linear import (
+    defer_weight_gradients,
+    enter_overlapped,
+    linear,
+)
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_layers,
@@ -122,7 +126,9 @@ def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     """A second call of a layer in one region is not announced; its product must still be added."""
     weight = nn.Parameter(torch.randn(3, 2))
     x, y = torch.randn(2, 4, 2).unbind(0)
-    (later, unused) = (beside((), (), [each])[1][0] for each in (weight, nn.Parameter(torch.randn(3, 2))))
+    (later, unused) = (
+        enter_overlapped((), (), [each])[1][0] for each in (weight, nn.Parameter(torch.randn(3, 2)))
+    )
     first, second = linear(x, weight, None, later_product=later), linear(y, weight, None)
     (first.square().sum() + second.square().sum()).backward()
     whole = sum(nn.functional.linear(each, weight).square().sum() for each in (x, y))

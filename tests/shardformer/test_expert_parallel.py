@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
-from echelon.shardformer.layers.expert_parallel import ExpertParallel, replaying
+from echelon.shardformer.layers.expert_parallel import ExpertParallel, replay_choices
 
 from ..pool import Pool
 
@@ -122,7 +122,7 @@ def compared(
 
 
 def recomputed(mixture: nn.Module, x: Tensor) -> Tensor:
-    output: Tensor = replaying(partial(checkpoint, use_reentrant=False))(partial(output_of, mixture), x)
+    output: Tensor = replay_choices(partial(checkpoint, use_reentrant=False))(partial(output_of, mixture), x)
     return output
 
 

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.shardformer.layers.forward_code import exit_error, says_tuple, scales_alone, tensor_inputs
+from echelon.shardformer.layers.forward_code import (
+    exit_error,
+    only_scales_result,
+    returns_tuple,
+    tensor_inputs,
+)
 
 
 class Attention(nn.Module):
@@ -113,9 +118,9 @@ class Masked(nn.Module):
 
 
 def test_logits_that_are_only_scaled_or_capped_are_recognized() -> None:
-    assert scales_alone(Capped(), "lm_head")
+    assert only_scales_result(Capped(), "lm_head")
     for kind in (Suppressed, Shifted, ShiftedInPlace, Masked):
-        assert not scales_alone(kind(), "lm_head"), kind
+        assert not only_scales_result(kind(), "lm_head"), kind
 
 
 class Tuples(nn.Module):
@@ -130,7 +135,7 @@ class Crossed(nn.Module):
 
 
 def test_further_inputs_and_outputs_of_layers_are_recognized() -> None:
-    assert says_tuple(Tuples())
-    assert not says_tuple(Crossed())
+    assert returns_tuple(Tuples())
+    assert not returns_tuple(Crossed())
     assert tensor_inputs(Tuples()) == []
     assert tensor_inputs(Crossed()) == ["encoder_states"]

@@ -57,7 +57,7 @@ def test_every_query_head_is_on_one_rank_with_its_key(query: int, key_value: int
             if head:
                 assert own_keys[place // per_key] - 1 == (head - 1) // heads.group
         local += [head for head in own if head]
-        assert heads.local_to(rank) == [max(head - 1, 0) for head in own]
+        assert heads.query_heads_of(rank) == [max(head - 1, 0) for head in own]
     assert local == list(range(1, query + 1))
 
 

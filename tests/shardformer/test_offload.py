@@ -110,8 +110,8 @@ def test_an_input_is_prefetched_during_the_backward_of_the_next_layer(
 ) -> None:
     store = ActivationOffload(CPU)
     begun: list[int] = []
-    begin = store._begin
-    monkeypatch.setattr(store, "_begin", lambda waiting: (begun.append(id(waiting)), begin(waiting))[1])
+    begin = store._begin_fetch
+    monkeypatch.setattr(store, "_begin_fetch", lambda waiting: (begun.append(id(waiting)), begin(waiting))[1])
     x = torch.ones(2, 3, requires_grad=True)
     at: list[int] = []
 
@@ -131,7 +131,7 @@ def test_no_memory_is_kept_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None
     model = small_llama(2)
     checkpoint_layers({0: recomputable_layers(model)}, EVERY_LAYER, store.checkpoint)
     gradients(model, microbatches=2)
-    assert not store._leaving and store._arriving is None and store._last() is None
+    assert not store._being_offloaded and store._prefetch is None and store._last() is None
 
 
 def test_host_buffers_have_the_size_of_the_inputs_and_are_reused() -> None:

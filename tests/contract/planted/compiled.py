@@ -55,7 +55,7 @@ FAULTS = {
         notice="^step 1: ",
     ),
     "gradients that were set aside are lost": fault(
-        "shardformer.compiled_layers:_gradients_aside",
+        "shardformer.compiled_layers:_detach_mixed_gradients",
         left_aside,
         check=departs,
         args=(Layout(precision="bf16", options=COMPILED),),
@@ -63,7 +63,7 @@ FAULTS = {
         notice="^step 1: gradient of ",
     ),
     "layers share a graph though their modules have hooks in other places": fault(
-        "shardformer.compiled_layers:_places_of_hooks",
+        "shardformer.compiled_layers:_hook_positions",
         returning(()),
         check=test_layers_share_a_graph_unless_their_modules_have_hooks_in_other_places,
         num_ranks=1,

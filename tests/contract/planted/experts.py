@@ -148,7 +148,7 @@ FAULTS = {
         "shardformer.layers.expert_parallel:ExpertParallel._combine", around(unweighted), "mixtral", EP2
     ),
     "experts without tokens are left out of backward": fault(
-        "shardformer.layers.expert_parallel:_Passed.apply",
+        "shardformer.layers.expert_parallel:_PassParameters.apply",
         lambda x, *parameters: x,
         check=hooks_not_run,
         num_ranks=1,

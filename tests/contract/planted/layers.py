@@ -86,7 +86,7 @@ def attending_with_the_first_head(
 
 def keeping_padded_heads(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     def keep_all(self: Any, x: Tensor) -> Tensor:
-        self._is_real = None
+        self._is_unpadded = None
         return forward(self, x)
 
     return keep_all
@@ -174,8 +174,8 @@ FAULTS = {
         TP2,
         notice=r"relative_attention_bias\.weight .*does not place it over the axis 'tp'",
     ),
-    "slopes are those of other heads": fault(f"{LAYERS}.region:own_heads", first_heads, BLOOM, TP2),
-    "slopes are those of other samples": fault(f"{LAYERS}.region:own_heads", outermost_heads, BLOOM, TP2),
+    "slopes are those of other heads": fault(f"{LAYERS}.region:select_heads", first_heads, BLOOM, TP2),
+    "slopes are those of other samples": fault(f"{LAYERS}.region:select_heads", outermost_heads, BLOOM, TP2),
     "gradients of shared keys are partial": fault(
         f"{LAYERS}.linear:gather_to", gather_from, ModelChoice(model_type="falcon", num_layers=2), TP2
     ),

@@ -28,5 +28,5 @@ def unsummed(split_inputs: Callable[..., None]) -> Callable[..., None]:
 FAULTS = {
     "the gradient of A is partial": fault(f"{LORA}:PartialGrad", Replicated, LLAMA, TP2),
     "partial products of A are not summed": fault(f"{LORA}:_split_inputs", around(unsummed), LLAMA, TP2),
-    "rows of B are sharded as one block": fault(f"{LORA}:_sizes", returning({}), GPT2, TP2),
+    "rows of B are sharded as one block": fault(f"{LORA}:_cut_arguments", returning({}), GPT2, TP2),
 }

@@ -34,14 +34,14 @@ def of_another_layer(begin: Callable[..., Any]) -> Callable[..., Any]:
     """Return the offloaded input of the previous layer, if there is one."""
 
     def begun(self: Any, waiting: Any) -> Any:
-        return waiting, *begin(self, waiting.before() or waiting)[1:]
+        return waiting, *begin(self, waiting.previous() or waiting)[1:]
 
     return begun
 
 
 def let_go_at_once(self: Any) -> None:
     """Free an offloaded input before its copy is complete."""
-    self._leaving.popleft()
+    self._being_offloaded.popleft()
 
 
 def without_feed_forward(recomputed: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def without_feed_forward(recomputed: Callable[..., Any]) -> Callable[..., Any]:
 
 FAULTS = {
     "a layer gets the input of the one before it": fault(
-        f"{OFFLOAD}._begin",
+        f"{OFFLOAD}._begin_fetch",
         around(of_another_layer),
         ModelChoice(model_type="llama", num_layers=3),
         Layout(recompute=1.0, options=("activation_offload",)),
@@ -61,7 +61,7 @@ FAULTS = {
         quick=True,
     ),
     "an offloaded input is not waited for": fault(
-        f"{OFFLOAD}._begin",
+        f"{OFFLOAD}._begin_fetch",
         around(lambda begin: lambda self, waiting: (*begin(self, waiting)[:2], 0)),
         check=with_late_copies,
         args=(None,),
@@ -69,7 +69,7 @@ FAULTS = {
         notice="^AssertionError",
     ),
     "an input is freed while it is offloaded": fault(
-        f"{OFFLOAD}._let_go",
+        f"{OFFLOAD}._release_oldest",
         let_go_at_once,
         check=with_late_copies,
         args=(("self_attn", "mlp"),),

@@ -34,8 +34,8 @@ def tokens_of_the_first(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _of_the_first(own: Callable[..., Tensor], is_meant: Callable[[Any], bool]) -> Callable[..., Tensor]:
     def first(self: Any, whole: Tensor) -> Tensor:
-        assert self._given is not None
-        return self._axis.order.own(whole, -1, 0) if is_meant(self._given[1]) else own(self, whole)
+        assert self._full_call is not None
+        return self._axis.order.shard(whole, -1, 0) if is_meant(self._full_call[1]) else own(self, whole)
 
     return first
 
@@ -93,7 +93,7 @@ SPLIT_GATHER = "shardformer.layers.split_gather"
 REGATHER = Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))
 OVERLAP = Layout(tp=2, sequence="split_gather", options=("enable_sequence_overlap",))
 PARTIAL = "shardformer.layer_split:PartialGrad"
-OWN = f"{SEQUENCE}.before_layers:PartsAlone._own"
+OWN = f"{SEQUENCE}.before_layers:ShardedCalls._shard"
 
 FAULTS = {
     "a region's end is scattered without its sum": fault(
@@ -115,21 +115,21 @@ FAULTS = {
         PARTIAL, Replicated, BERT, Layout(tp=2, sequence="ring")
     ),
     "gradients of a shard of the sequence are not scaled": fault(
-        "shardformer.layers.sequence_axis:of_all_ranks", lambda gradient, axis: gradient, GPT2, ULYSSES
+        "shardformer.layers.sequence_axis:times_num_ranks", lambda gradient, axis: gradient, GPT2, ULYSSES
     ),
     "gradients of a rank's part of the loss are not scaled": fault(
-        f"{SEQUENCE}.loss:of_all_ranks", lambda gradient, axis: gradient, LLAMA, RING_ATTENTION
+        f"{SEQUENCE}.loss:times_num_ranks", lambda gradient, axis: gradient, LLAMA, RING_ATTENTION
     ),
     "positions are those of the first rank": fault(OWN, around(positions_of_the_first), LLAMA, ULYSSES),
     "tokens are those of the first rank": fault(OWN, around(tokens_of_the_first), LLAMA, RING_ATTENTION),
     "labels are sharded before they are shifted": fault(
-        "shardformer.layers.sequence_axis:SequenceAxis.own",
+        "shardformer.layers.sequence_axis:SequenceAxis.shard",
         around(labels_cut_before_they_are_shifted),
         LLAMA,
         ULYSSES,
     ),
     "sinks are those of the first rank's heads": fault(
-        f"{SEQUENCE}.ulysses:HeadShare.own",
+        f"{SEQUENCE}.ulysses:HeadShare.local_entries",
         around(lambda own: lambda self, x, dim, rank: own(self, x, dim, 0)),
         EagerChoice(model_type="gpt_oss"),
         ULYSSES,
@@ -147,7 +147,7 @@ FAULTS = {
         notice="^AssertionError: results: ",
     ),
     "FlexAttention sees padding": fault(
-        f"{SEQUENCE}.block_mask:BlockMask.placed",
+        f"{SEQUENCE}.block_mask:BlockMask.at_positions",
         around(seeing_padding),
         check=attend_round_rings,
         notice="^AssertionError: results: ",
@@ -161,7 +161,7 @@ FAULTS = {
         notice="^AssertionError",
     ),
     "FlexAttention gives no gradients of the lse": fault(
-        f"{SEQUENCE}.flex:look",
+        f"{SEQUENCE}.flex:attend_to_block",
         around(without_gradients_of_the_lse),
         check=attend_round_rings,
         notice="^AssertionError: gradient of ",

@@ -74,7 +74,9 @@ FAULTS = {
     "unsharded parameters among sharded ones are accepted": unenforced(
         f"{SPLIT}:LayerSplit.replicas", "whole among split", returning({})
     ),
-    "names that match nothing are skipped": unenforced(f"{SPLIT}:LayerSplit._missing", "a module is missing"),
+    "names that match nothing are skipped": unenforced(
+        f"{SPLIT}:LayerSplit._missing_names", "a module is missing"
+    ),
     "inputs are not checked": unenforced(
         f"{SPLIT}:LayerSplit._require_input", "another second input", NOTHING
     ),
@@ -86,10 +88,10 @@ FAULTS = {
         "shardformer.sharder:_meta_tensor", as_it_is, check=unchanged, num_ranks=1
     ),
     "the copy has the model's hooks": fault(
-        "shardformer.sharder:_own_value", shared, check=unchanged, num_ranks=1, quick=True
+        "shardformer.sharder:_copied_attribute", shared, check=unchanged, num_ranks=1, quick=True
     ),
     "the copy has the model's configs": fault(
-        "shardformer.sharder:_own_value",
+        "shardformer.sharder:_copied_attribute",
         around(sharing_configs),
         check=unchanged,
         num_ranks=1,

@@ -104,7 +104,7 @@ def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any
 
 def in_blocks(kind: str, length: int, *, levels: bool = False) -> BlockMask:
     """Make a mask by `block_mask`."""
-    with registered("blocks", partial(block_mask, levels=levels)):
+    with registered("blocks", partial(block_mask, is_eager=levels)):
         return made(kind, length, "blocks")
 
 

@@ -63,11 +63,11 @@ def attend_with_flash() -> None:
     axis.mark(module)
     module.config._attn_implementation_internal = "echelon_all_to_all_flash_attention_2"
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    q, k, v = (axis.own(each, 2) for each in tensors(LENGTH))
+    q, k, v = (axis.shard(each, 2) for each in tensors(LENGTH))
     padding = torch.ones(B, LENGTH, dtype=torch.bool)
     with patch.dict(AttentionInterface._global_mapping, flash_attention_2=stand_in):
         out, _ = all_to_all_attention(
-            "flash_attention_2", module, q, k, v, padding, position_ids=axis.own(positions, 1)
+            "flash_attention_2", module, q, k, v, padding, position_ids=axis.shard(positions, 1)
         )
     assert seen["kernel"] == "flash_attention_2" and seen["length"] == LENGTH
     assert torch.equal(seen["positions"], positions)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as masks
 
-from echelon.shardformer.sequence.block_mask import BlockKind, BlockMask, GivenMask, block_mask
+from echelon.shardformer.sequence.block_mask import BlockKind, BlockMask, TensorMask, block_mask
 
 from .masks import KINDS, in_blocks, registered, whole
 
@@ -63,7 +63,7 @@ def test_keys_beyond_the_padding_mask_are_padding() -> None:
 
 def test_a_block_is_evaluated_once() -> None:
     mask = in_blocks("packed", LENGTH)
-    with patch.object(BlockMask, "_tensor", side_effect=mask._tensor) as made:
+    with patch.object(BlockMask, "_block_tensor", side_effect=mask._block_tensor) as made:
         for _ in range(3):
             assert mask.block(range(2), range(3, 5)) is BlockKind.NOTHING
     assert made.call_count == 1
@@ -71,11 +71,11 @@ def test_a_block_is_evaluated_once() -> None:
 
 def test_a_given_mask_may_have_one_row_for_all_queries() -> None:
     row = torch.tensor([True, True, False, True]).view(1, 1, 1, 4)
-    seen = GivenMask(row, 4).block(range(1, 3), range(1, 4))
+    seen = TensorMask(row, 4).block(range(1, 3), range(1, 4))
     assert isinstance(seen, Tensor)
     assert seen.tolist() == [[[[True, False, True]] * 2]]
     assert isinstance(
-        GivenMask(torch.ones(1, 1, 4, 4), 4).block(range(2), range(2)), Tensor
+        TensorMask(torch.ones(1, 1, 4, 4), 4).block(range(2), range(2)), Tensor
     )  # numbers that hide none
 
 
@@ -96,7 +96,7 @@ def test_a_given_mask_may_have_one_row_for_all_queries() -> None:
 )
 def test_a_mask_that_cannot_be_used_is_refused(mask: Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        GivenMask(mask, 4)
+        TensorMask(mask, 4)
 
 
 def test_older_releases_give_positions_for_lengths_and_a_cache_of_keys_is_refused() -> None:

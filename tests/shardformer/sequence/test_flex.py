@@ -141,7 +141,7 @@ def test_tiles_are_evaluated_in_one_host_read(levels: bool) -> None:
     with tiles_of(8), host_reads() as reads:
         for _ in range(2):
             run(mask, qkv)
-    kinds, blind = ("sequence/block_mask.py", "classify"), ("sequence/block_mask.py", "_find_blind")
+    kinds, blind = ("sequence/block_mask.py", "classify"), ("sequence/block_mask.py", "_find_uniform_queries")
     assert reads == ({kinds: 1, blind: 1} if levels else {kinds: 1})
 
 

@@ -88,12 +88,12 @@ def check(
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     gradients = torch.autograd.grad(expected, inputs, upstream)
     axis.length = qkv[0].shape[2]
-    own = [axis.own(each, 2).requires_grad_() for each in qkv]
+    own = [axis.shard(each, 2).requires_grad_() for each in qkv]
     out = attend(*own, axis)
-    found = torch.autograd.grad(out, own, axis.own(upstream, 1).to(out))
+    found = torch.autograd.grad(out, own, axis.shard(upstream, 1).to(out))
     assert out.dtype == own[0].dtype
     names = ["results", *(f"gradient of {name}" for name in "qkv")]
-    wholes = [axis.own(expected, 1), *(axis.own(each, 2) for each in gradients)]
+    wholes = [axis.shard(expected, 1), *(axis.shard(each, 2) for each in gradients)]
     for name, one, other in zip(names, (out, *found), wholes, strict=True):
         assert_close(
             one.cpu(), other, check_dtype=False, msg=lambda text, name=name: f"{name}: {text}", **tolerance
@@ -228,7 +228,7 @@ def test_zigzag_gives_all_ranks_equally_many_scores() -> None:
         order = SequenceOrder(size=4, is_zigzag=is_zigzag)
         counts = [
             sum(
-                (0.5 if piece.seen is BlockKind.TRIANGLE else 1.0) * len(piece.queries) * len(piece.keys)
+                (0.5 if piece.visible is BlockKind.TRIANGLE else 1.0) * len(piece.queries) * len(piece.keys)
                 for source in range(4)
                 for piece in ring.pieces(mask, order, 64, rank=rank, source=source, size=64)
             )
@@ -244,9 +244,9 @@ def test_zigzag_gives_all_ranks_equally_many_scores() -> None:
 def test_shards_make_up_the_sequence(size: int, length: int, *, is_zigzag: bool) -> None:
     order = SequenceOrder(size=size, is_zigzag=is_zigzag)
     x = torch.arange(1, 2 * length * 3 + 1).view(2, length, 3)
-    parts = [order.own(x, 1, rank) for rank in range(size)]
+    parts = [order.shard(x, 1, rank) for rank in range(size)]
     assert len({part.shape for part in parts}) == 1
-    assert torch.equal(order.whole(parts, 1, length), x)
+    assert torch.equal(order.join(parts, 1, length), x)
     padded = torch.cat([x, torch.zeros(2, order.padded(length) - length, 3, dtype=x.dtype)], 1)
     for rank, part in enumerate(parts):
         positions = [each for stretch in order.stretches(rank, length) for each in stretch]
@@ -313,9 +313,9 @@ def attend_with_sinks(heads: tuple[int, int]) -> None:
         handed = module.sinks.detach().flip(0).requires_grad_()
         axis.length = 7
         if is_whole:
-            out = axis.own(attention(module, q, k, v, None, s_aux=handed)[0], 1)
+            out = axis.shard(attention(module, q, k, v, None, s_aux=handed)[0], 1)
         else:
-            own = [axis.own(each, 2) for each in (q, k, v)]
+            own = [axis.shard(each, 2) for each in (q, k, v)]
             out = attend_by_heads(attention, module, *own, None, axis, s_aux=handed)
         gradients = torch.autograd.grad(out.cos().sum(), [module.sinks, handed])
         for each in gradients:
@@ -337,7 +337,7 @@ def drop_by_heads() -> tuple[Tensor, ...]:
     axis.length = 16
     q = torch.zeros(1, 4, 16, 8)
     v = torch.eye(16).expand(1, 4, 16, 16).contiguous()  # so that the result is the weights
-    q, v = (axis.own(each, 2) for each in (q, v))
+    q, v = (axis.shard(each, 2) for each in (q, v))
     drawn = []
     for call in (
         by_heads(None, dropout=0.4),
@@ -370,7 +370,7 @@ def sent(attend: Attend, is_double: bool, heads: tuple[int, int]) -> list[dict[t
     order = SequenceOrder(size=mesh.size("sp"), is_zigzag=attend is RING)
     axis = SequenceAxis(mesh.group("sp"), order, double_ring(mesh, 2) if is_double else None)
     axis.length = 62
-    own = [axis.own(each, 2).requires_grad_() for each in random_qkv(62, heads=heads, dtype=torch.float32)]
+    own = [axis.shard(each, 2).requires_grad_() for each in random_qkv(62, heads=heads, dtype=torch.float32)]
     with Traffic(mesh) as forward:
         out = attend(*own, axis)
     with Traffic(mesh) as backward:
@@ -406,7 +406,7 @@ def memory(length: int) -> tuple[int, int]:
     """Return the bytes that ring attention keeps for backward, and those of the largest tensor that it makes."""
     axis = axis_of_world(is_zigzag=True)
     axis.length = length
-    own = [axis.own(each, 2).requires_grad_() for each in random_qkv(length, dtype=torch.float32)]
+    own = [axis.shard(each, 2).requires_grad_() for each in random_qkv(length, dtype=torch.float32)]
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -456,7 +456,7 @@ def test_a_rank_saves_only_its_shard_and_makes_no_tensor_larger_than_its_queries
 def test_few_key_value_heads_are_repeated_no_more_than_ranks_need(
     heads: tuple[int, int], size: int, expected: tuple[int, int, int]
 ) -> None:
-    found = HeadShare.least(*heads, size)
+    found = HeadShare.with_fewest_heads(*heads, size)
     assert (found.queries, found.keys, found.repeats) == expected
 
 
