@@ -107,8 +107,8 @@ def covering_rows() -> Iterator[ParityRow]:
         met[model_type] += 1
         row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
         layout = layout_of(row)
-        num_stages = 4 if layout.schedule in ("interleaved", "zbv") else 2
-        choice = ModelChoice(model_type=model_type, tied=row["tied"], num_layers=num_stages)
+        is_short = layout.schedule not in ("interleaved", "zbv") and model_type != "beit"
+        choice = ModelChoice(model_type=model_type, tied=row["tied"], num_layers=2 if is_short else 4)
         yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True)
     for model_type in (each for each, count in met.items() if not count and each in known):
         choice = ModelChoice(model_type=model_type, num_layers=2)
