@@ -103,10 +103,10 @@ def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
         else:
             written = io.StringIO()
             figure.savefig(written, format="svg", metadata={"Date": None})
-            path.write_text(_with_details(written.getvalue(), panels, unit=unit), encoding="utf-8")
+            path.write_text(_with_tooltips(written.getvalue(), panels, unit=unit), encoding="utf-8")
 
 
-def _with_details(svg: str, panels: Sequence[Panel], *, unit: str) -> str:
+def _with_tooltips(svg: str, panels: Sequence[Panel], *, unit: str) -> str:
     """Add a title to every box of an SVG, which browsers show as a tooltip."""
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
@@ -155,7 +155,7 @@ def draw(panels: Sequence[Panel], *, unit: str) -> "Figure":
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for index, (axes, panel) in enumerate(zip(all_axes, panels, strict=True)):
         _draw_boxes(axes, index, panel.timeline)
-        _write_beside(axes, panel, scale)
+        _write_labels(axes, panel, scale)
     axes.set_xlim(0, end)
     axes.set_xlabel(f"time ({unit})", fontsize=scale * _TEXT)
     _draw_legend(figure, panels, size=scale * _TEXT)
@@ -268,7 +268,7 @@ def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: f
             )
 
 
-def _write_beside(axes: "Axes", panel: Panel, scale: float) -> None:
+def _write_labels(axes: "Axes", panel: Panel, scale: float) -> None:
     """Write the title above the axes, the label of each row at its left, and the rank's figures at its right."""
     timeline, rows = panel.timeline, range(len(panel.timeline.spans))
     title = f"{panel.title}: bubble {timeline.bubble:.1%} of the work"
