@@ -72,8 +72,8 @@ def image_rows(batch: Any, config: Any) -> Rows:
             described = ", ".join(f"{name} has {len(tensor)}" for name, tensor in tensors.items())
             raise ValueError(
                 f"{kind}s cannot be assigned to the {len(texts)} samples of a batch by their rows: {described}; "
-                f"{_TEXTS} has {', '.join(map(str, num_tokens))} tokens of {token_names[0]}={token}. Give the {kind}s of "
-                "all samples in their order, or one row for each sample"
+                f"{_TEXTS} has {', '.join(map(str, num_tokens))} tokens of {token_names[0]}={token}. Give the {kind}s "
+                "of all samples in their order, or one row for each sample"
             )
         rows |= {name: starts[len(tensor)] for name, tensor in tensors.items()}
     return rows

@@ -283,7 +283,7 @@ def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: f
 
 
 def _write_labels(axes: "Axes", panel: Panel, scale: float) -> None:
-    """Write the title above the axes, the label of each row at its left, and the rank's bubble and peak at its right."""
+    """Write the title above the axes, each row's label at its left, its bubble and peak at its right."""
     timeline, rows = panel.timeline, range(len(panel.timeline.spans))
     title = f"{panel.title}: bubble {timeline.bubble:.1%} of the work"
     axes.set_title(title, loc="left", fontsize=scale * (_TEXT + 1), weight="bold")
