@@ -84,7 +84,7 @@ class _ScheduleBuilder:
         return any(self._place_receive(receive) for receive in self._awaited.values())
 
     def check_complete(self) -> None:
-        """Raise ValueError if a rank has not reached its end."""
+        """Raise ValueError, with the reasons, if some rank's computations could not all be placed."""
         descriptions = {
             result(action): f"{action} (later on rank {rank})"
             for rank, actions in enumerate(self._compute)

@@ -103,7 +103,7 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["native"], name)
 
-    def hidden(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def hidden_states(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """Return the first argument of a layer's call, given by position or by name."""
         if args:
             return args[0]
@@ -111,7 +111,10 @@ class StandIn(nn.Module):
         return kwargs[first]
 
     def adopt(self, path: str) -> None:
-        """Make a submodule of the native module a submodule of this stand-in too, with its parameters and its path."""
+        """Make a submodule of the native module a submodule of this stand-in too, under the same path.
+
+        Another layer borrows it: see [Note: repeated modules] in stage.py.
+        """
         name, _, below = path.partition(".")
         module = self.__dict__["native"].get_submodule(name)
         if below:
@@ -168,7 +171,7 @@ class Passing(StandIn):
     """Stand-in for a layer of an earlier stage: returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(self.hidden(args, kwargs))
+        return self._as_layer(self.hidden_states(args, kwargs))
 
     def _as_layer(self, hidden: Tensor) -> Tensor | tuple:
         return (hidden, *(None,) * (self.role.arity - 1)) if self.role.arity else hidden
@@ -200,7 +203,7 @@ class Runs(Passing):
         if run < first:
             return self._as_layer(self.inbox.take()[0])
         if run >= end:
-            raise StageExit((self.hidden(args, kwargs),))
+            raise StageExit((self.hidden_states(args, kwargs),))
         return self.native(*args, **kwargs)
 
 
@@ -210,7 +213,7 @@ class Leaving(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         recorded = [tensor for tensors in self.inbox.sent.values() for tensor in tensors]
         sent = recorded or self.inbox.received[1:]  # the first stage records them, later ones pass them on
-        raise StageExit((self.hidden(args, kwargs), *sent))
+        raise StageExit((self.hidden_states(args, kwargs), *sent))
 
 
 class Sent(StandIn):
@@ -234,7 +237,7 @@ class LeavingDecoder(StandIn):
     """Stand-in for the decoder's layer after the stage's last: sends its input and the encoder's output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageExit((self.hidden(args, kwargs), _encoder_output(self.native, args, kwargs)))
+        raise StageExit((self.hidden_states(args, kwargs), _encoder_output(self.native, args, kwargs)))
 
 
 class Encoded(StandIn):
@@ -340,7 +343,7 @@ class LeavingWithAll(_SharesHooks):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         outputs = [self.inbox.returned[index] for index in sorted(self.inbox.returned)]
-        raise StageExit((*outputs[:-1], self.hidden(args, kwargs)))
+        raise StageExit((*outputs[:-1], self.hidden_states(args, kwargs)))
 
 
 def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[str]) -> None:

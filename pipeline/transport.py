@@ -99,7 +99,18 @@ class PendingTransfer:
 
 
 class _Channel:
-    """One end of a channel: activations or gradients from one rank to another, received in the order of the sends."""
+    """One end of a channel: activations or gradients from one rank to another, received in the order of the sends.
+
+    Args:
+        mesh: all ranks.
+        group: the communicator of the channel.
+        peer: the pipeline rank of the other end.
+        sends: True at the sender's end.
+
+    Attributes:
+        peer: the global rank of the other end.
+        transfer: begins to send or receive one tensor.
+    """
 
     def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int, *, sends: bool) -> None:
         self.peer = mesh.global_ranks("pp")[peer]

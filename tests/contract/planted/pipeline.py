@@ -121,7 +121,9 @@ FAULTS = {
         **ASK,
     ),
     "masks are read from the device": answered("_READS", frozenset(), **ASK),
-    "operands of a read of a mask are only computed on the device": answered("_REPEATED_ON_HOST", frozenset(), **ASK),
+    "operands of a read of a mask are only computed on the device": answered(
+        "_REPEATED_ON_HOST", frozenset(), **ASK
+    ),
     "a microbatch's mask is answered by the first one's": answered(
         "TensorWithHostCopy.of", around(at_the_start), test_microbatches_have_answers_of_their_own
     ),
