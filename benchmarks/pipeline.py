@@ -31,7 +31,7 @@ from echelon.cluster.device import default_device
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.schedules import build_schedule, build_stage_ranks
 from echelon.pipeline.simulate import Costs, simulate
-from echelon.pipeline.stage_manager import deal_layers, layer_errors
+from echelon.pipeline.stage_manager import assign_layers, layer_errors
 
 # Echelon's styles, with their stages per rank.
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
@@ -205,7 +205,7 @@ def balanced_layers(workload: Workload, holders: Sequence[int]) -> list[int]:
     """
     if errors := layer_errors(workload.layers, len(holders), None):
         raise ValueError("; ".join(errors))
-    counts = deal_layers(workload.layers, len(holders))
+    counts = assign_layers(workload.layers, len(holders))
     while True:
         work = [*counts[:-1], counts[-1] + workload.head_in_layers]
         ranks = [sum(work[stage] for stage in _held(holders, rank)) for rank in range(max(holders) + 1)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..pipeline.plan import Outlined, StagePlan, is_within
+from ..pipeline.plan import OutputStructure, StagePlan, is_within
 from ..pipeline.stage import Stage, cut_stages
 from .build import Copy, described
 from .double import StaysDouble, gradient_departure, in_double, loss_departure
@@ -337,7 +337,7 @@ def _kept(model: nn.Module, plan: StagePlan, outputs: Mapping[str, Any], *, with
     for name in names:
         with suppress(ValueError):  # an output that cannot travel
             if not isinstance(model.get_submodule(name), nn.Embedding):
-                sent[name] = Outlined.of(outputs[name])
+                sent[name] = OutputStructure.of(outputs[name])
     return replace(
         plan,
         entry=tuple(name for name in plan.entry if name not in names),

@@ -88,18 +88,18 @@ def stage_rank_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
     forwards = _forwards(schedule)
     if not forwards:
         return ["it has no forward"]
-    named = {action.stage for actions in schedule for action in actions if action.op in COMPUTES}
-    errors = [f"stage {stage} is below 0, the first stage" for stage in sorted(named) if stage < 0]
-    errors += [f"no rank has stage {stage}" for stage in range(1 + max(named)) if stage not in forwards]
+    stages = {action.stage for actions in schedule for action in actions if action.op in COMPUTES}
+    errors = [f"stage {stage} is below 0, the first stage" for stage in sorted(stages) if stage < 0]
+    errors += [f"no rank has stage {stage}" for stage in range(1 + max(stages)) if stage not in forwards]
     for stage, ranks in sorted(forwards.items()):
         if len(ranks) > 1:
-            places = (f"rank {rank} ({first})" for rank, first in ranks.items())
-            errors.append(f"stage {stage} is on {' and on '.join(places)}")
+            described = (f"rank {rank} ({first})" for rank, first in ranks.items())
+            errors.append(f"stage {stage} is on {' and on '.join(described)}")
     return errors
 
 
 def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Action]]:
-    """Return the first forward by stage and rank."""
+    """Return by stage and rank the first forward of the stage on this rank."""
     forwards: dict[int, dict[int, Action]] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
@@ -109,12 +109,12 @@ def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Actio
 
 
 def result(computation: Action) -> Action:
-    """Return the result of a computation; a full backward and its input part have the same."""
+    """Return the action that stands for a computation's result: for a full backward its input part, else itself."""
     return computation._replace(op=Op.BACKWARD_INPUT) if computation.op is Op.BACKWARD else computation
 
 
 def inputs(computation: Action, num_stages: int) -> list[Action]:
-    """Return the results that a computation needs."""
+    """Return the results, as `result` gives them, that a computation needs before it can run."""
     if computation.op is Op.BACKWARD_WEIGHT:
         return [computation._replace(op=Op.BACKWARD_INPUT)]
     source = computation.stage - TRANSFERS[computation.op].step

@@ -2,8 +2,9 @@
 
 from .action import TRANSFERS, Action, Op, Schedule, counterpart, inputs, result, send_of, stage_ranks
 
-# With one, a sender often arrives before the receive is posted, and waits for it: measured, a fifth of the engine's
-# time over gloo. Four are not faster, and each needs a receive buffer.
+# Number of computations before the use of a tensor at which its receive is posted. With one, a sender often arrives
+# before the receive, and waits: measured, a fifth of the engine's time over gloo. Four are not faster, and each needs
+# a receive buffer.
 _AHEAD = 2
 
 
@@ -44,69 +45,77 @@ def with_communication(compute: Schedule, *, ahead: bool = True) -> Schedule:
         ValueError: computations wait for each other in a cycle, or for one that no rank has; a stage is on no
             rank, or on two.
     """
-    layout = _Layout(compute, ahead=ahead)
-    while layout.advance_all() or layout.post_for_a_waiting_send():
+    builder = _ScheduleBuilder(compute, ahead=ahead)
+    while builder.advance_all() or builder.place_receive_of_waiting_send():
         pass
-    layout.check_complete()
-    return layout.ordered
+    builder.check_complete()
+    return builder.ordered
 
 
-class _Layout:
-    """The lists under construction, and the position of each rank."""
+class _ScheduleBuilder:
+    """The lists of actions under construction; see [Note: an order that cannot deadlock].
+
+    Args:
+        compute: the computations of every rank, in order.
+        ahead: see `with_communication`.
+
+    Attributes:
+        ordered: by rank, the actions that are placed so far.
+    """
 
     def __init__(self, compute: Schedule, *, ahead: bool) -> None:
         self._compute = compute
         self._ahead = ahead
         self._ranks = dict(enumerate(stage_ranks(compute)))
-        self._position = [0] * len(compute)
-        self._done: set[Action] = set()  # results
+        self._position = [0] * len(compute)  # by rank, the number of computations that are placed
+        self._done: set[Action] = set()  # results of placed computations, see `action.result`
         self._awaited: dict[int, Action] = {}  # by rank: the receive for which its last send waits
-        # By receive: the receives of its channel that are not posted yet.
+        # By receive: the receives of its channel that are not placed yet.
         self._channels = self._receives_in_order_of_sends()
-        self._posted: set[Action] = set()
+        self._placed: set[Action] = set()  # receives
         self.ordered: Schedule = [[] for _ in compute]
 
     def advance_all(self) -> bool:
-        """Advance by one computation every rank that can proceed; return True if anything was added."""
+        """Place the next computation of every rank that can proceed; return True if anything was placed."""
         return sum(map(self._advance, range(len(self._compute)))) > 0
 
-    def post_for_a_waiting_send(self) -> bool:
-        """Add a receive for which some rank waits; return False if there is none."""
-        return any(self._post(receive) for receive in self._awaited.values())
+    def place_receive_of_waiting_send(self) -> bool:
+        """Place one receive for which a rank waits at its send; return False if there is none."""
+        return any(self._place_receive(receive) for receive in self._awaited.values())
 
     def check_complete(self) -> None:
-        """Raise ValueError if a rank has not reached its end."""
-        places = {
+        """Raise ValueError, with the reasons, if some rank's computations could not all be placed."""
+        descriptions = {
             result(action): f"{action} (later on rank {rank})"
             for rank, actions in enumerate(self._compute)
             for action in actions
         }
-        stuck = []
+        errors = []
         for rank, (position, actions) in enumerate(zip(self._position, self._compute, strict=True)):
             if position < len(actions):
                 action = actions[position]
-                missing = [need for need in inputs(action, len(self._ranks)) if need not in self._done]
-                waits = [places.get(need, f"{need} (on no rank)") for need in missing]
-                stuck.append(f"rank {rank} waits at {action}, which needs {' and '.join(waits)}")
-        if stuck:
-            raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
+                missing = [needed for needed in inputs(action, len(self._ranks)) if needed not in self._done]
+                described = [descriptions.get(needed, f"{needed} (on no rank)") for needed in missing]
+                errors.append(f"rank {rank} waits at {action}, which needs {' and '.join(described)}")
+        if errors:
+            raise ValueError(f"the schedule deadlocks: {'; '.join(errors)}")
 
     def _advance(self, rank: int) -> bool:
         """Place the rank's next computation, or receives ahead of it; return True if anything was placed."""
         if self._waits(rank):
             return False
         upcoming = self._compute[rank][self._position[rank] : self._position[rank] + 1 + _AHEAD]
-        posted = self._ahead and sum(map(self._post_input, upcoming)) > 0
+        placed_receives = self._ahead and sum(map(self._place_receive_of_input, upcoming)) > 0
         if not upcoming or not self._done.issuperset(inputs(upcoming[0], len(self._ranks))):
-            return posted
-        self._do(rank, upcoming[0])
+            return placed_receives
+        self._place_computation(rank, upcoming[0])
         return True
 
     def _waits(self, rank: int) -> bool:
         """Return True if the last action of a rank is a send whose receive is not placed yet."""
-        return rank in self._awaited and self._awaited[rank] not in self._posted
+        return rank in self._awaited and self._awaited[rank] not in self._placed
 
-    def _do(self, rank: int, action: Action) -> None:
+    def _place_computation(self, rank: int, action: Action) -> None:
         """Place a computation and the send of its result."""
         self._position[rank] += 1
         self._done.add(result(action))
@@ -115,37 +124,40 @@ class _Layout:
             self.ordered[rank].append(send)
             self._awaited[rank] = counterpart(send)
             if not self._ahead:
-                self._post(counterpart(send))
+                self._place_receive(counterpart(send))
 
     def _receives_in_order_of_sends(self) -> dict[Action, dict[Action, None]]:
-        """Return for every receive all receives of its channel, as the keys of a dict that they share."""
-        ordered: dict[tuple[int, int, Op], dict[Action, None]] = {}
+        """Return for every receive the receives of its channel in order: the keys of a dict that all of them share."""
+        by_channel: dict[tuple[int, int, Op], dict[Action, None]] = {}  # by sender, receiver and op
         channels = {}
         for rank, actions in enumerate(self._compute):
             for send in filter(None, (send_of(action, self._ranks) for action in actions)):
                 receive = counterpart(send)
-                channels[receive] = ordered.setdefault((rank, self._ranks[receive.stage], receive.op), {})
+                channels[receive] = by_channel.setdefault((rank, self._ranks[receive.stage], receive.op), {})
                 channels[receive][receive] = None
         return channels
 
-    def _post_input(self, action: Action) -> bool:
-        return action.op in TRANSFERS and self._post(action._replace(op=TRANSFERS[action.op].receive))
+    def _place_receive_of_input(self, action: Action) -> bool:
+        return action.op in TRANSFERS and self._place_receive(
+            action._replace(op=TRANSFERS[action.op].receive)
+        )
 
-    def _post(self, receive: Action) -> bool:
-        """Add a receive, after the receives of earlier sends; return True if any was added."""
+    def _place_receive(self, receive: Action) -> bool:
+        """Place a receive, after those of its channel that must precede it; return True if any was placed."""
         channel = self._channels.get(receive, {})
-        added = False
+        was_placed = False
         while receive in channel:
             first = next(iter(channel))
-            if not self._may_stand(first):
+            if not self._can_place(first):
                 break
             del channel[first]
-            self._posted.add(first)
+            self._placed.add(first)
             rank = self._ranks[first.stage]
-            # A rank that waits at its last send has not passed it: a receive posted now is placed before the send.
+            # A rank that waits at its last send has not passed it: the receive is placed before this send.
             self.ordered[rank].insert(len(self.ordered[rank]) - self._waits(rank), first)
-            added = True
-        return added
+            was_placed = True
+        return was_placed
 
-    def _may_stand(self, receive: Action) -> bool:
+    def _can_place(self, receive: Action) -> bool:
+        """Return False for a gradient whose activations are not computed and sent yet."""
         return receive.op is Op.RECV_FORWARD or receive._replace(op=Op.FORWARD) in self._done

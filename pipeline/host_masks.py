@@ -24,8 +24,10 @@ from transformers import PreTrainedModel
 
 from ..cluster.transformers_api import attention_name
 
-_ANSWERED = {Tensor.__bool__, Tensor.__int__, Tensor.item, Tensor.tolist}  # questions
-_LEADING = {  # to one
+# Functions that read the values of a mask: the host copy answers them.
+_READS = {Tensor.__bool__, Tensor.__int__, Tensor.item, Tensor.tolist}
+# Functions whose result such a read may follow: computed on the host copy too.
+_REPEATED_ON_HOST = {
     *(Tensor.to, Tensor.bool, Tensor.long, Tensor.view, Tensor.reshape, Tensor.expand, Tensor.unsqueeze, pad),
     *(Tensor.__getitem__, Tensor.narrow, Tensor.__eq__, Tensor.eq, Tensor.__invert__),
     *(Tensor.sum, Tensor.all, torch.all, Tensor.any, torch.any),
@@ -49,13 +51,16 @@ class TensorWithHostCopy(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute on the device, and on the host too if a branch on the result may follow."""
+        """Call a function on the device, and on the host too if a branch on the result may follow.
+
+        A read of the values is answered by the host copy. Other functions return plain tensors.
+        """
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            is_of_interest = func in _ANSWERED or func in _LEADING
-            if torch.compiler.is_compiling() or not (is_of_interest and _have_host_copies(args, kwargs)):
+            uses_host = func in _READS or func in _REPEATED_ON_HOST
+            if torch.compiler.is_compiling() or not (uses_host and _have_host_copies(args, kwargs)):
                 return func(*args, **kwargs)
-            if func in _ANSWERED:
+            if func in _READS:
                 return func(args[0]._host)
             result = func(*args, **kwargs)
             if func is Tensor.to:
@@ -78,35 +83,35 @@ def _have_host_copies(args: Any, kwargs: Any) -> bool:
     )
 
 
-def with_host_copies(moved: Any, batch: Any, model: nn.Module) -> Any:
+def with_host_copies(device_batch: Any, batch: Any, model: nn.Module) -> Any:
     """Attach host copies to the masks of a batch, as far as the model's attention allows it.
 
     See [Note: questions about masks].
 
     Args:
-        moved: the batch on the device.
+        device_batch: the batch on the device.
         batch: the same batch as the dataloader gave it, of which masks on the host are the copies.
         model: the model that will get the batch.
 
     Returns:
         The batch on the device; other values than masks, and batches that are no dict, are unchanged.
     """
-    if not isinstance(moved, dict) or is_compiled(model):
-        return moved
-    masks = [name for name in moved if _is_host_mask(name, batch[name])]
+    if not isinstance(device_batch, dict) or is_compiled(model):
+        return device_batch
+    masks = [name for name in device_batch if _is_host_mask(name, batch[name])]
     if not masks:
-        return moved
+        return device_batch
     transformers_models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    kernels = [attention_name(part.config) for part in transformers_models]
+    kernels = [attention_name(transformers_model.config) for transformers_model in transformers_models]
     if any(map(compiles_masks, kernels)):
-        return moved
+        return device_batch
     keeps_masks_from_layers = all(kernel == "eager" or kernel.startswith("sdpa") for kernel in kernels)
     copied = {
-        name: TensorWithHostCopy.of(moved[name], batch[name])
+        name: TensorWithHostCopy.of(device_batch[name], batch[name])
         for name in masks
         if keeps_masks_from_layers or bool(batch[name].all())
     }
-    return {**moved, **copied}
+    return {**device_batch, **copied}
 
 
 def compiles_masks(kernel: str) -> bool:
@@ -122,8 +127,8 @@ def is_compiled(model: nn.Module) -> bool:
 def mask_of_all(ids: Tensor) -> Tensor:
     """Return a mask (B, S) that hides none of these tokens."""
     host = torch.ones(ids.shape, dtype=torch.long)
-    moved = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
-    return TensorWithHostCopy.of(moved, host) if type(host) is Tensor else moved
+    mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
+    return TensorWithHostCopy.of(mask, host) if type(host) is Tensor else mask
 
 
 def _is_host_mask(name: Any, host: Any) -> bool:

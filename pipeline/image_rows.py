@@ -28,19 +28,21 @@ _TEXTS = "input_ids"
 
 
 def _kind_of(name: str) -> str | None:
-    """Return "image" or "video" for a tensor of them in a batch of texts, by its name; None for others."""
-    if any(part in name for part in _OF_VIDEOS):
+    """Return "image" or "video" for a tensor of images or videos beside texts, by its name; None for other tensors."""
+    if any(word in name for word in _OF_VIDEOS):
         return "video"
     return "image" if name.startswith(_OF_IMAGES) else None
 
 
 def counts_samples(batch: Any, path: str) -> bool:
-    """Return True if a tensor of a batch has a row per sample whatever the model; those of images beside texts may."""
+    """Return True if a tensor of a batch surely has a row per sample; False for images and videos beside texts."""
     return not (isinstance(batch, Mapping) and _TEXTS in batch and _kind_of(path) is not None)
 
 
 def image_rows(batch: Any, config: Any) -> Rows:
-    """Return which rows belong to each sample, for tensors that do not have a row per sample.
+    """Return the rows of each sample in the tensors of images and videos that do not have a row per sample.
+
+    Reads the batch on the host.
 
     Args:
         batch: the inputs of a model, on the CPU if no stream should wait.
@@ -54,45 +56,46 @@ def image_rows(batch: Any, config: Any) -> Rows:
         return rows
     for kind, (pixels, grid_names, token_names) in _KINDS.items():
         tensors = {
-            name: each
-            for name, each in batch.items()
-            if _kind_of(name) == kind and isinstance(each, Tensor) and each.dim()
+            name: tensor
+            for name, tensor in batch.items()
+            if _kind_of(name) == kind and isinstance(tensor, Tensor) and tensor.dim()
         }
         grid = next((tensors[name] for name in grid_names if name in tensors), None)
         if grid is None and all(len(tensor) == len(texts) for tensor in tensors.values()):
             continue  # a row per sample
         ids = (getattr(config, name, None) for name in token_names)
-        token = next((each for each in ids if each is not None), None)
-        tokens = [0] * len(texts) if token is None else (texts == token).sum(1).tolist()
-        sizes = [1] * len(tensors.get(pixels, ())) if grid is None else grid.prod(1).tolist()
-        starts = _starts(tokens, sizes)
+        token = next((id_ for id_ in ids if id_ is not None), None)
+        num_tokens = [0] * len(texts) if token is None else (texts == token).sum(1).tolist()
+        num_patches = [1] * len(tensors.get(pixels, ())) if grid is None else grid.prod(1).tolist()
+        starts = _starts(num_tokens, num_patches)
         if any(len(tensor) not in starts for tensor in tensors.values()):
             described = ", ".join(f"{name} has {len(tensor)}" for name, tensor in tensors.items())
             raise ValueError(
                 f"{kind}s cannot be assigned to the {len(texts)} samples of a batch by their rows: {described}; "
-                f"{_TEXTS} has {', '.join(map(str, tokens))} tokens of {token_names[0]}={token}. Give the {kind}s of "
-                "all samples in their order, or one row for each sample"
+                f"{_TEXTS} has {', '.join(map(str, num_tokens))} tokens of {token_names[0]}={token}. Give the {kind}s "
+                "of all samples in their order, or one row for each sample"
             )
         rows |= {name: starts[len(tensor)] for name, tensor in tensors.items()}
     return rows
 
 
-def _starts(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]:
-    """Return where each sample begins and the last one ends, in patches and in images, by the number of them.
+def _starts(num_tokens: Sequence[int], num_patches: Sequence[int]) -> dict[int, list[int]]:
+    """Return the rows where samples begin, for tensors of patches and for tensors of images.
 
     Args:
-        tokens: placeholder tokens of each sample.
-        sizes: patches of each image.
+        num_tokens: placeholder tokens of each sample, all of equally many patches.
+        num_patches: patches of each image.
 
     Returns:
-        An empty dict if a sample would begin within a patch or an image.
+        By the number of rows of a tensor (all patches, or all images): the first row of each sample, and the end of the
+        last one. An empty dict if a sample would begin within a patch or an image.
     """
-    ends = {end: number for number, end in enumerate(accumulate(sizes, initial=0))}
-    num_tokens, num_patches = sum(tokens), sum(sizes)
-    if num_tokens == 0:
+    first_image_at = {patch: image for image, patch in enumerate(accumulate(num_patches, initial=0))}
+    all_tokens, all_patches = sum(num_tokens), sum(num_patches)
+    if all_tokens == 0:
         return {}
-    scaled = [end * num_patches for end in accumulate(tokens, initial=0)]
-    starts = [index // num_tokens for index in scaled]
-    if any(index % num_tokens for index in scaled) or not ends.keys() >= set(starts):
+    scaled = [tokens_before * all_patches for tokens_before in accumulate(num_tokens, initial=0)]
+    starts = [product // all_tokens for product in scaled]
+    if any(product % all_tokens for product in scaled) or not first_image_at.keys() >= set(starts):
         return {}
-    return {num_patches: starts, len(sizes): [ends[start] for start in starts]}
+    return {all_patches: starts, len(num_patches): [first_image_at[start] for start in starts]}

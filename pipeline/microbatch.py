@@ -147,11 +147,13 @@ def num_bytes(batch: Any) -> int:
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the tree with every tensor replaced by `function(tensor)`."""
-    return _joined([tree], lambda found, _: function(found[0]) if isinstance(found[0], Tensor) else found[0])
+    return _joined(
+        [tree], lambda leaves, _: function(leaves[0]) if isinstance(leaves[0], Tensor) else leaves[0]
+    )
 
 
 def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
-    """Return the number of samples of each microbatch, for a batch of `total` samples; see `split`."""
+    """Return the number of samples of each microbatch, for a batch of `total` samples. Errors as in `split`."""
     for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -178,7 +180,7 @@ def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size
 
 
 def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
-    """Return `length` samples of a batch from the sample `start`."""
+    """Return `length` samples of a batch from the sample `start`, as views; `rows` as for `split`."""
 
     def cut(entries: list[Any], path: str) -> Any:
         value = entries[0]
@@ -206,7 +208,16 @@ def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
 
 
 def _joined(trees: Sequence[Any], join: Callable[[list[Any], str], Any], path: str = "") -> Any:
-    """Join trees of equal structure: each leaf is `join(leaves, path)` of the leaves at this path."""
+    """Map trees of equal structure to one tree, whose leaves are `join(leaves, path)` of their leaves at each path.
+
+    Args:
+        trees: at least one.
+        join: gets the leaves of all trees at a path, such as "inputs.0".
+        path: of the trees in a larger one, for `join` and errors.
+
+    Raises:
+        ValueError: the structures differ.
+    """
     first = trees[0]
     if len(trees) > 1 and len(structures := dict.fromkeys(map(_structure, trees))) > 1:
         raise ValueError(f"{_place(path)} differs between microbatches: {'; '.join(structures)}")
@@ -240,7 +251,7 @@ def _merge(entries: list[Any], path: str) -> Any:
 
 
 def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
-    """Concatenate the outputs of all microbatches at a path, or average numbers."""
+    """Concatenate tensors of all microbatches along the batch dim of their path, or average tensors without dims."""
     dim = batch_dim(path, tensors[0])
     if len({(tensor.dtype, _without(tensor.shape, dim), tensor.dim()) for tensor in tensors}) > 1:
         described = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)

@@ -71,7 +71,7 @@ class StagePlan:
     derives_entry_shapes: bool = False
     collecting: tuple[str, ...] = ()
     module: str = ""
-    sent: Mapping[str, "Outlined"] = field(default_factory=dict)
+    sent: Mapping[str, "OutputStructure"] = field(default_factory=dict)
     encoder: Optional["StagePlan"] = None
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class StagePlan:
             )
 
     def under(self, prefix: str) -> "StagePlan":
-        """Return the plan of a model that has this plan's model as its submodule `prefix`."""
+        """Return the plan with `prefix` before all paths, for a model that has this plan's model as this submodule."""
         if not prefix:
             return self
         return replace(
@@ -105,7 +105,10 @@ class StagePlan:
         )
 
     def fitted(self, model: nn.Module) -> "StagePlan":
-        """Return the plan without what the model, cut or not, lacks: an encoder or a decoder, optional entries."""
+        """Return the plan without the optional entries and the encoder or decoder that this model does not have.
+
+        A stage of a cut model may have only an encoder, or only a decoder.
+        """
         if self.encoder is None or not _has(model, self.encoder.layers):
             return replace(self._without_missing(model), encoder=None)
         encoder = self.encoder._without_missing(model)
@@ -122,17 +125,23 @@ class StagePlan:
             return [self.layers]
         return [f"{outer}.{name}.{inner}" for name in model.get_submodule(outer)._modules]
 
-    def after(
+    def with_modules_before(
         self, *, entry: tuple[str, ...], leading: tuple[str, ...], everywhere: tuple[str, ...]
     ) -> "StagePlan":
-        """Return the plan with more modules before the first layer: other models, whose shapes may differ."""
-        first = self if self.encoder is None else self.encoder
+        """Return the plan with more modules before the first layer: other models, whose shapes may differ.
+
+        With an encoder they are added to its plan.
+
+        Args:
+            entry, leading, everywhere: paths, put before those of the attributes of these names.
+        """
+        first_plan = self if self.encoder is None else self.encoder
         extended = replace(
-            first,
-            entry=(*entry, *first.entry),
-            leading=(*leading, *first.leading),
-            everywhere=(*everywhere, *first.everywhere),
-            derives_entry_shapes=first.derives_entry_shapes or bool(entry),
+            first_plan,
+            entry=(*entry, *first_plan.entry),
+            leading=(*leading, *first_plan.leading),
+            everywhere=(*everywhere, *first_plan.everywhere),
+            derives_entry_shapes=first_plan.derives_entry_shapes or bool(entry),
         )
         return extended if self.encoder is None else replace(self, encoder=extended)
 
@@ -167,7 +176,7 @@ class StagePlan:
         return len(self.layer_paths(model))
 
     def path_errors(self, model: nn.Module) -> list[str]:
-        """Return errors for names of the plan that the model does not have; empty if it has all."""
+        """Return errors for paths of the plan that the model does not have; empty if it has all, and layers."""
         errors = [] if self.encoder is None else self.encoder.path_errors(model)
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         outer_list = self.layers.partition(".*.")[0]
@@ -201,15 +210,19 @@ class StagePlan:
 
     def kept_paths(self, model: nn.Module) -> list[str]:
         """Return all paths that the plan places: layers, modules before them, and modules of every stage."""
-        of_encoder = [] if self.encoder is None else self.encoder.kept_paths(model)
-        return [*of_encoder, *self.list_paths(model), *self._paths(model), *self.before, *self.everywhere]
+        encoder_paths = [] if self.encoder is None else self.encoder.kept_paths(model)
+        return [*encoder_paths, *self.list_paths(model), *self._paths(model), *self.before, *self.everywhere]
 
     def layers_of(self, model: nn.Module, name: str) -> list[int]:
-        """Return the layers whose stages have the parameter or module of this name."""
+        """Return the layers whose stages have the parameter or module of this name.
+
+        A stage with any of these layers has it: a layer's own parameter gives this layer, the embedding gives the first
+        layer, and a module of every stage gives all layers.
+        """
         stacks = self.stacks(model)
         if self._is_everywhere(model, name):
-            around = [stack for stack in stacks if is_within(name, stack.plan.module)] or stacks
-            return [*range(around[0].first, around[-1].stop)]
+            containing = [stack for stack in stacks if is_within(name, stack.plan.module)] or stacks
+            return [*range(containing[0].first, containing[-1].stop)]
         for stack in stacks:
             if stack.repeats(name):
                 return [*range(stack.first, stack.stop)]
@@ -229,25 +242,25 @@ class StagePlan:
         if any(is_within(name, path) for plan in plans for path in plan.everywhere):
             return True
         owner = name.rpartition(".")[0]
-        is_around = not owner or any(path.startswith(f"{owner}.") for path in self.kept_paths(model))
-        return is_around and not _has(model, name)
+        contains_layers = not owner or any(path.startswith(f"{owner}.") for path in self.kept_paths(model))
+        return contains_layers and not _has(model, name)
 
     def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> list[int]:
         """Return the stages that have the parameter or module of this name, under the bounds of `layer_bounds`."""
         return sorted({bisect_right(bounds, layer) - 1 for layer in self.layers_of(model, name)})
 
     def stage_size(self, model: nn.Module) -> StageSize:
-        """Return a function of a stage's layers, from `start` to before `stop`: its number of parameters.
+        """Return a function (start, stop) that counts the parameters of a stage with the layers range(start, stop).
 
         Tied ones count once, the embedding with the first layer, the head with the last one. The model is complete, not
         cut, and may be on the meta device.
         """
-        layers: dict[Parameter, set[int]] = {}
+        layers: dict[Parameter, set[int]] = {}  # by parameter, the layers whose stages have it
         for name, parameter in model.named_parameters(remove_duplicate=False):
             layers.setdefault(parameter, set()).update(self.layers_of(model, name))
         # Few parameters belong to several layers; all others are looked up in one prefix sum.
         sums = [0] * (self.num_layers(model) + 1)
-        shared = []
+        shared = []  # (number of entries, layers) of each parameter of several layers
         for parameter, used_by in layers.items():
             if len(used_by) > 1:
                 shared.append((parameter.numel(), used_by))
@@ -266,19 +279,19 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Outlined:
+class OutputStructure:
     """The structure of a module's output, without its tensors.
 
     Args:
         spec: the nesting, as torch's pytrees describe it.
-        leaves: by leaf, None for a tensor, or a tuple with any other value.
+        leaves: for each leaf None if it is a tensor, or a tuple of its value.
     """
 
     spec: TreeSpec
     leaves: tuple[tuple[Any] | None, ...]
 
     @classmethod
-    def of(cls, output: Any) -> "Outlined":
+    def of(cls, output: Any) -> "OutputStructure":
         """Return the structure of an output.
 
         Raises:
@@ -300,7 +313,7 @@ class Outlined:
         return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Return an output with these tensors."""
+        """Return an output of this structure with these tensors, in the order of `tensors`."""
         remaining = iter(tensors)
         return tree_unflatten(
             [next(remaining) if leaf is None else leaf[0] for leaf in self.leaves], self.spec
@@ -383,13 +396,19 @@ def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
     if config is None:
         return {}
     settings = config.to_dict() if hasattr(config, "to_dict") else vars(config)  # a user's own has none
-    inside = {name: settings.get(name) for name in getattr(config, "sub_configs", ())}
-    of_parts = {f"the model's config, {name}": part for name, part in inside.items() if part is not None}
-    return {"the model's config": settings, **of_parts}
+    sub_configs = {name: settings.get(name) for name in getattr(config, "sub_configs", ())}
+    named = {f"the model's config, {name}": value for name, value in sub_configs.items() if value is not None}
+    return {"the model's config": settings, **named}
 
 
 def setting_errors(model: Any, settings: Mapping[str, Any], source: str) -> list[str]:
-    """Return errors for settings (of a batch, a config) that change a model's results under a pipeline."""
+    """Return errors for settings with which a model's results would differ under a pipeline.
+
+    Args:
+        model: the model, cut or not.
+        settings: by name: arguments of a batch, or a config.
+        source: of the settings, for the errors.
+    """
     errors = [
         f"{name}={settings[name]!r} in {source} collects the outputs of all layers, but a pipeline stage has only its "
         "own: leave it out or use pp_size=1"
@@ -402,7 +421,14 @@ def setting_errors(model: Any, settings: Mapping[str, Any], source: str) -> list
 
 
 def layer_drop_errors(settings: Mapping[str, Any], source: str, *, who: str, instead: str) -> list[str]:
-    """Return errors for settings with which ranks would run different layers; empty if there are none."""
+    """Return errors for settings that skip layers at random, so that ranks would run different ones.
+
+    Args:
+        settings: by name: arguments of a batch, or a config.
+        source: of the settings, for the errors.
+        who: the ranks that would differ, for the errors.
+        instead: advice, for the errors.
+    """
     return [
         f"{name}={value!r} in {source} drops layers at random, and {who} would not drop the same: set it to 0 or "
         f"{instead}"

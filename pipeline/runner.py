@@ -20,8 +20,8 @@ from .transport import PendingTransfer, Transport, takes_gradient
 from .weight_gradients import WeightGradients
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
-_Place = tuple[int, int]  # stage, microbatch
-_GIVE_GRADIENTS = COMPUTES - {Op.FORWARD}
+_StageAndMicrobatch = tuple[int, int]  # stage, microbatch
+_COMPUTE_GRADIENTS = COMPUTES - {Op.FORWARD}
 
 
 class StageLike(Protocol):
@@ -127,14 +127,14 @@ class ScheduleRun:
 
     def __post_init__(self) -> None:
         self._trains = False
-        # From an action until the use of its result, by the stage that computes it, on this rank or another:
-        self._handed_on: dict[_Place, tuple[Tensor, ...] | PendingTransfer] = {}  # outputs, detached
-        self._gradients: dict[_Place, tuple[Tensor, ...] | PendingTransfer] = {}  # of its inputs
+        # From a computation or receive until the result is used, by the stage that computes it, here or elsewhere:
+        self._stage_outputs: dict[_StageAndMicrobatch, tuple[Tensor, ...] | PendingTransfer] = {}  # detached
+        self._gradients: dict[_StageAndMicrobatch, tuple[Tensor, ...] | PendingTransfer] = {}  # of its inputs
         # From a forward until its backward. An output's graph is kept by its edge, so that the memory of the output
         # is free after the send.
-        self._received: dict[_Place, list[Tensor]] = {}
-        self._edges: dict[_Place, list[GradientEdge | None]] = {}
-        self._loss_graphs: dict[_Place, Tensor] = {}
+        self._received: dict[_StageAndMicrobatch, list[Tensor]] = {}
+        self._edges: dict[_StageAndMicrobatch, list[GradientEdge | None]] = {}
+        self._loss_graphs: dict[_StageAndMicrobatch, Tensor] = {}
         # Until the end of the step, by microbatch:
         self._keys: dict[int, Hashable] = {}  # equal for microbatches whose messages have equal shapes
         self._losses: dict[int, Tensor] = {}
@@ -151,11 +151,11 @@ class ScheduleRun:
             RuntimeError: a peer is lost; names it. Exceptions of a stage or the criterion are raised unchanged. After
                 either, the transport refuses further steps.
         """
-        self._trains = any(action.op in _GIVE_GRADIENTS for action in actions)
+        self._trains = any(action.op in _COMPUTE_GRADIENTS for action in actions)
         if self.transport is not None:
             self.transport.check_open()
         try:
-            self._do(actions)
+            self._execute(actions)
             if self.transport is not None:
                 self.transport.flush()
         except BaseException as error:
@@ -168,18 +168,18 @@ class ScheduleRun:
             raise
         return self._result()
 
-    def _do(self, actions: Sequence[Action]) -> None:
-        """Execute actions in order; those that give gradients in `around_backward`, which learns the stage's last."""
-        last = {action.stage: action for action in actions if action.op in _GIVE_GRADIENTS}
+    def _execute(self, actions: Sequence[Action]) -> None:
+        """Execute actions in order; those that compute gradients in the context of `around_backward`."""
+        last = {action.stage: action for action in actions if action.op in _COMPUTE_GRADIENTS}
         for action in actions:
-            if self.around_backward is None or action.op not in _GIVE_GRADIENTS:
+            if self.around_backward is None or action.op not in _COMPUTE_GRADIENTS:
                 _METHODS[action.op](self, action)
             else:
                 with self.around_backward(action, last[action.stage] is action):
                     _METHODS[action.op](self, action)
 
     def _result(self) -> RunResult:
-        """Return the results of the step by microbatch; None for those that this rank or the criterion has not."""
+        """Return the results of the step, in the order of the microbatches; see `RunResult`."""
         return RunResult(
             losses=[loss for _, loss in sorted(self._losses.items())],
             weights=[weight for _, weight in sorted(self._weights.items())] or None,
@@ -187,7 +187,7 @@ class ScheduleRun:
         )
 
     def _forward(self, action: Action) -> None:
-        """Run a stage on a microbatch; on the last stage also the criterion."""
+        """Run a stage on a microbatch, and on the last stage the criterion; keep what the backward needs."""
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
         received = () if stage.is_first else self._take_inputs(*action.place)
         self._begin()
@@ -197,20 +197,23 @@ class ScheduleRun:
         if self._trains:
             self._received[action.place] = [tensor for tensor in received if takes_gradient(tensor.dtype)]
         if stage.is_last:
-            self._finish(action, output)
+            self._compute_loss(action, output)
         else:
-            self._hand_on(action, output)
+            self._keep_stage_output(action, output)
         self._end(action)
 
     def _backward(self, action: Action) -> None:
-        """Differentiate a stage for a microbatch, from its loss or from the gradients of its outputs."""
+        """Compute a stage's gradients for a microbatch, from its loss or from the gradients of its outputs.
+
+        Those of parameters are accumulated; those of inputs are kept for the previous stage.
+        """
         place = action.place
         if self.stages[action.stage].is_last:
             self._begin()
             loss = self.scale(self._loss_graphs.pop(place))
             _differentiate([loss], [torch.ones_like(loss)])
         else:
-            gradients = _arrived(self._gradients.pop((action.stage + 1, action.microbatch)))
+            gradients = _wait_for(self._gradients.pop((action.stage + 1, action.microbatch)))
             self._begin()
             # The next stage sends a gradient for every floating tensor; a frozen stage drops those it does not need.
             pairs = [
@@ -243,18 +246,18 @@ class ScheduleRun:
         self._end(action)
 
     def _send_forward(self, action: Action) -> None:
-        self._way.send_outputs(action, _arrived(self._handed_on.pop(action.place)), self._key(action))
+        self._peers.send_outputs(action, _wait_for(self._stage_outputs.pop(action.place)), self._key(action))
 
     def _receive_forward(self, action: Action) -> None:
         _, stage, microbatch = action
-        self._handed_on[stage - 1, microbatch] = self._way.receive_inputs(action, self._key(action))
+        self._stage_outputs[stage - 1, microbatch] = self._peers.receive_inputs(action, self._key(action))
 
     def _send_backward(self, action: Action) -> None:
-        self._way.send_gradients(action, _arrived(self._gradients.pop(action.place)))
+        self._peers.send_gradients(action, _wait_for(self._gradients.pop(action.place)))
 
     def _receive_backward(self, action: Action) -> None:
         _, stage, microbatch = action
-        self._gradients[stage + 1, microbatch] = self._way.receive_gradients(action, self._key(action))
+        self._gradients[stage + 1, microbatch] = self._peers.receive_gradients(action, self._key(action))
 
     def _begin(self) -> None:
         if self.trace is not None:
@@ -266,16 +269,16 @@ class ScheduleRun:
 
     def _take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
         """Wait for the outputs of the previous stage; return them as leaves of a new graph."""
-        tensors = _arrived(self._handed_on.pop((stage - 1, microbatch)))
+        tensors = _wait_for(self._stage_outputs.pop((stage - 1, microbatch)))
         if self._trains:
             for tensor in tensors:
                 if takes_gradient(tensor.dtype):
                     tensor.requires_grad_()
         return tensors
 
-    def _hand_on(self, action: Action, output: Any) -> None:
+    def _keep_stage_output(self, action: Action, output: Any) -> None:
         """Keep a stage's outputs for the next stage, and their graph for the backward."""
-        self._handed_on[action.place] = tuple([tensor.detach() for tensor in output])
+        self._stage_outputs[action.place] = tuple([tensor.detach() for tensor in output])
         if self._trains:
             self._edges[action.place] = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None
@@ -283,8 +286,12 @@ class ScheduleRun:
                 if takes_gradient(tensor.dtype)
             ]
 
-    def _finish(self, action: Action, output: Any) -> None:
-        """Keep the last stage's outputs and loss."""
+    def _compute_loss(self, action: Action, output: Any) -> None:
+        """Compute the criterion on the last stage's output, and keep the results of the microbatch.
+
+        Raises:
+            ValueError: the loss has no graph, and a backward will follow.
+        """
         microbatch = action.microbatch
         if self.keep_outputs:
             self._outputs[microbatch] = map_tensors(output, Tensor.detach)
@@ -305,13 +312,16 @@ class ScheduleRun:
             self._loss_graphs[action.place] = loss
 
     def _key(self, action: Action) -> Hashable:
-        """Return a key for the shapes of a transfer, known on both ends; evaluation may differ from training."""
+        """Return a key that determines the shapes of a transfer, equal on both ends.
+
+        Training and evaluation have different keys, since shapes may differ.
+        """
         if action.microbatch not in self._keys:
             self._keys[action.microbatch] = (self._trains, signature(self.microbatches[action.microbatch]))
         return self._keys[action.microbatch]
 
     @property
-    def _way(self) -> Transport:
+    def _peers(self) -> Transport:
         assert self.transport is not None, "the schedule sends and receives"
         return self.transport
 
@@ -328,7 +338,7 @@ _METHODS: dict[Op, Callable[[ScheduleRun, Action], None]] = {
 }
 
 
-def _arrived(tensors: tuple[Tensor, ...] | PendingTransfer) -> tuple[Tensor, ...]:
+def _wait_for(tensors: tuple[Tensor, ...] | PendingTransfer) -> tuple[Tensor, ...]:
     return tensors.wait() if isinstance(tensors, PendingTransfer) else tensors
 
 
@@ -343,7 +353,8 @@ def loss_and_weight(returned: Any) -> tuple[Tensor, Tensor | float | None]:
     """Return the loss that a criterion returned, and its weight: None if there is none.
 
     Raises:
-        TypeError: it returned something else. ValueError: a weight that cannot be used.
+        TypeError: it returned something else.
+        ValueError: the weight has a graph, or is negative or not finite.
     """
     loss, *weights = returned if isinstance(returned, tuple) else (returned,)
     is_loss = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from .action import Action, Op, Schedule, stage_ranks
-from .validate import own_schedule_errors
+from .validate import user_schedule_errors
 
 _F, _B, _I, _W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 
@@ -30,7 +30,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedul
     forwards = [(_F, chunk) for chunk in chunks for _ in range(num_microbatches)]
     backwards = [(_B, chunk) for chunk in reversed(chunks) for _ in range(num_microbatches)]
     return [
-        _numbered(forwards + backwards, _dealt_stages(rank, num_ranks, num_chunks), num_microbatches)
+        _numbered(forwards + backwards, _round_robin_stages(rank, num_ranks, num_chunks), num_microbatches)
         for rank in range(num_ranks)
     ]
 
@@ -64,11 +64,11 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
     backwards = [(_B, num_chunks - 1 - chunk) for chunk in chunks]
     schedule = []
     for rank in range(num_ranks):
-        after = num_ranks - 1 - rank
-        warmup = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * groups[0]
+        num_later = num_ranks - 1 - rank  # ranks after this one
+        warmup = num_later if num_chunks == 1 else 2 * num_later + (num_chunks - 1) * groups[0]
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         steps = [*forwards[:warmup], *steady, *backwards[len(forwards[warmup:]) :]]
-        schedule.append(_numbered(steps, _dealt_stages(rank, num_ranks, num_chunks), num_microbatches))
+        schedule.append(_numbered(steps, _round_robin_stages(rank, num_ranks, num_chunks), num_microbatches))
     return schedule
 
 
@@ -99,18 +99,18 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
     rank keeps the activations of at most 2p chunks, that is of p microbatches, like the first rank in 1F1B.
     """
     _check_sizes(num_ranks, num_microbatches)
-    there, back = 0, 1
+    down, up = 0, 1  # the chunks on the two sides of the V
     # Empty with fewer microbatches than ranks. The published schedule for 2p - 1 microbatches, without those beyond
     # m, is 5 % longer for m < 2p - 1 (p to 16, F = 1, I = 1.2, W = 0.8).
-    steady = [(op, chunk) for chunk in (there, back) for op in (_F, _I, _W)] * (num_microbatches - num_ranks)
+    steady = [(op, chunk) for chunk in (down, up) for op in (_F, _I, _W)] * (num_microbatches - num_ranks)
     schedule = []
     for rank in range(num_ranks):
-        after = num_ranks - rank  # ranks from this one to the turn
-        fill = [(_F, there)] * (2 * after - 1) + [(_F, back), (_F, there)] * rank
-        first_back = [(_F, back), (_I, back), (_W, back)] * after
-        drain = [(_I, there), (_I, back)] * rank + [(_I, there), (_W, there)] * after
-        deferred = [(_W, back)] * rank + [(_W, there)] * rank
-        steps = fill + first_back + steady + drain + deferred
+        distance = num_ranks - rank  # ranks from this one to the tip of the V, both included
+        fill = [(_F, down)] * (2 * distance - 1) + [(_F, up), (_F, down)] * rank
+        first_backwards = [(_F, up), (_I, up), (_W, up)] * distance
+        drain = [(_I, down), (_I, up)] * rank + [(_I, down), (_W, down)] * distance
+        deferred = [(_W, up)] * rank + [(_W, down)] * rank
+        steps = fill + first_backwards + steady + drain + deferred
         schedule.append(_numbered(steps, [rank, 2 * num_ranks - 1 - rank], num_microbatches))
     return schedule
 
@@ -121,7 +121,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def _numbered(steps: Sequence[Step], stages: Sequence[int], num_microbatches: int) -> list[Action]:
-    """Return the actions of one rank: equal steps take the microbatches in order.
+    """Number the steps of one rank: the n-th step of an op and chunk is that of microbatch n.
 
     Steps for microbatches beyond the last are left out. So a pattern may repeat until only the steps remain that
     the last microbatches still need.
@@ -142,12 +142,13 @@ def _numbered(steps: Sequence[Step], stages: Sequence[int], num_microbatches: in
 
 def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> None:
     sizes = {"pipeline ranks": num_ranks, "microbatches": num_microbatches, "chunks per rank": num_chunks}
-    wrong = [f"{size} {noun}" for noun, size in sizes.items() if size < 1]
-    if wrong:
-        raise ValueError(f"a schedule cannot have {' and '.join(wrong)}: each must be at least 1")
+    errors = [f"{size} {noun}" for noun, size in sizes.items() if size < 1]
+    if errors:
+        raise ValueError(f"a schedule cannot have {' and '.join(errors)}: each must be at least 1")
 
 
-def _dealt_stages(rank: int, num_ranks: int, num_chunks: int) -> list[int]:
+def _round_robin_stages(rank: int, num_ranks: int, num_chunks: int) -> list[int]:
+    """Return the stages of a rank, by chunk."""
     return [chunk * num_ranks + rank for chunk in range(num_chunks)]
 
 
@@ -198,7 +199,7 @@ def build_schedule(
             number of microbatches, places stages depending on that number, or contains sends or receives.
     """
     if isinstance(style, str):
-        return _named(style, num_chunks).build(num_ranks, num_microbatches or 2 * num_ranks, num_chunks)
+        return _style_of(style, num_chunks).build(num_ranks, num_microbatches or 2 * num_ranks, num_chunks)
     if not callable(style):
         schedule = style
     else:
@@ -210,7 +211,7 @@ def build_schedule(
                 f"the schedule's function fails for {num_ranks} ranks and {num_microbatches} microbatches: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    if errors := own_schedule_errors(schedule, num_ranks, num_microbatches, num_chunks):
+    if errors := user_schedule_errors(schedule, num_ranks, num_microbatches, num_chunks):
         raise ValueError("; ".join(errors))
     if required_stage_ranks is not None and stage_ranks(schedule) != tuple(required_stage_ranks):
         raise ValueError(
@@ -241,11 +242,7 @@ def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches:
 def style_errors(
     style: str | UserSchedule, num_chunks: int, num_ranks: int, num_microbatches: int | None = None
 ) -> list[str]:
-    """Return all errors of a choice of schedule; empty if there are none.
-
-    Args:
-        num_microbatches: microbatches of a step; None if not known yet.
-    """
+    """Return all errors of a choice of schedule; empty if there are none. Arguments as for `build_schedule`."""
     try:
         build_schedule(style, num_ranks, num_microbatches, num_chunks)
     except ValueError as error:
@@ -253,19 +250,19 @@ def style_errors(
     return []
 
 
-def _named(name: str, num_chunks: int) -> Style:
+def _style_of(name: str, num_chunks: int) -> Style:
     """Return the style of this name; raise ValueError if there is none, or it cannot have so many chunks."""
     if name not in SCHEDULES:
         raise ValueError(
             f"there is no schedule {name!r}: use one of {', '.join(map(repr, SCHEDULES))}, or give your own"
         )
-    needed = SCHEDULES[name].chunks
+    fixed_chunks = SCHEDULES[name].chunks
     if num_chunks < 1:
         raise ValueError(f"num_model_chunks={num_chunks}: a rank has at least 1 stage")
-    if needed not in (None, num_chunks) and num_chunks != 1:
+    if fixed_chunks not in (None, num_chunks) and num_chunks != 1:
         flexible = [repr(other) for other, style in SCHEDULES.items() if style.chunks is None]
         raise ValueError(
-            f"the schedule {name!r} has {needed} {'stage' if needed == 1 else 'stages'} per rank and cannot have "
-            f"num_model_chunks={num_chunks}: {' and '.join(flexible)} take any number"
+            f"the schedule {name!r} has {fixed_chunks} {'stage' if fixed_chunks == 1 else 'stages'} per rank and "
+            f"cannot have num_model_chunks={num_chunks}: {' and '.join(flexible)} take any number"
         )
     return SCHEDULES[name]

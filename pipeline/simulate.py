@@ -106,13 +106,16 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
         ValueError: a computation can never start, or a stage is on no rank or on two.
     """
     compute = [[action for action in actions if action.op in COMPUTES] for actions in schedule]
-    return Timeline(spans=_clock(compute, costs), peak_activations=[_peak(actions) for actions in compute])
+    return Timeline(
+        spans=_simulate_spans(compute, costs),
+        peak_activations=[_num_kept(actions) for actions in compute],
+    )
 
 
-def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]]:
-    """Return the spans of every rank: a computation starts when its rank is idle and its inputs have arrived."""
+def _simulate_spans(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]]:
+    """Return the spans of every rank; see `simulate`."""
     ranks = stage_ranks(compute)
-    ends: dict[Action, float] = {}  # of results
+    ends: dict[Action, float] = {}  # by result, the time when it is computed
     spans: list[list[Span]] = [[] for _ in compute]
     progressed = True
     while progressed:
@@ -122,10 +125,12 @@ def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]
             while len(done) < len(actions):
                 action = actions[len(done)]
                 needed = inputs(action, len(ranks))
-                if not all(need in ends for need in needed):
+                if not ends.keys() >= set(needed):
                     break
-                ready = [ends[need] + (costs.send if ranks[need.stage] != rank else 0.0) for need in needed]
-                start = max([done[-1].end if done else 0.0, *ready])
+                arrivals = [
+                    ends[input_] + (costs.send if ranks[input_.stage] != rank else 0.0) for input_ in needed
+                ]
+                start = max([done[-1].end if done else 0.0, *arrivals])
                 done.append(Span(action, start, start + costs.of(action.op)))
                 ends[result(action)] = done[-1].end
                 progressed = True
@@ -137,8 +142,8 @@ def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]
     return spans
 
 
-def _peak(actions: Sequence[Action]) -> int:
-    """Return the largest number of forwards of a rank whose backward is not done yet."""
+def _num_kept(actions: Sequence[Action]) -> int:
+    """Return the largest number of microbatches whose activations a rank keeps at once; see `Timeline`."""
     if all(action.op is Op.FORWARD for action in actions):  # evaluation: nothing is kept for a backward
         return min(1, len(actions))
     current = peak = 0

@@ -64,6 +64,7 @@ from transformers import Cache, PreTrainedModel
 from ..cluster.transformers_api import CACHE_NAMES, EmptyCache, attention_name
 from .host_masks import compiles_masks, is_compiled, mask_of_all
 from .plan import StagePlan, is_within
+from .roles import stage_roles
 from .stand_ins import (
     Borrowed,
     Inbox,
@@ -74,11 +75,11 @@ from .stand_ins import (
     StandIn,
     record_returns,
     record_sent,
-    stage_roles,
 )
 
 _STAGES = "_pipeline_stages"  # the attribute of a cut model with its stages
-_SAYING_WHICH = ("attention_mask", "position_ids")  # the arguments that decide which tokens see each other
+# Arguments that decide which tokens see each other.
+_VISIBILITY_ARGUMENTS = ("attention_mask", "position_ids")
 
 
 class Seat(NamedTuple):
@@ -90,7 +91,7 @@ class Seat(NamedTuple):
 
 
 class Carried(Protocol):
-    """Tensors that travel with the activations: the last of those that a stage receives and sends."""
+    """Further tensors that travel with the activations, behind those of the layers: statistics of experts' routers."""
 
     def begin(
         self, args: tuple, kwargs: dict[str, Any], received: tuple[Tensor, ...], *, is_last: bool
@@ -178,10 +179,10 @@ class Stage:
             kwargs = without_cache(self.model, args, kwargs)
         if self._makes_positions:
             kwargs = with_mask(self.model, args, kwargs)
-        carried, of_layers = self.carried, received
+        carried, layer_inputs = self.carried, received
         if carried is not None:
-            kwargs, of_layers = carried.begin(args, kwargs, received, is_last=self.is_last)
-        self._inbox.begin(of_layers)
+            kwargs, layer_inputs = carried.begin(args, kwargs, received, is_last=self.is_last)
+        self._inbox.begin(layer_inputs)
         self.is_computing = True
         try:
             with self.seated():
@@ -202,7 +203,7 @@ class Stage:
 
     @contextmanager
     def seated(self) -> Iterator[None]:
-        """Put this stage's stand-ins into the model."""
+        """Put this stage's stand-ins into the model in this context, and the model's own modules back at its end."""
         native = [modules[name] for modules, name, _ in self._seats]
         try:
             for seat, module in zip(self._seats, native, strict=True):
@@ -223,7 +224,9 @@ def cut_stages(
     bounds: Sequence[int],
     device: torch.device | None = None,
 ) -> dict[int, Stage]:
-    """Replace in place all modules that none of these stages has; parameter names are unchanged.
+    """Cut a model into stages: replace the modules that this rank does not have by stand-ins, and free their memory.
+
+    In place; parameter names are unchanged. No communication.
 
     Args:
         model: the full model, in any state of initialization.
@@ -237,14 +240,16 @@ def cut_stages(
     """
     paths = plan.layer_paths(model)
     roles = {stage: stage_roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
-    casting = _Casting(model, device or next(model.parameters()).device)
-    for path, role in _on_no_stage(list(roles.values())).items():
-        model.set_submodule(path, casting.stand_in(path, role))
-    borrowed = {stage: _borrow(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
-    _release([*casting.native.values()], kept=set(model.modules()))
+    stand_ins = _StandIns(model, device or next(model.parameters()).device)
+    for path, role in _absent_on_all_stages(list(roles.values())).items():
+        model.set_submodule(path, stand_ins.get(path, role))
+    borrowed = {
+        stage: _lend_repeated_modules(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages
+    }
+    _free_modules([*stand_ins.native.values()], kept=set(model.modules()))
     if plan.collects(model):
-        record_returns(model, casting.inbox, plan.entry[0], paths)
-    record_sent(model, casting.inbox, plan.sent)
+        record_returns(model, stand_ins.inbox, plan.entry[0], paths)
+    record_sent(model, stand_ins.inbox, plan.sent)
     local = {
         stage: Stage(
             model,
@@ -252,8 +257,8 @@ def cut_stages(
             num_stages=len(bounds) - 1,
             bounds=bounds,
             layer_paths=paths[bounds[stage] : bounds[stage + 1]],
-            inbox=casting.inbox,
-            seats=casting.seats(roles[stage]),
+            inbox=stand_ins.inbox,
+            seats=stand_ins.seats(roles[stage]),
             borrowed=borrowed[stage],
         )
         for stage in sorted(stages)
@@ -291,8 +296,11 @@ def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
         )
 
 
-def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Borrowed]:
-    """Give repeated modules to the first layer of a stage that starts within a stack."""
+def _lend_repeated_modules(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Borrowed]:
+    """Lend modules of a stack's first layer to the first layer of a stage that starts within the stack.
+
+    Changes this layer of the model: see [Note: repeated modules]. Returns the references to the lent modules.
+    """
     borrowed = []
     for stack in plan.stacks(model):
         if not stack.first < start < stack.stop:
@@ -313,37 +321,43 @@ def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Bo
     return borrowed
 
 
-def _on_no_stage(all_roles: Sequence[Roles]) -> Roles:
-    """Return the places that are a stand-in, or inside one, on every stage, each with one role. Runs do not count."""
+def _absent_on_all_stages(all_roles: Sequence[Roles]) -> Roles:
+    """Return the modules that no stage of this rank has, each by its path with one of its roles.
+
+    These are replaced by a stand-in, or inside one, on every stage. A layer that `Runs` replaces is on the stage.
+
+    Args:
+        all_roles: the roles of each stage of this rank.
+    """
     absent: Roles = {}
     all_roles = [{path: role for path, role in roles.items() if role.kind is not Runs} for roles in all_roles]
-    places = [place for roles in all_roles for place in roles.items()]
-    for path, role in sorted(places, key=lambda place: place[0]):  # outer ones first
+    candidates = [item for roles in all_roles for item in roles.items()]
+    for path, role in sorted(candidates, key=lambda item: item[0]):  # outer ones first
         is_inside = any(is_within(path, outer) for outer in absent)
         if not is_inside and all(any(is_within(path, outer) for outer in roles) for roles in all_roles):
             absent[path] = role
     return absent
 
 
-def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
-    """Free the memory of modules that left the module tree. A module may remain in it under another name."""
+def _free_modules(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
+    """Free the memory of replaced modules, but not of those in `kept`: they are in the model under another name too."""
     for native in natives:
         for module in native.modules():
             if module not in kept:
                 module._apply(lambda tensor: tensor.to("meta"), recurse=False)
 
 
-class _Casting:
-    """The stand-ins of one model: one for each place and role, shared by all stages."""
+class _StandIns:
+    """Makes the stand-ins of one model: one for each path and role, shared by this rank's stages."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.inbox = Inbox()
-        self.native: dict[str, nn.Module] = {}
+        self.native: dict[str, nn.Module] = {}  # by path, the modules that stand-ins replace
         self._model = model
         self._device = device
         self._stand_ins: dict[tuple[str, Role], StandIn] = {}
 
-    def stand_in(self, path: str, role: Role) -> StandIn:
+    def get(self, path: str, role: Role) -> StandIn:
         """Return the stand-in with this role for the native module at a path."""
         native = self.native.setdefault(path, self._model.get_submodule(path))
         key = (path, role)
@@ -355,7 +369,7 @@ class _Casting:
         """Return the places where a stage's stand-ins replace other modules while it runs."""
         seats = []
         for path, role in roles.items():
-            stand_in = self.stand_in(path, role)
+            stand_in = self.get(path, role)
             parent, _, name = path.rpartition(".")
             modules = self._model.get_submodule(parent)._modules
             if modules[name] is not stand_in:
@@ -372,12 +386,12 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 def takes(model: nn.Module, argument: str) -> bool:
     """Return True if the model's forward takes this argument, directly or by passing its keywords to its base model."""
-    named = inspect.signature(model.forward).parameters
-    if argument in named:
+    parameters = inspect.signature(model.forward).parameters
+    if argument in parameters:
         return True
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in named.values())
+    takes_keywords = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     base = getattr(model, "base_model", model)
-    return takes_any and base is not model and argument in inspect.signature(base.forward).parameters
+    return takes_keywords and base is not model and argument in inspect.signature(base.forward).parameters
 
 
 def argument(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], name: str) -> Any:
@@ -410,19 +424,21 @@ def with_known_cache_name(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[s
     Raises:
         ValueError: a cache is given under two names.
     """
-    unknown = [name for name in CACHE_NAMES if name in kwargs and not takes(model, name)]
-    if not unknown or (known := cache_name(model)) is None:
+    renamed = [name for name in CACHE_NAMES if name in kwargs and not takes(model, name)]
+    if not renamed or (accepted := cache_name(model)) is None:
         return dict(kwargs)
-    if known in kwargs or len(unknown) > 1:
+    if accepted in kwargs or len(renamed) > 1:
         names = [name for name in CACHE_NAMES if name in kwargs]
         raise ValueError(
-            f"{' and '.join(names)} are two names of one argument, the cache: give {known} alone"
+            f"{' and '.join(names)} are two names of one argument, the cache: give {accepted} alone"
         )
-    return {known if name == unknown[0] else name: value for name, value in kwargs.items()}
+    return {accepted if name == renamed[0] else name: value for name, value in kwargs.items()}
 
 
 def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a call that makes no cache; in training with an empty one if the masks depend on it.
+    """Return the keywords of a call, changed so that it makes no cache, or in training an empty one.
+
+    It gets `use_cache=False`, or an EmptyCache if its masks depend on a cache; see [Note: packed texts].
 
     Args:
         model: a model that takes `use_cache`.
@@ -431,17 +447,18 @@ def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> d
     if not depends_on_cache(model, args, kwargs):
         return {**kwargs, "use_cache": False}
     use_cache = argument(model, args, kwargs, "use_cache")
-    is_asked = getattr(getattr(model, "config", None), "use_cache", False) if use_cache is None else use_cache
+    if use_cache is None:
+        use_cache = getattr(getattr(model, "config", None), "use_cache", False)
     name = cache_name(model)
-    if not (is_asked and model.training) or name is None or cache_of(model, args, kwargs) is not None:
+    if not (use_cache and model.training) or name is None or cache_of(model, args, kwargs) is not None:
         return dict(kwargs)
     return {**kwargs, name: EmptyCache()}
 
 
 def makes_positions(model: nn.Module) -> bool:
     """Return True for a transformers model that makes positions, and masks from them, if neither is given."""
-    named = inspect.signature(model.forward).parameters
-    return isinstance(model, PreTrainedModel) and {"input_ids", *_SAYING_WHICH} <= named.keys()
+    parameters = inspect.signature(model.forward).parameters
+    return isinstance(model, PreTrainedModel) and {"input_ids", *_VISIBILITY_ARGUMENTS} <= parameters.keys()
 
 
 def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,9 +471,10 @@ def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) ->
         args, kwargs: the arguments of its call, on its device.
     """
     ids = argument(model, args, kwargs, "input_ids")
-    others = [argument(model, args, kwargs, name) for name in (*_SAYING_WHICH, *CACHE_NAMES, "inputs_embeds")]
-    is_plain = isinstance(ids, Tensor) and ids.dim() == 2 and all(value is None for value in others)
-    if not is_plain or is_compiled(model) or compiles_masks(attention_name(model.config)):
+    deciding = (*_VISIBILITY_ARGUMENTS, *CACHE_NAMES, "inputs_embeds")
+    is_undecided = all(argument(model, args, kwargs, name) is None for name in deciding)
+    has_ids = isinstance(ids, Tensor) and ids.dim() == 2
+    if not (has_ids and is_undecided) or is_compiled(model) or compiles_masks(attention_name(model.config)):
         return dict(kwargs)
     return {**kwargs, "attention_mask": mask_of_all(ids)}
 

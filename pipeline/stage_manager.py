@@ -16,7 +16,7 @@ class PipelineStageManager:
     Args:
         mesh: the mesh; its axis pp has the stages.
         stage_ranks: the rank of every stage, as the schedule needs it; None assigns one stage to each rank, in order.
-        num_layers_per_stage: layers of each stage; None assigns them by size, see `deal_layers`.
+        num_layers_per_stage: layers of each stage; None assigns them by size, see `assign_layers`.
 
     Raises:
         ValueError: a rank of `stage_ranks` does not exist, or a rank has no stage.
@@ -77,7 +77,7 @@ class PipelineStageManager:
 
     def distribute_layers(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
         """Return the number of layers of each stage; `stage_size` as in `StagePlan.stage_size`."""
-        return self.num_layers_per_stage or deal_layers(num_layers, self.num_stages, stage_size)
+        return self.num_layers_per_stage or assign_layers(num_layers, self.num_stages, stage_size)
 
     def bounds(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
         """Return the first layer of each stage, and the end of the last one."""
@@ -86,8 +86,8 @@ class PipelineStageManager:
     def get_stage_index(self, layers_per_stage: Sequence[int], stage: int | None = None) -> tuple[int, int]:
         """Return the layers (first, stop) of a stage, by default of this rank's first stage; ColossalAI's name."""
         bounds = layer_bounds(layers_per_stage)
-        own = self.stages[0] if stage is None else stage
-        return bounds[own], bounds[own + 1]
+        index = self.stages[0] if stage is None else stage
+        return bounds[index], bounds[index + 1]
 
     def tie_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of these pipeline ranks, which share a parameter; None if this rank is not one of them.
@@ -97,7 +97,7 @@ class PipelineStageManager:
         return self._mesh.subgroup("pp", [sorted(ranks)])
 
 
-def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None = None) -> list[int]:
+def assign_layers(num_layers: int, num_stages: int, stage_size: StageSize | None = None) -> list[int]:
     """Assign layers to stages: equal counts if they divide, else so that the largest stage is as small as possible.
 
     Of several solutions it takes the most even counts, then fewer layers on the first and last stage, then fewer on
@@ -114,29 +114,34 @@ def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None =
     if num_layers % num_stages == 0:
         return [num_layers // num_stages] * num_stages
     size = cache(stage_size or (lambda start, stop: stop - start))
-    # By the end of the previous stages: the smallest possible size of the largest of them.
-    largest = {0: 0}
-    for stage in range(num_stages):
-        stops = range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
-        largest = {
-            stop: min(max(most, size(start, stop)) for start, most in largest.items() if start < stop)
-            for stop in stops
-        }
-    limit = largest[num_layers]
-    # By number of layers: the best assignment to the previous stages, as (unevenness, layers at the ends, counts).
-    ways: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    limit = _smallest_largest_stage(num_layers, num_stages, size)
+    # By the number of layers of the previous stages: the best assignment, as (unevenness, layers at the ends, counts).
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
         is_end = stage in (0, num_stages - 1)
-        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for start, (unevenness, at_ends, counts) in ways.items():
+        extended: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for start, (unevenness, at_ends, counts) in best.items():
             for stop in range(start + 1, num_layers - (num_stages - stage - 1) + 1):
                 if size(start, stop) > limit:
                     break
                 count = stop - start
-                way = (unevenness + count**2, at_ends + count * is_end, (*counts, count))
-                longer[stop] = min(longer.get(stop, way), way)
-        ways = longer
-    return list(ways[num_layers][-1])
+                assignment = (unevenness + count**2, at_ends + count * is_end, (*counts, count))
+                extended[stop] = min(extended.get(stop, assignment), assignment)
+        best = extended
+    return list(best[num_layers][-1])
+
+
+def _smallest_largest_stage(num_layers: int, num_stages: int, size: StageSize) -> int:
+    """Return the size of the largest stage in an assignment of layers that makes it as small as possible."""
+    # By the number of layers of the previous stages: the smallest possible size of the largest of these stages.
+    largest = {0: 0}
+    for stage in range(num_stages):
+        stops = range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
+        largest = {
+            stop: min(max(previous, size(start, stop)) for start, previous in largest.items() if start < stop)
+            for stop in stops
+        }
+    return largest[num_layers]
 
 
 def layer_bounds(counts: Sequence[int]) -> list[int]:
@@ -150,7 +155,14 @@ def layer_errors(
     num_layers_per_stage: Sequence[int] | None,
     stage_size: StageSize | None = None,
 ) -> list[str]:
-    """Return the errors of an assignment of layers to stages; empty if there are none."""
+    """Return the errors of an assignment of layers to stages; empty if there are none.
+
+    Args:
+        num_layers: of the model.
+        num_stages: on all ranks.
+        num_layers_per_stage: the user's assignment; None for none.
+        stage_size: to suggest another one, see `assign_layers`.
+    """
     if num_layers < num_stages:
         return [
             f"the model has {num_layers} layers and the pipeline {num_stages} stages, and each stage needs a layer: "
@@ -163,5 +175,5 @@ def layer_errors(
         return []
     return [
         f"num_layers_per_stage={counts} must give each of {num_stages} stages at least one layer and {num_layers} in "
-        f"all: use {deal_layers(num_layers, num_stages, stage_size)}, for example"
+        f"all: use {assign_layers(num_layers, num_stages, stage_size)}, for example"
     ]

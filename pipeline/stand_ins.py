@@ -1,4 +1,4 @@
-"""Stand-ins for modules of other stages, and the roles of a stage; see [Note: whole forward].
+"""Stand-ins for modules of other stages; see [Note: whole forward] in stage.py.
 
 [Note: collecting] The outputs of every earlier layer are sent along with those of the stage's own layers: an earlier
 layer is a Recalled, which returns its received output. So everything that a model or transformers collects from
@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from ..cluster.transformers_api import BaseModelOutput
-from .plan import Outlined, Stack, StagePlan, is_within
+from .plan import OutputStructure
 
 # The name of the encoder's output in transformers' decoders and their layers.
 ENCODED = "encoder_hidden_states"
@@ -35,13 +35,20 @@ class StageExit(Exception):
 
 
 class Inbox:
-    """Tensors from the previous stage, for the current microbatch; one inbox per cut model."""
+    """Tensors of the current microbatch that stand-ins return or send; one inbox per cut model.
+
+    Attributes:
+        received: the tensors from the previous stage.
+        runs: by stand-in of a layer that runs several times, the number of its runs so far.
+        returned: by index (0 for the entry), outputs of layers to send on; see [Note: collecting].
+        sent: by path in `StagePlan.sent`, the tensors of the module's output, recorded on the first stage.
+    """
 
     def __init__(self) -> None:
         self.received: tuple[Tensor, ...] = ()
         self.runs: Counter[nn.Module] = Counter()
-        self.returned: dict[int, Tensor] = {}  # see [Note: collecting]
-        self.sent: dict[str, tuple[Tensor, ...]] = {}  # by module of `StagePlan.sent`
+        self.returned: dict[int, Tensor] = {}
+        self.sent: dict[str, tuple[Tensor, ...]] = {}
 
     def begin(self, received: tuple[Tensor, ...]) -> None:
         """Start a microbatch, with its received tensors."""
@@ -51,7 +58,7 @@ class Inbox:
         self.sent.clear()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the received tensors."""
+        """Return the received tensors; raise AssertionError without any."""
         if not self.received:
             raise AssertionError("a stage after the first was called without a received tensor")
         return self.received
@@ -63,16 +70,16 @@ class Role(NamedTuple):
     Args:
         kind: its class.
         arity: for a layer: the length of the tuple that it returns, 0 for a tensor (see `StagePlan.arity`).
-        own_runs: for a layer that runs several times: the first run of the stage, and the end of its runs.
-        arrives_as: for a recalled layer or a sent output: the index of its first tensor among the received ones.
+        stage_runs: for a layer that runs several times: the first run of the stage, and the end of its runs.
+        received_index: for a recalled layer or a sent output: the index of its first tensor among the received ones.
         output: for a sent output: its structure.
     """
 
     kind: "type[StandIn]"
     arity: int = 0
-    own_runs: tuple[int, int] = (0, 0)
-    arrives_as: int = 0
-    output: Outlined | None = None
+    stage_runs: tuple[int, int] = (0, 0)
+    received_index: int = 0
+    output: OutputStructure | None = None
 
 
 Roles = dict[str, Role]  # by path; modules without a role are the stage's own
@@ -96,7 +103,7 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["native"], name)
 
-    def hidden(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def hidden_states(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """Return the first argument of a layer's call, given by position or by name."""
         if args:
             return args[0]
@@ -104,7 +111,10 @@ class StandIn(nn.Module):
         return kwargs[first]
 
     def adopt(self, path: str) -> None:
-        """Keep a submodule of the native module under its own path, with its parameters."""
+        """Make a submodule of the native module a submodule of this stand-in too, under the same path.
+
+        Another layer borrows it: see [Note: repeated modules] in stage.py.
+        """
         name, _, below = path.partition(".")
         module = self.__dict__["native"].get_submodule(name)
         if below:
@@ -129,8 +139,8 @@ class Placeholder(StandIn):
         """Return nan in the shape of an embedding of ids, or of the received hidden states."""
         received = self.inbox.take()[0]
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        is_of_ids = bool(tensors) and not tensors[0].is_floating_point()
-        shape = tensors[0].shape if is_of_ids else received.shape[:-1]
+        takes_ids = bool(tensors) and not tensors[0].is_floating_point()
+        shape = tensors[0].shape if takes_ids else received.shape[:-1]
         width = getattr(self.native, "embedding_dim", received.shape[-1])
         return received.detach().new_full((), nan).expand(*shape, width)
 
@@ -145,12 +155,12 @@ class Outline(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the meta device; return tensors without memory in the shapes of its outputs."""
         state = dict(chain(self.native.named_parameters(), self.native.named_buffers()))
-        inputs = tree_map_only(Tensor, _without_memory, (state, args, kwargs))
+        inputs = tree_map_only(Tensor, _on_meta, (state, args, kwargs))
         with torch.no_grad():
             outputs = functional_call(self.native, *inputs)
-        return tree_map_only(Tensor, self._unread, outputs)
+        return tree_map_only(Tensor, self._without_values, outputs)
 
-    def _unread(self, outline: Tensor) -> Tensor:
+    def _without_values(self, outline: Tensor) -> Tensor:
         """Return a tensor in the shape of a meta tensor, whose values nothing should read."""
         if not outline.is_floating_point():
             return torch.zeros((), dtype=outline.dtype, device=self.device).expand(outline.shape)
@@ -161,7 +171,7 @@ class Passing(StandIn):
     """Stand-in for a layer of an earlier stage: returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(self.hidden(args, kwargs))
+        return self._as_layer(self.hidden_states(args, kwargs))
 
     def _as_layer(self, hidden: Tensor) -> Tensor | tuple:
         return (hidden, *(None,) * (self.role.arity - 1)) if self.role.arity else hidden
@@ -187,13 +197,13 @@ class Runs(Passing):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in the stage's runs; before them return the received tensor, behind them leave the forward."""
-        first, end = self.role.own_runs
+        first, end = self.role.stage_runs
         run = self.inbox.runs[self]
         self.inbox.runs[self] += 1
         if run < first:
             return self._as_layer(self.inbox.take()[0])
         if run >= end:
-            raise StageExit((self.hidden(args, kwargs),))
+            raise StageExit((self.hidden_states(args, kwargs),))
         return self.native(*args, **kwargs)
 
 
@@ -203,14 +213,14 @@ class Leaving(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         recorded = [tensor for tensors in self.inbox.sent.values() for tensor in tensors]
         sent = recorded or self.inbox.received[1:]  # the first stage records them, later ones pass them on
-        raise StageExit((self.hidden(args, kwargs), *sent))
+        raise StageExit((self.hidden_states(args, kwargs), *sent))
 
 
 class Sent(StandIn):
     """Stand-in for a module before the first layer: returns its received output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, output = self.role.arrives_as, self.role.output
+        first, output = self.role.received_index, self.role.output
         assert output is not None
         received = self.inbox.take()[first : first + output.num_tensors]
         return output.filled([tensor.clone() for tensor in received])  # the model may change it in place
@@ -220,14 +230,14 @@ class LeavingEncoder(StandIn):
     """Stand-in for the decoder, on a stage that ends with the encoder's last layer: sends the encoder's output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageExit((_encoded(self.native, args, kwargs),))
+        raise StageExit((_encoder_output(self.native, args, kwargs),))
 
 
 class LeavingDecoder(StandIn):
     """Stand-in for the decoder's layer after the stage's last: sends its input and the encoder's output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageExit((self.hidden(args, kwargs), _encoded(self.native, args, kwargs)))
+        raise StageExit((self.hidden_states(args, kwargs), _encoder_output(self.native, args, kwargs)))
 
 
 class Encoded(StandIn):
@@ -254,7 +264,9 @@ class Absent(StandIn):
 class Borrowed:
     """Reference to a module elsewhere in the model. The borrowing module can call it, but does not list its parameters.
 
-    The path is resolved at each call, so replacements are followed.
+    Args:
+        owner: the module that has it as a submodule.
+        path: of this submodule; looked up in each call, so that replacements are followed.
     """
 
     def __init__(self, owner: nn.Module, path: str) -> None:
@@ -275,13 +287,13 @@ class Borrowed:
         return getattr(self.module, name)
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
     """Return a tensor of this shape on the meta device, in float32 for all floating-point formats."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def _encoded(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _encoder_output(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Return the encoder's output from the arguments of a call of this module."""
     arguments = inspect.signature(native.forward).bind(*args, **kwargs).arguments
     encoded = {**arguments, **kwargs}.get(ENCODED)
@@ -296,7 +308,7 @@ def _encoded(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-class _Hooked(StandIn):
+class _SharesHooks(StandIn):
     """Stand-in that shares the hooks of the replaced module."""
 
     def __init__(self, native: nn.Module, *args: Any) -> None:
@@ -319,23 +331,23 @@ class RecalledEntry(Outline):
         return (first, *outputs[1:]) if isinstance(outputs, tuple) else first
 
 
-class Recalled(_Hooked, Passing):
+class Recalled(_SharesHooks, Passing):
     """Stand-in for the entry or a layer of an earlier stage: returns its received output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(self.inbox.take()[self.role.arrives_as])
+        return self._as_layer(self.inbox.take()[self.role.received_index])
 
 
-class LeavingWithAll(_Hooked):
+class LeavingWithAll(_SharesHooks):
     """Stand-in for the layer after the stage's last: sends the outputs of all layers, its input as the last one's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        before = [self.inbox.returned[index] for index in sorted(self.inbox.returned)]
-        raise StageExit((*before[:-1], self.hidden(args, kwargs)))
+        outputs = [self.inbox.returned[index] for index in sorted(self.inbox.returned)]
+        raise StageExit((*outputs[:-1], self.hidden_states(args, kwargs)))
 
 
 def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[str]) -> None:
-    """Record the outputs of the entry (0) and of the layers (from 1) that this rank has, while a stage runs.
+    """Register hooks that record outputs in `inbox.returned`: of the entry (0) and the layers (from 1) of this rank.
 
     Args:
         model: the cut model.
@@ -348,15 +360,21 @@ def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[
             module.register_forward_hook(_return_recorder(inbox, index))
 
 
-def record_sent(model: nn.Module, inbox: Inbox, outputs: Mapping[str, Outlined]) -> None:
-    """Record the outputs of these modules that this rank has, while the first stage runs."""
+def record_sent(model: nn.Module, inbox: Inbox, outputs: Mapping[str, OutputStructure]) -> None:
+    """Register hooks that record outputs of modules in `inbox.sent`, on the rank that has these modules.
+
+    Args:
+        model: the cut model.
+        inbox: receives the outputs.
+        outputs: by path of a module, the structure of its output: `StagePlan.sent`.
+    """
     for path in outputs:
         module = model.get_submodule(path)
         if not isinstance(module, StandIn):
             module.register_forward_hook(_sent_recorder(inbox, path, outputs))
 
 
-def _sent_recorder(inbox: Inbox, path: str, outputs: Mapping[str, Outlined]) -> Any:
+def _sent_recorder(inbox: Inbox, path: str, outputs: Mapping[str, OutputStructure]) -> Any:
     """Return a forward hook that records the tensors of a module's output in `Inbox.sent`."""
 
     def record(module: nn.Module, args: tuple, output: Any) -> None:
@@ -374,114 +392,3 @@ def _return_recorder(inbox: Inbox, index: int) -> Any:
         inbox.returned[index] = output[0] if isinstance(output, tuple) else output
 
     return record
-
-
-def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Roles:
-    """Return the roles of a stage with the layers `start` to `stop`; see [Note: whole forward]."""
-    roles: Roles = {}
-    stacks = plan.stacks(model)
-    for stack in stacks:
-        if stop <= stack.first:
-            roles |= _roles_outside(model, stack, LeavingEncoder if stop == stack.first else Absent)
-        elif start >= stack.stop:
-            roles |= _roles_outside(model, stack, Encoded)
-        else:
-            leaving = Leaving if stack is stacks[0] else LeavingDecoder
-            if plan.collects(model):
-                roles |= _collecting_roles(stack, start, stop)
-            else:
-                roles |= _layer_roles(model, stack, start - stack.first, stop - stack.first, leaving)
-            if stop < stack.stop and stack is not stacks[-1]:
-                rest = _rest(model, plan.kept_paths(model), under=stack.plan.module)
-                roles |= dict.fromkeys(rest, Role(Absent))
-    if stop < stacks[-1].stop:
-        earlier_modules = [stack.plan.module for stack in stacks[:-1]]
-        roles |= dict.fromkeys(
-            _rest(model, [*plan.kept_paths(model), *earlier_modules, *roles]), Role(Absent)
-        )
-    return roles
-
-
-def _roles_outside(model: nn.Module, stack: Stack, kind: type[StandIn]) -> Roles:
-    """Return the roles in a stack of which the stage has no layer; `kind` replaces the module that runs it."""
-    path = stack.plan.module
-    absent = dict.fromkeys(stack.plan.before, Role(Absent))
-    before = _roles_before_layers(model, stack) if kind is Encoded else absent
-    return {path: Role(kind)} | {name: role for name, role in before.items() if not is_within(name, path)}
-
-
-def _roles_before_layers(model: nn.Module, stack: Stack) -> Roles:
-    """Return the roles of the modules before the first layer, on the stages after them.
-
-    Outputs of entries and leading modules are replaced by tensors of their shape, which nothing reads; those in
-    `StagePlan.sent` were received. A list of modules has a role for each of them.
-    """
-    leading: list[str] = []
-    for path in stack.plan.leading:
-        module = model.get_submodule(path)
-        is_list = isinstance(module, nn.ModuleList)
-        leading += [f"{path}.{name}" for name in module._modules] if is_list else [path]
-    entry_kind = Outline if stack.plan.derives_entry_shapes else Placeholder
-    sent: Roles = {}
-    arrives_as = 1  # after the hidden states
-    for path, output in stack.plan.sent.items():
-        sent[path] = Role(Sent, arrives_as=arrives_as, output=output)
-        arrives_as += output.num_tensors
-    return dict.fromkeys(stack.plan.entry, Role(entry_kind)) | dict.fromkeys(leading, Role(Outline)) | sent
-
-
-def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
-    """Return the roles of the layers in a stack of which the stage has some, and of the modules before them.
-
-    The stage has the runs of layers from `start` to `stop`, counted within the stack. A layer that it runs has no role,
-    unless other stages have some of its runs.
-    """
-    roles: Roles = {}
-    for path, (first, end) in stack.runs.items():
-        arity = 0 if stack.changes_shape(path) else stack.plan.arity
-        if end < start:  # earlier than the layer whose output is received
-            roles[path] = Role(Outline) if stack.changes_shape(path) else Role(Passing, arity)
-        elif end == start:
-            roles[path] = Role(Arriving, arity)
-        elif first >= stop:
-            roles[path] = Role(leaving)
-        elif first < start or end > stop:  # other stages have some of its runs
-            roles[path] = Role(Runs, arity, (start - first, stop - first))
-    if start > 0:
-        roles |= _roles_before_layers(model, stack)
-    return roles
-
-
-def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
-    """Return the roles in the only stack, if the model reads the outputs of all layers."""
-    roles: Roles = {}
-    for index, path in enumerate(stack.paths):
-        if index < start:
-            roles[path] = Role(
-                Recalled, 0 if stack.changes_shape(path) else stack.plan.arity, arrives_as=index + 1
-            )
-        elif index >= stop:
-            roles[path] = Role(LeavingWithAll)
-    if start > 0:
-        kind = RecalledEntry if stack.plan.derives_entry_shapes else Recalled
-        roles |= dict.fromkeys(stack.plan.entry, Role(kind))
-    return roles
-
-
-def _rest(model: nn.Module, kept: Sequence[str], under: str = "") -> list[str]:
-    """Return the outermost modules with parameters that are not kept and contain no kept module."""
-    outermost: list[str] = []
-
-    def visit(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            child_path = f"{path}.{name}" if path else name
-            has_parameters = next(child.parameters(), None) is not None
-            if child_path in kept or not has_parameters:
-                continue
-            if any(keep.startswith(f"{child_path}.") for keep in kept):
-                visit(child, child_path)
-            else:
-                outermost.append(child_path)
-
-    visit(model.get_submodule(under), under)
-    return outermost

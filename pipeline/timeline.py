@@ -103,11 +103,17 @@ def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
         else:
             written = io.StringIO()
             figure.savefig(written, format="svg", metadata={"Date": None})
-            path.write_text(_with_details(written.getvalue(), panels, unit=unit), encoding="utf-8")
+            path.write_text(_with_tooltips(written.getvalue(), panels, unit=unit), encoding="utf-8")
 
 
-def _with_details(svg: str, panels: Sequence[Panel], *, unit: str) -> str:
-    """Add a title to every box of an SVG, which browsers show as a tooltip."""
+def _with_tooltips(svg: str, panels: Sequence[Panel], *, unit: str) -> str:
+    """Return an SVG with a title in every box, which browsers show as a tooltip, and a style that marks the box.
+
+    Args:
+        svg: the drawing of `panels`, with the ids of `boxes`.
+        panels: from the top.
+        unit: of time.
+    """
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(svg)
@@ -147,15 +153,15 @@ def draw(panels: Sequence[Panel], *, unit: str) -> "Figure":
     end = max(panel.timeline.end for panel in panels)
     rows = [len(panel.timeline.spans) for panel in panels]
     shortest, digits = _shortest_box(panels)
-    wanted = end / shortest * (digits * _DIGIT * _GOOD_NUMBER + _NUMBER_MARGIN)
-    width = min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
+    legible_width = end / shortest * (digits * _DIGIT * _GOOD_NUMBER + _NUMBER_MARGIN)
+    width = min(max(legible_width, _MIN_WIDTH), _MAX_WIDTH)
     scale = min((width / _MIN_WIDTH) ** 0.5, _MAX_SCALE)
     height = scale * (_ROW * sum(rows) + _TITLE * len(rows) + _AXIS_AND_LEGEND)
     figure = Figure(figsize=((width + scale * _MARGINS) / 72, height / 72), layout="constrained")
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for index, (axes, panel) in enumerate(zip(all_axes, panels, strict=True)):
         _draw_boxes(axes, index, panel.timeline)
-        _write_beside(axes, panel, scale)
+        _write_labels(axes, panel, scale)
     axes.set_xlim(0, end)
     axes.set_xlabel(f"time ({unit})", fontsize=scale * _TEXT)
     _draw_legend(figure, panels, size=scale * _TEXT)
@@ -170,9 +176,11 @@ def draw(panels: Sequence[Panel], *, unit: str) -> "Figure":
 
 
 def _shortest_box(panels: Sequence[Panel]) -> tuple[float, int]:
-    """Return the median duration, in units of time, of the computations of the op whose median is the shortest.
+    """Return the width of a short box and the digits of its number, from which the size of the numbers follows.
 
-    Second, the number of digits of the highest microbatch index, which is the text in a box.
+    Returns:
+        The median duration of the op whose computations are the shortest, in units of time; and the number of digits of
+        the highest microbatch index.
     """
     durations: dict[Op, list[float]] = {}
     last_microbatch = 0
@@ -227,7 +235,7 @@ def shade(op: Op, chunk: int, num_chunks: int) -> RGB:
 
 def _paler(colour: RGB, chunk: int, num_chunks: int) -> RGB:
     white = _PALEST * chunk / max(num_chunks - 1, 1)
-    red, green, blue = (part + (1 - part) * white for part in colour)
+    red, green, blue = (channel + (1 - channel) * white for channel in colour)
     return red, green, blue
 
 
@@ -236,7 +244,13 @@ def _num_chunks(timeline: Timeline) -> int:
 
 
 def _draw_boxes(axes: "Axes", index: int, timeline: Timeline) -> None:
-    """Draw a row for every rank in the colour of waiting, and in it a box for every computation."""
+    """Draw a row for every rank in the colour of waiting, and in it a box for every computation.
+
+    Args:
+        axes: of the panel; its y axis counts ranks from the top.
+        index: the panel's number from the top, for the ids of boxes.
+        timeline: the computations.
+    """
     from matplotlib.patches import Rectangle
 
     height = 1 - _GAP
@@ -252,7 +266,7 @@ def _draw_boxes(axes: "Axes", index: int, timeline: Timeline) -> None:
 
 
 def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: float) -> None:
-    """Write the number of the microbatch into every box that is long enough."""
+    """Write the number of the microbatch into every box that is at least `shortest` units of time long."""
     for _, rank, chunk, (action, start, end) in boxes(0, timeline):
         if end - start >= shortest:
             red, green, blue = shade(action.op, chunk, _num_chunks(timeline))
@@ -268,8 +282,8 @@ def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: f
             )
 
 
-def _write_beside(axes: "Axes", panel: Panel, scale: float) -> None:
-    """Write the title above the axes, the label of each row at its left, and the rank's figures at its right."""
+def _write_labels(axes: "Axes", panel: Panel, scale: float) -> None:
+    """Write the title above the axes, each row's label at its left, its bubble and peak at its right."""
     timeline, rows = panel.timeline, range(len(panel.timeline.spans))
     title = f"{panel.title}: bubble {timeline.bubble:.1%} of the work"
     axes.set_title(title, loc="left", fontsize=scale * (_TEXT + 1), weight="bold")
@@ -292,11 +306,11 @@ def _draw_legend(figure: "Figure", panels: Sequence[Panel], *, size: float) -> N
     from matplotlib.patches import Patch
 
     chunks = range(max(_num_chunks(panel.timeline) for panel in panels))
-    used = {span.action.op for panel in panels for spans in panel.timeline.spans for span in spans}
+    ops = {span.action.op for panel in panels for spans in panel.timeline.spans for span in spans}
     entries = {
         name: tuple(Patch(facecolor=shade(op, chunk, len(chunks))) for chunk in chunks)
         for op, name in NAMES.items()
-        if op in used
+        if op in ops
     }
     entries["waiting"] = (Patch(facecolor=WAITING),)
     if len(chunks) > 1:

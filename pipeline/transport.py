@@ -14,7 +14,7 @@ from ..cluster.device import backend_of
 from ..cluster.mesh import ParallelMesh
 from .action import Action, Op, counterpart, send_of
 
-_DOING = {
+_ACTIVITIES = {
     Op.SEND_FORWARD: "sending the activations",
     Op.RECV_FORWARD: "receiving the activations",
     Op.SEND_BACKWARD: "sending the gradients",
@@ -36,7 +36,13 @@ def takes_gradient(dtype: torch.dtype) -> bool:
 
 
 class PendingTransfer:
-    """The tensors that one action sends or receives. A receive may begin late: see [Note: unknown shapes]."""
+    """The tensors that one action sends or receives. A receive may begin late: see [Note: unknown shapes].
+
+    Args:
+        channel: the channel of the transfer.
+        action: the send or receive.
+        key: of a receive, see `Transport.send_outputs`.
+    """
 
     def __init__(self, channel: "_Channel", action: Action, key: Hashable = None) -> None:
         self.action = action
@@ -56,11 +62,11 @@ class PendingTransfer:
         try:
             self._works = [begin(tensor) for tensor in tensors if tensor.numel()]
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._connection_error(error) from error
 
     @property
-    def is_over(self) -> bool:
-        """Return True if the transfer is known to be complete, without waiting. gloo does not report this for sends."""
+    def is_completed(self) -> bool:
+        """Return True if the backend reports that the transfer is complete; gloo reports it for no send. No wait."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -78,58 +84,79 @@ class PendingTransfer:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._connection_error(error) from error
         assert self.tensors is not None
         return self.tensors
 
-    def _lost(self, error: RuntimeError) -> RuntimeError:
-        """The backend's error with the peer's name in front; keeps its text and class, by which callers classify it."""
-        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+    def _connection_error(self, error: RuntimeError) -> RuntimeError:
+        """Return the backend's error with the peer's rank in front, of the same class, by which callers classify it."""
+        error_class = type(error) if isinstance(error, dist.DistError) else RuntimeError
         op, stage, microbatch = self.action
-        return kind(
+        return error_class(
             f"lost rank {self._channel.peer} (pipeline stage {counterpart(self.action).stage}) while "
-            f"{_DOING[op]} of microbatch {microbatch} at stage {stage}: {error}"
+            f"{_ACTIVITIES[op]} of microbatch {microbatch} at stage {stage}: {error}"
         )
 
 
 class _Channel:
-    """One end of a channel: activations or gradients from one rank to another, received in the order of the sends."""
+    """One end of a channel: activations or gradients from one rank to another, received in the order of the sends.
+
+    Args:
+        mesh: all ranks.
+        group: the communicator of the channel.
+        peer: the pipeline rank of the other end.
+        sends: True at the sender's end.
+
+    Attributes:
+        peer: the global rank of the other end.
+        transfer: begins to send or receive one tensor.
+    """
 
     def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int, *, sends: bool) -> None:
         self.peer = mesh.global_ranks("pp")[peer]
-        on_cpu = mesh.group("pp")  # for descriptions, so that no device is waited for
+        cpu_group = mesh.group("pp")  # for descriptions, so that no device is waited for
         send, receive = partial(dist.isend, group_dst=peer), partial(dist.irecv, group_src=peer)
-        exchange: Any = send if sends else receive
-        self.transfer: Callable[[Tensor], Any] = partial(exchange, group=group)
-        self._exchange_description: Callable[[Tensor], Any] = partial(exchange, group=on_cpu)
-        self._description_device = mesh.device if backend_of("cpu", on_cpu) is None else torch.device("cpu")
+        send_or_receive: Any = send if sends else receive
+        self.transfer: Callable[[Tensor], Any] = partial(send_or_receive, group=group)
+        self._transfer_description: Callable[[Tensor], Any] = partial(send_or_receive, group=cpu_group)
+        self._description_device = (
+            mesh.device if backend_of("cpu", cpu_group) is None else torch.device("cpu")
+        )
         self._device = mesh.device
         self._sends: deque[tuple[PendingTransfer, int]] = deque()  # with their bytes
         self._num_bytes = 0
-        self._descriptions: list[PendingTransfer] = []  # in flight
+        self._descriptions: list[PendingTransfer] = []  # sends in flight
         # Receives whose shapes are not known yet, and all later receives on this channel.
-        self._late: deque[PendingTransfer] = deque()
+        self._not_posted: deque[PendingTransfer] = deque()
         self._specs: dict[tuple[int, Hashable], Specs] = {}  # by stage, and key of the microbatch
 
     def send(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Begin to send, and release the tensors of completed sends."""
+        """Begin to send, and release the tensors of completed sends. Waits for the oldest if too much is in flight."""
         num_bytes = sum([tensor.nbytes for tensor in tensors])
         self._num_bytes += num_bytes
-        while self._sends and self._sends[0][0].is_over:
+        while self._sends and self._sends[0][0].is_completed:
             self._wait_for_oldest()  # which also releases the backend's references to the tensors
         while self._num_bytes > _MAX_BYTES_IN_FLIGHT and len(self._sends) >= _ALWAYS_IN_FLIGHT:
             # The receiver may post only when it needs the tensors: to wait for it could deadlock.
             if self._descriptions:
                 break
             self._wait_for_oldest()
-        self._sends.append((self.now(action, tensors), num_bytes))
+        self._sends.append((self.start(action, tensors), num_bytes))
 
     def describe(self, action: Action, specs: Specs, key: Hashable) -> None:
-        """Send the shapes and dtypes ahead of the tensors, for `_description` at the other end: length, then bytes."""
-        written = torch.frombuffer(bytearray(pickle.dumps((repr(key), specs))), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(written)]), written):
+        """Send shapes and dtypes, which `_receive_description` at the other end expects before the tensors.
+
+        Two messages: the number of bytes, then the pickled bytes.
+
+        Args:
+            action: the send of the tensors.
+            specs: their shapes and dtypes.
+            key: see `Transport.send_outputs`; compared at the other end.
+        """
+        pickled = torch.frombuffer(bytearray(pickle.dumps((repr(key), specs))), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(pickled)]), pickled):
             self._descriptions.append(PendingTransfer(self, action))
-            self._descriptions[-1].begin((tensor.to(self._description_device),), self._exchange_description)
+            self._descriptions[-1].begin((tensor.to(self._description_device),), self._transfer_description)
 
     def flush(self) -> None:
         """Wait for all sends, and release their tensors."""
@@ -145,27 +172,27 @@ class _Channel:
 
     def receive(self, action: Action, key: Hashable) -> PendingTransfer:
         """Begin to receive if the shapes are known; otherwise the receive begins when it is waited for."""
-        specs = None if self._late else self._specs.get((action.stage, key))
+        specs = None if self._not_posted else self._specs.get((action.stage, key))
         if specs is not None:
             return self.receive_as(action, specs)
-        self._late.append(PendingTransfer(self, action, key))
-        return self._late[-1]
+        self._not_posted.append(PendingTransfer(self, action, key))
+        return self._not_posted[-1]
 
     def receive_as(self, action: Action, specs: Specs) -> PendingTransfer:
         """Begin to receive tensors of these shapes and dtypes."""
-        return self.now(action, self._empty(specs))
+        return self.start(action, self._empty(specs))
 
     def begin_up_to(self, last: PendingTransfer) -> None:
         """Begin all receives up to and including `last`. Waits for the sender to describe unknown shapes."""
         while last.tensors is None:
-            arrival = self._late.popleft()
-            place = arrival.action.stage, arrival.key
-            if place not in self._specs:
-                self._specs[place] = self._description(arrival.action, arrival.key)
-            arrival.begin(self._empty(self._specs[place]))
+            transfer = self._not_posted.popleft()
+            stage_and_key = transfer.action.stage, transfer.key
+            if stage_and_key not in self._specs:
+                self._specs[stage_and_key] = self._receive_description(transfer.action, transfer.key)
+            transfer.begin(self._empty(self._specs[stage_and_key]))
 
-    def now(self, action: Action, tensors: tuple[Tensor, ...]) -> PendingTransfer:
-        """Begin a transfer and return it."""
+    def start(self, action: Action, tensors: tuple[Tensor, ...]) -> PendingTransfer:
+        """Begin to send these tensors, or to receive into them; return the transfer."""
         transfer = PendingTransfer(self, action)
         transfer.begin(tensors)
         return transfer
@@ -173,10 +200,10 @@ class _Channel:
     def _empty(self, specs: Specs) -> tuple[Tensor, ...]:
         return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs)
 
-    def _description(self, action: Action, key: Hashable) -> Specs:
+    def _receive_description(self, action: Action, key: Hashable) -> Specs:
         """Receive shapes and dtypes from the sender, once per key. Waits for the other process, not for a device."""
-        (length,) = self._received_numbers(action, 1, torch.int64).tolist()
-        sent_key, specs = pickle.loads(bytes(self._received_numbers(action, length, torch.uint8).tolist()))
+        (length,) = self._receive_numbers(action, 1, torch.int64).tolist()
+        sent_key, specs = pickle.loads(bytes(self._receive_numbers(action, length, torch.uint8).tolist()))
         if sent_key != repr(key):
             raise ValueError(
                 f"stage {action.stage} and the stage before it have different microbatches {action.microbatch}: give "
@@ -184,11 +211,11 @@ class _Channel:
             )
         return specs
 
-    def _received_numbers(self, action: Action, length: int, dtype: torch.dtype) -> Tensor:
+    def _receive_numbers(self, action: Action, length: int, dtype: torch.dtype) -> Tensor:
         """Wait for `length` numbers of a description, and return them."""
         transfer = PendingTransfer(self, action)
         transfer.begin(
-            (torch.empty(length, dtype=dtype, device=self._description_device),), self._exchange_description
+            (torch.empty(length, dtype=dtype, device=self._description_device),), self._transfer_description
         )
         return transfer.wait()[0]
 
@@ -215,8 +242,10 @@ class Transport:
     def __init__(self, mesh: ParallelMesh, stage_ranks: Sequence[int], *, overlap: bool = True) -> None:
         self._overlap = overlap
         self._failure: str | None = None
-        self._specs: dict[tuple[int, Hashable], Specs] = {}  # of outputs that were sent
-        self._channels: dict[tuple[Op, int], _Channel] = {}  # of a transfer's kind and its stage here
+        self._specs: dict[tuple[int, Hashable], Specs] = {}  # of outputs that were sent, by stage and key
+        self._channels: dict[
+            tuple[Op, int], _Channel
+        ] = {}  # by op and stage of a send or receive on this rank
         self._open_channels(mesh, dict(enumerate(stage_ranks)))
 
     def send_outputs(self, action: Action, tensors: tuple[Tensor, ...], key: Hashable) -> None:
@@ -232,15 +261,15 @@ class Transport:
             RuntimeError: the connection to the receiver is lost; names its rank.
         """
         specs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        known = self._specs.get((action.stage, key))
-        if known is None:
+        earlier_specs = self._specs.get((action.stage, key))
+        if earlier_specs is None:
             self._specs[action.stage, key] = specs
             self._channels[action.op, action.stage].describe(action, specs, key)
-        elif known != specs:
+        elif earlier_specs != specs:
             raise ValueError(
-                f"stage {action.stage} sends {_listed(specs)} for microbatch {action.microbatch}, but {_listed(known)} "
-                "for an earlier one of the same names, shapes and dtypes: outputs of a stage must depend only on the "
-                "shapes of the microbatch"
+                f"stage {action.stage} sends {_describe_specs(specs)} for microbatch {action.microbatch}, but "
+                f"{_describe_specs(earlier_specs)} for an earlier one of the same names, shapes and dtypes: outputs of "
+                "a stage must depend only on the shapes of the microbatch"
             )
         self._send(action, tensors)
 
@@ -260,12 +289,12 @@ class Transport:
         Raises:
             RuntimeError: the connection to the sender is lost; names its rank.
         """
-        return self._receiving(self._channels[action.op, action.stage].receive(action, key))
+        return self._wait_unless_overlapped(self._channels[action.op, action.stage].receive(action, key))
 
     def receive_gradients(self, action: Action, key: Hashable) -> PendingTransfer:
         """Start receiving the gradients of a stage's outputs, which were sent under this key before."""
         specs = tuple([spec for spec in self._specs[action.stage, key] if takes_gradient(spec[1])])
-        return self._receiving(self._channels[action.op, action.stage].receive_as(action, specs))
+        return self._wait_unless_overlapped(self._channels[action.op, action.stage].receive_as(action, specs))
 
     def flush(self) -> None:
         """Wait for all sends; afterwards the tensors may be changed.
@@ -288,13 +317,15 @@ class Transport:
                 "actions: end the run and restart it from a checkpoint"
             )
 
-    def _receiving(self, arrival: PendingTransfer) -> PendingTransfer:
+    def _wait_unless_overlapped(self, transfer: PendingTransfer) -> PendingTransfer:
         if not self._overlap:
-            arrival.wait()
-        return arrival
+            transfer.wait()
+        return transfer
 
     def _open_channels(self, mesh: ParallelMesh, ranks: dict[int, int]) -> None:
         """Create this rank's ends of all channels, and use each once. Stages on the same two ranks share a channel.
+
+        Collective over the world.
 
         NCCL connects two ranks at their first transfer and blocks both until then. Here all ranks connect in one common
         order, before a schedule could make them wait for each other.
@@ -302,6 +333,7 @@ class Transport:
         computations = (Action(op, stage, 0) for op in (Op.FORWARD, Op.BACKWARD) for stage in ranks)
         sends = [send for action in computations if (send := send_of(action, ranks)) is not None]
         routes = [(send, ranks[send.stage], ranks[counterpart(send).stage]) for send in sends]
+        # One communicator for activations and one for gradients, of each direction between ranks.
         kinds = sorted({(send.op.value, source < target) for send, source, target in routes})
         groups = dict(zip(kinds, mesh.pipeline_groups(len(kinds)), strict=True))
         by_peer: dict[tuple[Op, int], _Channel] = {}
@@ -313,10 +345,10 @@ class Transport:
             if (end.op, peer) not in by_peer:
                 group = groups[send.op.value, source < target]
                 by_peer[end.op, peer] = channel = _Channel(mesh, group, peer, sends=end is send)
-                channel.now(end, (torch.zeros(1, device=mesh.device),)).wait()
+                channel.start(end, (torch.zeros(1, device=mesh.device),)).wait()
             self._channels[end.op, end.stage] = by_peer[end.op, peer]
 
 
-def _listed(specs: Specs) -> str:
-    each = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in specs]
-    return ", ".join(each) or "nothing"
+def _describe_specs(specs: Specs) -> str:
+    tensors = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in specs]
+    return ", ".join(tensors) or "nothing"

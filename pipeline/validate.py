@@ -7,11 +7,11 @@ from itertools import product
 from .action import COMPUTES, Action, Op, Schedule, stage_rank_errors, stage_ranks
 from .communicate import with_communication
 
-_WHOLE, _PARTS = Op.BACKWARD, (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-_MOST_REPORTED = 20  # errors of one schedule
+_FULL, _SPLIT = Op.BACKWARD, (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+_MAX_REPORTED = 20  # errors of one schedule
 
 
-def own_schedule_errors(
+def user_schedule_errors(
     schedule: Schedule, num_ranks: int, num_microbatches: int | None, num_chunks: int
 ) -> list[str]:
     """Return all errors of a schedule of computations; empty if there are none.
@@ -27,13 +27,13 @@ def own_schedule_errors(
     """
     if errors := _form_errors(schedule):
         return errors
-    own_microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
-    num_microbatches = num_microbatches or own_microbatches
-    if errors := list(_size_errors(schedule, num_ranks, (own_microbatches, num_microbatches), num_chunks)):
+    num_in_schedule = 1 + max(action.microbatch for actions in schedule for action in actions)
+    num_microbatches = num_microbatches or num_in_schedule
+    if errors := list(_size_errors(schedule, num_ranks, (num_in_schedule, num_microbatches), num_chunks)):
         return errors
     if errors := stage_rank_errors(schedule) or list(_count_errors(schedule, num_microbatches)):
-        more = [f"and {len(errors) - _MOST_REPORTED} more"] if len(errors) > _MOST_REPORTED else []
-        return [f"the schedule is not valid: {'; '.join([*errors[:_MOST_REPORTED], *more])}"]
+        more = [f"and {len(errors) - _MAX_REPORTED} more"] if len(errors) > _MAX_REPORTED else []
+        return [f"the schedule is not valid: {'; '.join([*errors[:_MAX_REPORTED], *more])}"]
     try:
         with_communication(schedule)
     except ValueError as error:
@@ -42,7 +42,7 @@ def own_schedule_errors(
 
 
 def _form_errors(schedule: Schedule) -> list[str]:
-    """Return errors of a schedule that is no list of lists of computations, forwards and backwards."""
+    """Return errors of a schedule, of any type, that is not a list of lists of computations of a training step."""
     if not isinstance(schedule, list) or not all(isinstance(actions, list) for actions in schedule):
         return [f"a schedule is a list with a list of actions for every rank, not {schedule!r:.100}"]
     all_actions = [action for actions in schedule for action in actions]
@@ -73,7 +73,14 @@ def _form_errors(schedule: Schedule) -> list[str]:
 def _size_errors(
     schedule: Schedule, num_ranks: int, microbatches: tuple[int, int], num_chunks: int
 ) -> Iterator[str]:
-    """Yield errors for other numbers of ranks, microbatches (the schedule's, and those of a step) and chunks."""
+    """Yield errors for numbers of a schedule that are not those of the pipeline.
+
+    Args:
+        schedule: the computations of every rank.
+        num_ranks: pipeline ranks.
+        microbatches: the number of them in the schedule, and in a step.
+        num_chunks: stages per rank; 1 allows any.
+    """
     if len(schedule) != num_ranks:
         yield f"the schedule is for {len(schedule)} ranks, and the pipeline has {num_ranks}"
     in_schedule, in_step = microbatches
@@ -91,27 +98,34 @@ def _size_errors(
 
 
 def _count_errors(schedule: Schedule, num_microbatches: int) -> Iterator[str]:
-    """Yield errors for computations that are missing, repeated or on the wrong rank; every stage is on one rank."""
+    """Yield errors for computations that are missing, repeated, or on another rank than their stage.
+
+    A backward may be full or split; a missing one is reported in the form that the schedule uses.
+
+    Args:
+        schedule: every stage is on one rank.
+        num_microbatches: of a step.
+    """
     ranks = stage_ranks(schedule)
-    present = Counter((rank, action) for rank, actions in enumerate(schedule) for action in actions)
-    default_ops = (_WHOLE,) if any(action.op is _WHOLE for _, action in present) else _PARTS
+    counts = Counter((rank, action) for rank, actions in enumerate(schedule) for action in actions)
+    default_ops = (_FULL,) if any(action.op is _FULL for _, action in counts) else _SPLIT
     for (stage, rank), microbatch in product(enumerate(ranks), range(num_microbatches)):
-        backward = {op: Action(op, stage, microbatch) for op in (_WHOLE, *_PARTS)}
-        backward_ops = [op for op, action in backward.items() if (rank, action) in present]
-        if _WHOLE in backward_ops and len(backward_ops) > 1:
+        backward = {op: Action(op, stage, microbatch) for op in (_FULL, *_SPLIT)}
+        backward_ops = [op for op, action in backward.items() if (rank, action) in counts]
+        if _FULL in backward_ops and len(backward_ops) > 1:
             both = " and ".join(repr(backward[op]) for op in backward_ops)
             yield f"there are {both}: use either a full backward or its two parts"
         required_ops: tuple[Op, ...] = default_ops
-        if _WHOLE in backward_ops:
+        if _FULL in backward_ops:
             required_ops = tuple(backward_ops)
         elif backward_ops:
-            required_ops = _PARTS
+            required_ops = _SPLIT
         for op in (Op.FORWARD, *required_ops):
             action = Action(op, stage, microbatch)
-            count = present.pop((rank, action), 0)
+            count = counts.pop((rank, action), 0)
             if count == 0:
                 yield f"rank {rank} lacks {action}"
             elif count > 1:
                 yield f"rank {rank} has {action} {count} times"
-    for rank, action in present:
+    for rank, action in counts:
         yield f"rank {rank} has {action}, which belongs to rank {ranks[action.stage]}"

@@ -35,8 +35,8 @@ class WeightGradients:
     """Deferred weight gradients by stage and microbatch; one per rank."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[int, int], list[DeferredGradient]] = {}
-        self._deferring: list[DeferredGradient] | None = None
+        self._by_place: dict[tuple[int, int], list[DeferredGradient]] = {}  # by stage and microbatch
+        self._deferring: list[DeferredGradient] | None = None  # those of the running backward
 
     @contextmanager
     def deferring(self, place: tuple[int, int]) -> Iterator[None]:
@@ -77,12 +77,12 @@ class WeightGradients:
 
 
 def _computed(deferred_gradients: Iterable[DeferredGradient]) -> Iterator[Tensor]:
-    """Yield the gradients; the communication of one overlaps the computation of the next."""
-    in_flight: InFlight[Tensor] | None = None
+    """Yield the gradients in order; the communication of one overlaps the computation of the next."""
+    previous: InFlight[Tensor] | None = None
     for deferred in deferred_gradients:
-        begun = deferred.begin()
-        if in_flight is not None:
-            yield in_flight.wait()
-        in_flight = begun
-    if in_flight is not None:
-        yield in_flight.wait()
+        current = deferred.begin()
+        if previous is not None:
+            yield previous.wait()
+        previous = current
+    if previous is not None:
+        yield previous.wait()

@@ -78,15 +78,20 @@ class PipelineEngine:
 
     def __init__(self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
         self.module, self.config, self.mesh = module, config, mesh
-        self._stages, self._cutting = local_stages(module), config.cutting
+        self._stages, self._cutting = (
+            local_stages(module),
+            config.cutting,
+        )  # stages by index; arguments of `split`
         self._last_rank = config.stage_ranks[-1]
         self._router_loss = share_router_loss(module, self._stages.values(), mesh)
-        last = _observed_last(self._stages, module)
+        observed_last = _observed_last(self._stages, module)
         # This rank's stages by index, the model's last one wrapped so that its losses are observed.
         self._observed_stages: dict[int, Any] = (
-            dict(self._stages) if last is None else {**self._stages, last.index: last}
+            dict(self._stages)
+            if observed_last is None
+            else {**self._stages, observed_last.index: observed_last}
         )
-        self._loss_reducer = LossReducer(mesh, self._last_rank, last, config.loss_reduction)
+        self._loss_reducer = LossReducer(mesh, self._last_rank, observed_last, config.loss_reduction)
         self.random = ForwardRandom(mesh)
         self.agreement = Agreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
@@ -107,8 +112,8 @@ class PipelineEngine:
             *["SyncBatchNorm"] * has_sync_batch_norm(module),
             *["output_router_logits=True"] * (self._router_loss is not None and self._router_loss.is_added),
         ]
-        # True if the number of collectives depends on the number of samples in each rank's batch.
-        self._compares_numbers = config.microbatch_size is not None and (
+        # True if the number of collectives depends on the samples of each rank's batch: then all calls are compared.
+        self._always_compares = config.microbatch_size is not None and (
             config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
         self.trace: list[Span] | None = None
@@ -268,7 +273,7 @@ class PipelineEngine:
         except ValueError as error:
             batch_error = error
         call = self.agreement.compare_batch(
-            batch, kind, num_samples, always=self._compares_numbers, error=batch_error
+            batch, kind, num_samples, always=self._always_compares, error=batch_error
         )
         if call.samples is None:
             self._require_enough_samples({self.mesh.global_rank: num_samples})

@@ -97,7 +97,8 @@ class WeightedCriterion:
             structure = reducer.structures.get(self.trains)
             reducer.stage.separate = reducer.reduction == "global" and structure in (None, "several")
         self._reducer, self._has_begun = reducer, False
-        # Labels of each microbatch, counted by a loss function whose result is not the criterion's; in compared calls.
+        # For `log_uneven_labels`: in compared calls, the labels of each microbatch that the model's own loss counted,
+        # while the criterion returns another mean.
         self._labels: list[Tensor] = []
         self._counts: GlobalCounts | None = None  # of a loss of several terms
         self.deviation: Tensor | float = 0.0
@@ -197,8 +198,9 @@ class WeightedCriterion:
         num_replicas, is_counted = mesh.size("dp"), self.weight_source in COUNTED
         if not self.trains:
             return torch.ones((), device=mesh.device)
+        # For a sum or a mean the divisor is 1, to which an estimate of 0 is rounded.
         estimate = weight.float() * (len(self.microbatches) if is_counted else 0)
-        if self.compares and num_replicas > 1:
+        if self.compares and num_replicas > 1:  # in every case, since all replicas must communicate alike
             estimate = all_reduce(estimate, mesh.group("dp")) / num_replicas
         if self.weight_source in divisors:
             return divisors[self.weight_source]
@@ -302,16 +304,10 @@ class WeightedCriterion:
         observed, log_once = self._observed, self._reducer.log_once
         structure = self._reducer.structures.get(self.trains)
         set_structure = partial(self._reducer.set_structure, trains=self.trains)
-        if loss is not _field(outputs, "loss") or observed is None or self._reducer.reduction != "global":
+        if observed is None or self._is_single(loss, outputs, inputs):
             set_structure("single")
             return []
-        record = observed.record_of(loss)
-        if record is not None or self._is_sum_over_num_items(outputs, inputs):
-            if record is not None and not record.depends_on_batch:
-                log_once(_WEIGHED_BY_SAMPLES)
-            set_structure("single")
-            return []
-        if structure == "single":
+        if structure == "single":  # of earlier calls, so that this call's terms are not separate
             set_structure("several")
             log_once(
                 "the model's loss has more terms than in the calls before, so each microbatch of this call weighs as "
@@ -342,6 +338,16 @@ class WeightedCriterion:
                 "docs/decisions/loss.md"
             )
         return terms
+
+    def _is_single(self, loss: Tensor, outputs: Any, inputs: Any) -> bool:
+        """Return True for a loss without terms: a criterion's own, one loss function's result, or sums that add up."""
+        if loss is not _field(outputs, "loss") or self._reducer.reduction != "global":
+            return True
+        assert self._observed is not None
+        record = self._observed.record_of(loss)
+        if record is not None and not record.depends_on_batch:
+            self._reducer.log_once(_WEIGHED_BY_SAMPLES)
+        return record is not None or self._is_sum_over_num_items(outputs, inputs)
 
     def _is_sum_over_num_items(self, outputs: Any, inputs: Any) -> bool:
         """Return True if the model divides sums by the batch's `num_items_in_batch`, so that microbatches add up."""

@@ -121,7 +121,7 @@ class LossReducer:
             numbers = torch.full((2,), number, dtype=torch.float64, device=self.mesh.device)
             numbers[1] = number**2
             total, squares = self.sum_over_replicas(numbers)
-            is_agreed = bool(squares * num_replicas == total**2)  # equal numbers have no variance
+            is_agreed = bool(squares * num_replicas == total**2)  # the variance is 0
             self._num_terms[trains] = number if is_agreed else 0
             if not is_agreed:
                 return None

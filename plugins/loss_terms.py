@@ -136,8 +136,9 @@ class GlobalCounts:
         addends = [self._replica_counts, torch.ones_like(samples), self._coefficients, self._coefficients**2]
         totals = sum_over_replicas(torch.cat(addends)).split([len(addend) for addend in addends])
         self._global_counts, num_sharing, sums, squares = totals
-        differ = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2  # equal numbers have no variance
-        self.deviation = (num_sharing != num_replicas).any().float() + differ.any()
+        # Coefficients are equal on all replicas if their variance is 0, up to rounding.
+        have_variance = (squares * num_replicas - sums**2).abs() > 1e-9 * sums**2
+        self.deviation = (num_sharing != num_replicas).any().float() + have_variance.any()
         self.replica_loss = torch.zeros((), dtype=torch.float64, device=device)
         *term_counts, global_samples = self._global_counts.unbind()
         counts = zip(term_counts, terms, strict=True)

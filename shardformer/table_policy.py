@@ -105,7 +105,7 @@ class TablePolicy(Policy):
             self._parts[path]
             .stage_plan()
             .under(path)
-            .after(
+            .with_modules_before(
                 entry=tuple(map(self._full_path, stages.entry)),
                 leading=tuple(
                     self._full_path(name)

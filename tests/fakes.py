@@ -46,8 +46,8 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
             ("echelon.cluster.gathering.gather_objects", lambda value: [value] * dist.get_world_size()),
             ("echelon.zero.reduced_gradients.norm_over_all_ranks", _agreed_norm),
             # In this group no transfer ever completes, so sent tensors would be kept.
-            ("echelon.pipeline.transport.PendingTransfer.is_over", True),
-            (f"{channel}_description", lambda *_: arrives),
+            ("echelon.pipeline.transport.PendingTransfer.is_completed", True),
+            (f"{channel}_receive_description", lambda *_: arrives),
             (f"{channel}_empty", _drawn),
         ):
             stack.enter_context(patch(target, other))

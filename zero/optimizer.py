@@ -112,8 +112,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.accumulation_steps = accumulation_steps
         self.last_norm: float | None = None
         self.skipped_steps = 0
-        self._agreement = agreement or Agreement(mesh)
-        self._after_step = after_step
+        self._agreement, self._after_step = agreement or Agreement(mesh), after_step
         self._calls = CallsOfStep(accumulation_steps)
         self._mesh, self._max_norm, self._is_offloaded = mesh, max_norm, cpu_offload
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
@@ -254,6 +253,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def _reduce(self) -> None:
+        """Reduce gradients that are not reduced yet, or raise RuntimeError if reduced ones were written to."""
         if self.reducer.is_reduced:
             self.reducer.require_unchanged()
         else:

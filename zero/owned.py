@@ -253,7 +253,14 @@ class OwnedParameters:
 
 
 def team_of(mesh: ParallelMesh, partitions: Sequence[Partition]) -> ProcessGroup | None:
-    """Return the group of this rank's team; None for a team of one rank. Collective over the world the first time."""
+    """Return the group of this rank's team, see [Note: teams]; None for a team of one rank.
+
+    Collective over the world the first time.
+
+    Args:
+        mesh: all ranks.
+        partitions: of all buckets, also of those over a sub-axis.
+    """
     size = lcm(*(partition.span for partition in partitions)) * mesh.size("tp")
     if size == 1:
         return None

@@ -402,7 +402,7 @@ class Reducer:
         if self.is_reduced or not bucket.can_accumulate:
             self._prepare_for_gradient(bucket)
         if self.shards_gradients:
-            slot.set_grad(slot.local_gradient)  # autograd is about to add to it
+            slot.set_grad(slot.local_gradient)  # autograd cannot add to a placeholder
 
     def _after_accumulation(self, place: int, parameter: Parameter) -> None:
         """Hook after autograd added a gradient: collect it, and launch buckets that are complete.

@@ -57,12 +57,15 @@ class WriteWatch:
         self._had_gradient = [False] * len(self._slots)
 
     def begin_plain_backward(self) -> bool:
-        """Accept the writes of a backward that the optimizer does not run; return True if it has just begun.
+        """Accept the writes of a running plain backward until it ends. Called for each of its gradients.
+
+        Returns:
+            True in the first call for this backward.
 
         Raises:
             RuntimeError: gradients were written to before it.
         """
-        # Compared by its id, since a backward that raises ends without that call.
+        # Compared by its id, since the callback below does not run in a backward that raises.
         backward = torch._C._current_graph_task_id()
         if backward == self._plain_backward:
             return False

@@ -18,7 +18,7 @@ from echelon.pipeline.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from echelon.pipeline.validate import own_schedule_errors
+from echelon.pipeline.validate import user_schedule_errors
 
 from .small_schedules import cases, chunks_of, written
 
@@ -87,7 +87,7 @@ def test_a_style_is_complete_and_places_stages_alike_for_any_number_of_microbatc
     for style, p, m, v in cases(5, 9):
         if style == name:
             schedule = build_schedule(name, p, m, v)
-            assert own_schedule_errors(schedule, p, m, v) == []
+            assert user_schedule_errors(schedule, p, m, v) == []
             there_and_back = [*range(p), *reversed(range(p))]
             expected = there_and_back if name == "zbv" else [stage % p for stage in range(p * v)]
             assert stage_ranks(schedule) == build_stage_ranks(name, p, v) == tuple(expected)
@@ -185,9 +185,9 @@ def test_every_computation_that_is_dropped_repeated_or_moved_is_named(name: str)
             del dropped[rank][index]
             repeated[rank].insert(index, action)
             moved[1 - rank].append(moved[rank].pop(index))
-            assert f"rank {rank} lacks {action}" in own_schedule_errors(dropped, 2, 3, 1)[0]
-            assert f"rank {rank} has {action} 2 times" in own_schedule_errors(repeated, 2, 3, 1)[0]
-            (error,) = own_schedule_errors(moved, 2, 3, 1)
+            assert f"rank {rank} lacks {action}" in user_schedule_errors(dropped, 2, 3, 1)[0]
+            assert f"rank {rank} has {action} 2 times" in user_schedule_errors(repeated, 2, 3, 1)[0]
+            (error,) = user_schedule_errors(moved, 2, 3, 1)
             assert (
                 f"rank {1 - rank} has {action}, which belongs to rank {rank}" in error
                 or "is on rank" in error

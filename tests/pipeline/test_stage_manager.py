@@ -10,7 +10,7 @@ import transformers as T
 from echelon.pipeline.stage_manager import (
     PipelineStageManager,
     StageSize,
-    deal_layers,
+    assign_layers,
     layer_bounds,
     layer_errors,
 )
@@ -44,7 +44,7 @@ def test_layers_are_distributed_with_the_smallest_largest_stage_and_then_most_ev
     size = by_weights(weights)
     ways = all_ways(num_layers, num_stages)
     best = min(largest(counts, size) for counts in ways)
-    found = deal_layers(num_layers, num_stages, size)
+    found = assign_layers(num_layers, num_stages, size)
     assert largest(found, size) == best
     rivals = [counts for counts in ways if largest(counts, size) == best]
     order = [(sum(count**2 for count in counts), counts[0] + counts[-1], counts) for counts in rivals]
@@ -52,16 +52,16 @@ def test_layers_are_distributed_with_the_smallest_largest_stage_and_then_most_ev
 
 
 def test_divisible_layers_are_distributed_evenly_and_extra_ones_go_to_the_middle() -> None:
-    assert deal_layers(8, 4, by_weights([100, *[1] * 7])) == [2, 2, 2, 2]
-    assert deal_layers(9, 4) == [2, 2, 3, 2]
-    assert deal_layers(10, 4) == [2, 3, 3, 2]
-    assert deal_layers(7, 1) == [7]
+    assert assign_layers(8, 4, by_weights([100, *[1] * 7])) == [2, 2, 2, 2]
+    assert assign_layers(9, 4) == [2, 2, 3, 2]
+    assert assign_layers(10, 4) == [2, 3, 3, 2]
+    assert assign_layers(7, 1) == [7]
     assert layer_bounds([2, 3, 2]) == [0, 2, 5, 7]
 
 
 def test_layers_of_a_long_model_with_a_large_embedding_are_distributed() -> None:
     weights = [50, *[1] * 125, 50]
-    counts = deal_layers(127, 32, by_weights(weights))
+    counts = assign_layers(127, 32, by_weights(weights))
     assert (counts[0], counts[-1], sum(counts)) == (1, 1, 127)
     assert set(counts[1:-1]) == {4, 5}
 

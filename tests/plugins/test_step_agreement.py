@@ -54,7 +54,7 @@ def depart(what: str, sizes: dict[str, Any]) -> tuple[str, bool]:
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
     run: Any = {"call": call_step, "clipping": clip}.get(what, run_step)
-    engine._HASHED_HERE = -1 if what == "large batch" else 2**20
+    engine._MAX_BYTES_HASHED_ON_HOST = -1 if what == "large batch" else 2**20
     for step in range(COMPARED + 2):
         run(booster, model, optimizer, batch_of(booster, step))
     batch = batch_of(booster, 7)

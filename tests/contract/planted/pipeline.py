@@ -25,7 +25,7 @@ PP2 = Layout(pp=2)
 
 def detached_inputs(self: Any, stage: int, microbatch: int) -> tuple[Tensor, ...]:
     """Detach the stages' inputs, as in evaluation."""
-    return self._handed_on.pop((stage - 1, microbatch)).wait()
+    return self._stage_outputs.pop((stage - 1, microbatch)).wait()
 
 
 def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +79,7 @@ FAULTS = {
         PP2,
     ),
     "a module before the layers is expected to keep the shape": fault(
-        "pipeline.plan:StagePlan.after",
+        "pipeline.plan:StagePlan.with_modules_before",
         around(
             lambda after: lambda self, **before: replace(after(self, **before), derives_entry_shapes=False)
         ),
@@ -104,14 +104,14 @@ FAULTS = {
         Layout(pp=2, schedule="interleaved", chunks=2),
     ),
     "the position bias is not borrowed": fault(
-        "pipeline.stage:_borrow",
+        "pipeline.stage:_lend_repeated_modules",
         returning([]),
         "t5",
         Layout(pp=2, schedule="interleaved", chunks=2),
         notice="^step|RankHung",  # ranks that sum tensors that others do not have
     ),
     "stages of one rank do not exchange their stand-ins": fault(
-        "pipeline.stage:_Casting.seats", returning([]), "llama", Layout(pp=2, schedule="zbv")
+        "pipeline.stage:_StandIns.seats", returning([]), "llama", Layout(pp=2, schedule="zbv")
     ),
     "masks are answered as if nothing were padding": answered(
         "TensorWithHostCopy.of",
@@ -120,8 +120,10 @@ FAULTS = {
         quick=True,
         **ASK,
     ),
-    "masks are read from the device": answered("_ANSWERED", frozenset(), **ASK),
-    "operands of a read of a mask are only computed on the device": answered("_LEADING", frozenset(), **ASK),
+    "masks are read from the device": answered("_READS", frozenset(), **ASK),
+    "operands of a read of a mask are only computed on the device": answered(
+        "_REPEATED_ON_HOST", frozenset(), **ASK
+    ),
     "a microbatch's mask is answered by the first one's": answered(
         "TensorWithHostCopy.of", around(at_the_start), test_microbatches_have_answers_of_their_own
     ),

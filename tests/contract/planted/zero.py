@@ -52,8 +52,8 @@ def launched_at_the_first(note: Callable[[Any, Any, Any], None]) -> Callable[[An
     """Average a bucket as soon as one of its parameters has its gradient."""
 
     def noted(self: Any, slot: Any, bucket: Any) -> None:
-        if bucket in self._awaited:
-            self._awaited[bucket].clear()
+        if bucket in self._slots_awaited:
+            self._slots_awaited[bucket].clear()
         note(self, slot, bucket)
 
     return noted
@@ -142,7 +142,7 @@ FAULTS = {
         notice=r"^step 3: loss scale is off by 128",
     ),
     "parameters without a gradient are stepped": fault(
-        f"{OPTIMIZER}._update_own_slices",
+        f"{OPTIMIZER}._step_slices",
         around(every_gradient_present),
         OCCASIONAL,
         ZERO2,
