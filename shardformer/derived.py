@@ -130,21 +130,6 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         for name in _replicated_modules(layer, path, table)
     ]
     table = replace(table, partial=tuple(dict.fromkeys((*table.partial, *replicated))))
-
-    def has_groups(path: str) -> bool:
-        """Return True if the module at this path in the layers is an attention with grouped key-value heads."""
-        modules = [layer.get_submodule(path) for layer in layers if has_submodule(layer, path)]
-        return any(hasattr(module, _GROUPS) for module in modules)
-
-    attentions = list(filter(has_groups, table.regions))
-    key_value = tuple(
-        name for name in table.column if name.rpartition(".")[0] in attentions and name.endswith(_KEY_VALUE)
-    )
-    # Key-value heads may be replicated if it is known which projections have them.
-    can_replicate_heads = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
-    counts = (
-        ("num_attention_heads",) if can_replicate_heads else ("num_attention_heads", "num_key_value_heads")
-    )
     second_input = {}
     for path in table.exits:
         for layer in layers:
@@ -155,11 +140,32 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         table,
         second_input=second_input,
         optional=tuple(dict.fromkeys((*table.modules, *table.split))),
-        divisible=tuple(
-            name for name in counts if attentions and isinstance(getattr(config, name, None), int)
-        ),
         dropout=_dropouts(layers, table),
     )
+    return _with_heads(table, layers, config)
+
+
+def _with_heads(table: Table, layers: Sequence[nn.Module], config: Any) -> Table:
+    """Return the table with the sharding of attention heads added: which numbers the ranks must divide.
+
+    If it is known which projections have key-value heads, these may be replicated, and query heads padded.
+    """
+
+    def has_groups(path: str) -> bool:
+        """Return True if the module at this path in the layers is an attention with grouped key-value heads."""
+        modules = [layer.get_submodule(path) for layer in layers if has_submodule(layer, path)]
+        return any(hasattr(module, _GROUPS) for module in modules)
+
+    attentions = list(filter(has_groups, table.regions))
+    key_value = tuple(
+        name for name in table.column if name.rpartition(".")[0] in attentions and name.endswith(_KEY_VALUE)
+    )
+    can_replicate_heads = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
+    counts = (
+        ("num_attention_heads",) if can_replicate_heads else ("num_attention_heads", "num_key_value_heads")
+    )
+    divisible = tuple(name for name in counts if attentions and isinstance(getattr(config, name, None), int))
+    table = replace(table, divisible=divisible)
     if not can_replicate_heads:
         return table
     return replace(

@@ -116,7 +116,7 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
         return (), error
 
     variants, error = first_exact(_combinations([*pairs.values()]))
-    if error is not None and len(pairs) > 1:
+    if error is not None and len(pairs) > 1:  # try each pair alone, then together those that can be split
         exact_alone = [
             variant for pair in pairs.values() for variant in first_exact(_combinations([pair]))[0]
         ]

@@ -56,6 +56,8 @@ class Rows(NamedTuple):
 def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
     """Exchange the numbers of rows. All-to-all of P·E integers; waits for the device.
 
+    `Choices` intercepts the call, as if it were a function of torch, and replays its result in a recomputation.
+
     Args:
         counts_PE: rows of this rank for each expert E of each rank P.
         group: the expert axis.
@@ -212,7 +214,8 @@ class ExpertParallel:
         rows, order, positions, weights_NK, in_output, shape, unused_RH, identity_NH = self._dispatched
         self._dispatched = None
         output_RH = output.flatten(0, -2)
-        if unused_RH is not None and self._interface.is_apart:  # an expert without tokens gets no gradient
+        # No expert computes with the unused row then, but all ranks need the same graph.
+        if unused_RH is not None and self._interface.is_apart:
             output_RH = output_RH.detach() + 0 * unused_RH
         if self._interface.is_apart and torch.is_grad_enabled():
             output_RH = _PassParameters.apply(
