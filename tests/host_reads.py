@@ -22,7 +22,7 @@ ON_THE_HOST = {
     ("sequence/block_mask.py", "block_mask"): "a number; older releases of transformers alone give a tensor",
     ("pipeline/host_masks.py", "__torch_function__"): "numbers that the host has kept",
     ("pipeline/host_masks.py", "with_host_copies"): "a batch as the dataloader gives it",
-    ("pipeline/transport.py", "_description"): "messages between CPUs",
+    ("pipeline/transport.py", "_receive_description"): "messages between CPUs",
     ("layers/parallel_module.py", "require_all"): "of CPU tensors alone, else an assertion on the device",
 }
 
