@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .failures import note_batch, rename_call, wait_for_all_ranks
-from .gathering import differing_ranks, gather_integers, gather_objects, joined_errors, require_equal
+from .gathering import differing_ranks, gather_integers, raise_together, require_equal
 from .hashes import batch_code, batch_hash, describe_batch, settings_hash
 from .mesh import ParallelMesh
 
@@ -150,9 +150,7 @@ class Agreement:
             *rows, strict=True
         )
         if any(refused):
-            texts = gather_objects(None if error is None else str(error))
-            errors = {rank: ValueError(text) for rank, text in enumerate(texts) if text is not None}
-            raise joined_errors(errors, len(texts)) from error
+            raise_together(error)
         _require_same_calls(have_batch, trains, modes)
         in_replica = [other == replica for other in replicas]
         replica_kind = CallKind(

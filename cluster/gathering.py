@@ -174,12 +174,21 @@ def checked_together(what: str, check: Callable[[], Result]) -> Result:
             result = check()
         except ValueError as error:
             local_error = error
-        texts = gather_objects(None if local_error is None else str(local_error))
-        if local_error is not None and len(set(texts)) == 1:
-            raise local_error
-        if errors := {rank: ValueError(text) for rank, text in enumerate(texts) if text is not None}:
-            raise joined_errors(errors, len(texts)) from local_error
+        raise_together(local_error)
         return result
+
+
+def raise_together(local_error: ValueError | None) -> None:
+    """Raise on every rank of the world if some rank has an error. One all-gather of the errors' texts.
+
+    Raises:
+        ValueError: this rank's error if all ranks have the same, otherwise one with each rank's error.
+    """
+    texts = gather_objects(None if local_error is None else str(local_error))
+    if local_error is not None and len(set(texts)) == 1:
+        raise local_error
+    if errors := {rank: ValueError(text) for rank, text in enumerate(texts) if text is not None}:
+        raise joined_errors(errors, len(texts)) from local_error
 
 
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:

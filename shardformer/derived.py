@@ -34,7 +34,6 @@ _PACKED = 2
 _HEAD_COUNTS = {"num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "embed_dim"}
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE = ("k_proj", "v_proj")
-_DROPOUT = "attention_dropout"
 _ADVICE = "write a table for this model type (docs/policies.md)"
 
 
@@ -323,16 +322,33 @@ def _dropouts(layers: Sequence[nn.Module], table: Table) -> dict[str, RegionDrop
         for layer in layers:
             if not has_submodule(layer, region):
                 continue
-            module = layer.get_submodule(region)
-            drops = [f"{name}.p" for name, child in module.named_modules() if isinstance(child, nn.Dropout)]
-            if isinstance(getattr(module, _DROPOUT, None), (int, float)):
-                drops.insert(0, _DROPOUT)
-            if drops:
-                paths = [f"{region}.{name}" for name in drops]
-                dropouts.setdefault(
-                    region, RegionDropout(probability=paths[0] if len(paths) == 1 else tuple(paths), row=row)
-                )
+            if dropout := region_dropout(region, layer.get_submodule(region), row):
+                dropouts.setdefault(region, dropout)
     return dropouts
+
+
+def region_dropout(region: str, module: nn.Module, row: str) -> RegionDropout | None:
+    """Return the dropout of a region that ends at a row-parallel layer; None if it has none.
+
+    Args:
+        region, row: the paths of the region and of the layer.
+        module: the module at the path of the region.
+    """
+    paths = tuple(f"{region}.{name}" for name in dropouts_of(module))
+    return RegionDropout(probability=paths[0] if len(paths) == 1 else paths, row=row) if paths else None
+
+
+def dropouts_of(module: nn.Module) -> list[str]:
+    """Return the paths of a region's dropout probabilities: numbers with "drop" in their names, and nn.Dropout.p."""
+    numbers = [
+        name
+        for name, value in vars(module).items()
+        if "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+    modules = [
+        f"{name}.p" for name, child in module.named_modules() if name and isinstance(child, nn.Dropout)
+    ]
+    return [*numbers, *modules]
 
 
 def _call_if_implemented(model: Any, method: str) -> nn.Module | None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..cluster.transformers_api import Conv1D
 from ..derive.build import Copy
 from ..derive.stages import Call, calls_of, layers_of_stack, sizes_of
-from .derived import plain_table
+from .derived import plain_table, region_dropout
 from .layer_split import widths
 from .tables.heads import HeadOrder
-from .tables.table import RegionDropout, Table, has_submodule
+from .tables.table import Table, has_submodule
 
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -236,11 +236,9 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
         split=split,
         optional=tuple(dict.fromkeys((*regions, *columns, *rows, *partial, *split))),
         dropout={
-            pair.region: RegionDropout(
-                probability=tuple(f"{pair.region}.{name}" for name in names), row=pair.row.path
-            )
+            pair.region: dropout
             for pair in pairs
-            if (names := dropouts_of(regions[pair.region]))
+            if (dropout := region_dropout(pair.region, regions[pair.region], pair.row.path))
         },
     )
 
@@ -268,16 +266,3 @@ def _is_count_attribute(module: nn.Module, name: str) -> bool:
     """Return True if a module has an integer attribute above 1 of this name."""
     value = vars(module).get(name)
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
-def dropouts_of(module: nn.Module) -> list[str]:
-    """Return the paths of a region's dropout probabilities: numbers with "drop" in their names, and nn.Dropout.p."""
-    numbers = [
-        name
-        for name, value in vars(module).items()
-        if "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool)
-    ]
-    modules = [
-        f"{name}.p" for name, child in module.named_modules() if name and isinstance(child, nn.Dropout)
-    ]
-    return [*numbers, *modules]

@@ -58,7 +58,7 @@ def test_one_test_fails_with_every_message(tmp_path: Path) -> None:
     environment = {**os.environ, foreign_warnings.FOLDER: str(tmp_path)}
     environment.pop("RELEASES", None)  # it is no run of its own
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest"]
-    command.append("tests/foreign_warnings.py")
+    command += ["tests/foreign_warnings.py"]
     for messages in ((), ("one", "another")):
         for message in messages:
             row = {"category": "UserWarning", "message": message, "module": "torch.nn"}

@@ -8,8 +8,9 @@ from torch import nn
 
 from echelon.derive.build import Copy, small_copy
 from echelon.derive.double import in_double
+from echelon.shardformer.derived import dropouts_of
 from echelon.shardformer.derived_policy import DerivedPolicy
-from echelon.shardformer.proposed import dropouts_of, proposed_table
+from echelon.shardformer.proposed import proposed_table
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 from echelon.shardformer.table_policy import TablePolicy
