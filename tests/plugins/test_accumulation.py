@@ -215,7 +215,11 @@ MIXTURES = {
 
 @pytest.mark.parametrize(
     ("stage", "overlaps"),
-    [(0, False), (2, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (2, False)))],
+    [
+        (0, False),
+        (2, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (2, False))),
+    ],
 )
 def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int, *, overlaps: bool) -> None:
     """As in plain torch, leftovers of a step without `zero_grad` count as well."""
