@@ -1,13 +1,14 @@
 """Small models of types that no settings of models.py describe: built, with their batches, by the rules of derive/."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
 from ..derive.build import Copy, small_copy
-from ..derive.small import LAYERS
+from ..derive.small import LAYERS, depths_of
 from ..derive.tasks import tasks_of
 from ..shardformer.tables.table import table_for
 
@@ -37,36 +38,63 @@ def generic_heads(model_type: str) -> dict[str, type[nn.Module]]:
     return {task.lower(): getattr(transformers, name) for task, name in tasks_of(model_type).items()}
 
 
-def generic_errors(model_type: str, head: str, *, is_plain: bool) -> list[str]:
-    """List the errors of a choice.
-
-    Args:
-        model_type: the type.
-        head: the head.
-        is_plain: True if the choice has no settings of its own.
-    """
+def generic_errors(model_type: str, head: str, settings: tuple[tuple[str, object], ...]) -> list[str]:
+    """List the errors of a choice: its head, its settings, and a model that does not train."""
     heads = generic_heads(model_type)
     if head not in heads:
         known = f"use one of {', '.join(heads)}" if heads else "nor with any other head that can be verified"
         return [f"transformers has no {model_type!r} with head {head!r}: {known}"]
-    if not is_plain:
-        return [
-            f"a {model_type!r} is built by general rules, with {LAYERS} layers: leave tied, settings and layers out"
-        ]
     try:
-        generic_copy(model_type, head)
+        generic_copy(model_type, head, settings)
     except ValueError as error:
-        return [f"no small {model_type!r} with head {head!r} trains: {error}"]
+        return [str(error)]
     return []
 
 
-@cache
-def generic_copy(model_type: str, head: str) -> Copy:
-    """Return the small copy of a model type, the same in every process; the random state stays as it is.
+def depth_settings(model_type: str, num_layers: int) -> dict[str, object]:
+    """Return the settings that give a model type fewer layers than general rules do; empty for their number.
 
     Raises:
-        ValueError: none trains.
+        ValueError: general rules give it no such number of layers.
+    """
+    if num_layers == LAYERS:
+        return {}
+    names = depths_of(transformers.CONFIG_MAPPING[model_type]())
+    if not names or not 1 <= num_layers < LAYERS:
+        allowed = f"use 1 to {LAYERS}" if names else "its config has no number of layers, leave layers out"
+        raise ValueError(
+            f"layers={num_layers} of a {model_type!r}, which is built by general rules: {allowed}"
+        )
+    return dict.fromkeys(names, num_layers)
+
+
+@cache
+def generic_copy(model_type: str, head: str, settings: tuple[tuple[str, object], ...] = ()) -> Copy:
+    """Return the small copy of a model type, the same in every process; the random state stays as it is.
+
+    Args:
+        model_type: the type.
+        head: a key of `generic_heads`.
+        settings: settings of its config that it has instead of small ones, as (name, value).
+
+    Raises:
+        ValueError: none trains, or its config does not take one of the settings.
     """
     config = transformers.CONFIG_MAPPING[model_type]()
-    with torch.random.fork_rng(devices=[]):
-        return small_copy(generic_heads(model_type)[head], config, head.upper())
+    if unknown := [name for name, _ in settings if not hasattr(config, name)]:
+        raise ValueError(f"the config of a {model_type!r} has no {', '.join(unknown)}: leave it out")
+    config = transformers.CONFIG_MAPPING[model_type](**dict(settings))
+    kept = [config.attribute_map.get(name, name) for name, _ in settings]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            copy = small_copy(generic_heads(model_type)[head], config, head.upper(), kept)
+    except ValueError as error:
+        raise ValueError(f"no small {model_type!r} with head {head!r} trains: {error}") from None
+    built: Any = copy.model.config
+    for name, value in settings:
+        if getattr(built, name, None) != value:
+            raise ValueError(
+                f"a small {model_type!r} has {name}={getattr(built, name, None)!r}, and does not take {value!r}: leave "
+                f"{name} out"
+            )
+    return copy
