@@ -72,12 +72,10 @@ class DerivedPolicy(TablePolicy):
             with apart():
                 copy = in_double(copy_of(self._full_model))
                 if not errors:
-                    departure = split_departure(
-                        copy, lambda model: TablePolicy(derived_table(model)), _NUM_TRIAL_RANKS
-                    )
-                    if departure is None:
+                    error = _table_error(copy, self.table)
+                    if error is None:
                         return self.table
-                    errors.append(f"transformers' plan of a {kind} departs from one process: {departure}")
+                    errors.append(f"transformers' plan of a {kind} departs from one process: {error}")
                 table = proposed_table(copy, self._full_model, partial(_table_error, copy))
                 self._is_proposed = True
                 return table
