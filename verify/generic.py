@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..derive.build import Copy, small_copy
 from ..derive.small import LAYERS, depths_of
@@ -38,63 +39,54 @@ def generic_heads(model_type: str) -> dict[str, type[nn.Module]]:
     return {task.lower(): getattr(transformers, name) for task, name in tasks_of(model_type).items()}
 
 
-def generic_errors(model_type: str, head: str, settings: tuple[tuple[str, object], ...]) -> list[str]:
-    """List the errors of a choice: its head, its settings, and a model that does not train."""
+@cache
+def generic_copy(
+    model_type: str, head: str, tied: bool, num_layers: int, settings: tuple[tuple[str, object], ...]
+) -> Copy:
+    """Return the small copy of a choice, the same in every process; the random state stays as it is.
+
+    Args: see `ModelChoice`.
+
+    Raises:
+        ValueError: there is no such head, none trains, or its config does not take one of the settings.
+    """
     heads = generic_heads(model_type)
     if head not in heads:
         known = f"use one of {', '.join(heads)}" if heads else "nor with any other head that can be verified"
-        return [f"transformers has no {model_type!r} with head {head!r}: {known}"]
-    try:
-        generic_copy(model_type, head, settings)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def depth_settings(model_type: str, num_layers: int) -> dict[str, object]:
-    """Return the settings that give a model type fewer layers than general rules do; empty for their number.
-
-    Raises:
-        ValueError: general rules give it no such number of layers.
-    """
-    if num_layers == LAYERS:
-        return {}
-    names = depths_of(transformers.CONFIG_MAPPING[model_type]())
-    if not names or not 1 <= num_layers < LAYERS:
-        allowed = f"use 1 to {LAYERS}" if names else "its config has no number of layers, leave layers out"
-        raise ValueError(
-            f"layers={num_layers} of a {model_type!r}, which is built by general rules: {allowed}"
-        )
-    return dict.fromkeys(names, num_layers)
-
-
-@cache
-def generic_copy(model_type: str, head: str, settings: tuple[tuple[str, object], ...] = ()) -> Copy:
-    """Return the small copy of a model type, the same in every process; the random state stays as it is.
-
-    Args:
-        model_type: the type.
-        head: a key of `generic_heads`.
-        settings: settings of its config that it has instead of small ones, as (name, value).
-
-    Raises:
-        ValueError: none trains, or its config does not take one of the settings.
-    """
+        raise ValueError(f"transformers has no {model_type!r} with head {head!r}: {known}")
     config = transformers.CONFIG_MAPPING[model_type]()
-    if unknown := [name for name, _ in settings if not hasattr(config, name)]:
+    chosen = {
+        **_depths(config, num_layers),
+        **({"tie_word_embeddings": True} if tied else {}),
+        **dict(settings),
+    }
+    if unknown := [name for name in chosen if not hasattr(config, name)]:
         raise ValueError(f"the config of a {model_type!r} has no {', '.join(unknown)}: leave it out")
-    config = transformers.CONFIG_MAPPING[model_type](**dict(settings))
-    kept = [config.attribute_map.get(name, name) for name, _ in settings]
+    config = transformers.CONFIG_MAPPING[model_type](**chosen)
+    kept = [config.attribute_map.get(name, name) for name in chosen]
     try:
         with torch.random.fork_rng(devices=[]):
-            copy = small_copy(generic_heads(model_type)[head], config, head.upper(), kept)
+            copy = small_copy(heads[head], config, head.upper(), kept)
     except ValueError as error:
         raise ValueError(f"no small {model_type!r} with head {head!r} trains: {error}") from None
     built: Any = copy.model.config
-    for name, value in settings:
+    for name, value in chosen.items():
         if getattr(built, name, None) != value:
             raise ValueError(
                 f"a small {model_type!r} has {name}={getattr(built, name, None)!r}, and does not take {value!r}: leave "
                 f"{name} out"
             )
     return copy
+
+
+def _depths(config: PreTrainedConfig, num_layers: int) -> dict[str, int]:
+    """Return the settings that give a model a number of layers; empty for the number that general rules give it."""
+    if num_layers == LAYERS:
+        return {}
+    depths = depths_of(config)
+    if not depths or not 1 <= num_layers < LAYERS:
+        allowed = f"use 1 to {LAYERS}" if depths else "its config has no number of layers, leave layers out"
+        raise ValueError(
+            f"layers={num_layers} of a {config.model_type!r}, which is built by general rules: {allowed}"
+        )
+    return dict.fromkeys(depths, num_layers)

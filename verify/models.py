@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..derive.build import Copy
 from ..derive.small import LAYERS
-from .generic import LABELLED, depth_settings, generic_copy, generic_errors, generic_heads, has_no_recipe
+from .generic import LABELLED, generic_copy, generic_heads, has_no_recipe
 
 # Odd and unequal sizes on purpose: a vocabulary that no world size divides, padded rows of all lengths.
 VOCABULARY = 101
@@ -296,19 +296,8 @@ class ModelChoice:
         return self.model_type not in DEFAULT_HEAD and has_no_recipe(self.model_type)
 
     def copy(self) -> Copy:
-        """Return the small copy of a generic choice.
-
-        Raises:
-            ValueError: it does not train, or cannot have the settings of this choice.
-        """
-        return generic_copy(self.model_type, self.head_name, self._generic_settings)
-
-    @property
-    def _generic_settings(self) -> tuple[tuple[str, object], ...]:
-        """The settings of a generic choice; a ValueError if it cannot have this number of layers."""
-        tied = {"tie_word_embeddings": True} if self.tied else {}
-        settings = {**depth_settings(self.model_type, self.num_layers), **tied, **dict(self.settings)}
-        return tuple(settings.items())
+        """Return the small copy of a generic choice; a ValueError if there is none with its settings."""
+        return generic_copy(self.model_type, self.head_name, self.tied, self.num_layers, self.settings)
 
     @property
     def described_head(self) -> str:
@@ -349,9 +338,10 @@ class ModelChoice:
             )
         elif self.is_generic:
             try:
-                return generic_errors(self.model_type, self.head_name, self._generic_settings)
+                self.copy()
             except ValueError as error:
                 return [str(error)]
+            return []
         if self.head_name not in HEADS:
             errors.append(f"head {self.head_name!r} is unknown: use one of {', '.join(HEADS)}")
         if errors:
