@@ -24,11 +24,17 @@ class _Meeting:
         self._given: list[Any] = [None] * size
 
     def exchange(self, rank: int, given: Any) -> list[Any]:
-        """Return what all ranks gave, by rank."""
+        """Return what all ranks gave, by rank; a rank that has ended gives None.
+
+        Raises:
+            BrokenBarrierError: another rank raised, or has ended.
+        """
         self._given[rank] = given
         self.barrier.wait()
         received = [*self._given]
         self.barrier.wait()
+        if given is not None and any(each is None for each in received):
+            raise BrokenBarrierError
         return received
 
 
@@ -124,7 +130,8 @@ def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Res
     def run(group: ThreadGroup) -> None:
         try:
             results[group.rank()] = work(group)
-        except BrokenBarrierError:  # another rank raised
+            group.meeting.exchange(group.rank(), None)
+        except BrokenBarrierError:  # another rank raised, or has ended
             pass
         except Exception as error:
             errors.append(error)

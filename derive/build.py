@@ -1,7 +1,7 @@
 """Small models with batches that their forwards accept. Imports nothing of Echelon."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,22 @@ class Copy:
         return loss_of(self.model(**self.batch))
 
 
-def small_copy(kind: type[nn.Module], config: PreTrainedConfig, task: str) -> Copy:
+def small_copy(
+    kind: type[nn.Module], config: PreTrainedConfig, task: str, kept: Collection[str] = ()
+) -> Copy:
     """Return a small copy of a model that trains on a synthetic batch.
 
     Args:
         kind: the class of the model.
         config: its config, of any size; it is not changed.
         task: see `Inputs`.
+        kept: names of settings that keep their values.
 
     Raises:
         ValueError: there is none; with the errors of all attempts.
     """
     errors: list[str] = []
-    for small in small_configs(config):
+    for small in small_configs(config, kept):
         if isinstance(small, Exception):
             errors.append(described(small))
             continue

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from ..cluster.forward_random import generators_put_back
 from ..pipeline.plan import StagePlan
 from .build import Copy, small_copy
+from .double import in_double
 from .stages import derived_plan
 from .tasks import task_of
 
@@ -33,7 +34,7 @@ def stage_plan_of(model: nn.Module) -> StagePlan:
 
 
 def copy_of(model: nn.Module) -> Copy:
-    """Return a small copy of a user's model.
+    """Return a small copy of a user's model, in float64 if it can.
 
     Raises:
         ValueError: it has no config, or no small copy trains.
@@ -43,7 +44,7 @@ def copy_of(model: nn.Module) -> Copy:
         raise ValueError(
             f"a {kind.__name__} has no config of transformers, from which a small copy could be built"
         )
-    return small_copy(kind, config, task_of(kind))
+    return in_double(small_copy(kind, config, task_of(kind)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ Echelon.
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -99,7 +99,9 @@ _FILLED = {
 _FILLED_TOKEN = re.compile(r"(image|video|audio)_token_(id|index)")
 
 
-def small_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig | Exception]:
+def small_configs(
+    config: PreTrainedConfig, kept: Collection[str] = ()
+) -> Iterator[PreTrainedConfig | Exception]:
     """Yield small configs of a config's class, or the error of making one.
 
     The first has small values of the settings for which the class has a default. The others are for classes that it
@@ -107,13 +109,14 @@ def small_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig | Excep
 
     Args:
         config: a config of a model; it is not changed.
+        kept: names of settings that keep their values.
     """
     attempts: tuple[Callable[[], PreTrainedConfig], ...] = (
-        lambda: _Small().config(config),
-        lambda: _with_sections(_Small().config(config)),
-        lambda: _Small(derived=True).config(config),
-        lambda: _Small(filled=True).config(config),
-        lambda: _Small(depth_only=True).config(config),
+        lambda: _Small(kept).config(config),
+        lambda: _with_sections(_Small(kept).config(config)),
+        lambda: _Small(kept, derived=True).config(config),
+        lambda: _Small(kept, filled=True).config(config),
+        lambda: _Small(kept, depth_only=True).config(config),
     )
     for attempt in attempts:
         try:
@@ -126,13 +129,16 @@ class _Small:
     """Replacement of the settings of configs by small values.
 
     Args:
+        kept: names of settings that keep their values.
         derived: also give settings that the class derives from others.
         filled: give some settings that are None a value.
         depth_only: keep all sizes but those of lists of layers and vocabularies.
     """
 
-    def __init__(self, *, derived: bool = False, filled: bool = False, depth_only: bool = False) -> None:
-        self.derived, self.filled, self.depth_only = derived, filled, depth_only
+    def __init__(
+        self, kept: Collection[str], *, derived: bool = False, filled: bool = False, depth_only: bool = False
+    ) -> None:
+        self.kept, self.derived, self.filled, self.depth_only = kept, derived, filled, depth_only
         self.tokens: dict[str, int] = {}
 
     def config(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -140,7 +146,9 @@ class _Small:
         defaults, values, chosen = _defaults(type(config)), _settings(config), dict[str, Any]()
         layers = _chosen_layers(config)
         for name, value in values.items():
-            if isinstance(value, PreTrainedConfig):
+            if name in self.kept:
+                chosen[name] = value
+            elif isinstance(value, PreTrainedConfig):
                 chosen[name] = self.config(value)
             elif self.filled and value is None and name in defaults and _FILLED_TOKEN.fullmatch(name):
                 chosen[name] = self.token(name, 0)
@@ -148,7 +156,11 @@ class _Small:
                 chosen[name] = _FILLED[name]
             elif layers and isinstance(value, (list, tuple)) and len(value) == _depth(config):
                 chosen[name] = [value[layer] for layer in layers]
-            elif isinstance(value, (list, tuple)) and len(value) > LAYERS and len(value) in _depths(config):
+            elif (
+                isinstance(value, (list, tuple))
+                and len(value) > LAYERS
+                and len(value) in depths_of(config).values()
+            ):
                 chosen[name] = value[:LAYERS]  # of an encoder or a decoder
             elif self.derived or (
                 name in defaults and (defaults[name] is not None or _TOKEN.fullmatch(name))
@@ -274,10 +286,10 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name[0] != "_" and name not in hidden}
 
 
-def _depths(config: PreTrainedConfig) -> set[int]:
-    """Return the numbers of layers in a config."""
+def depths_of(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the numbers of layers in a config, without the configs inside it, by name."""
     settings = _settings(config).items()
-    return {value for name, value in settings if _DEPTH.fullmatch(name) and isinstance(value, int)}
+    return {name: value for name, value in settings if _DEPTH.fullmatch(name) and isinstance(value, int)}
 
 
 def _depth(config: PreTrainedConfig) -> int | None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ..pipeline.plan import OutputStructure, StagePlan, is_within
 from ..pipeline.stage import Stage, cut_stages
 from .build import Copy, described
-from .double import StaysDouble, gradient_departure, in_double, loss_departure
+from .double import StaysDouble, gradient_departure, loss_departure
 from .inputs import loss_of, tensors_in
 
 
@@ -41,13 +41,12 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     """Return a stage plan of a model, proven by execution of a small copy.
 
     Args:
-        copy: the copy.
+        copy: the copy; `in_double` gives exact comparisons.
         model: the full model, perhaps on the meta device. Its largest list of layers becomes the stages.
 
     Raises:
         ValueError: no plan was found, or none that gives the numbers of the whole model; with the departure.
     """
-    copy = in_double(copy)
     calls = calls_of(copy)
     plan = traced_plan(copy.model, calls, sizes_of(model))
     error = departure(copy, plan)

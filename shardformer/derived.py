@@ -2,9 +2,10 @@
 
 `base_model_tp_plan` gives for each module name how it is sharded, `base_model_pp_plan` the order in which the modules
 of the base model run. The plans do not say where gradients are summed. Here a region is the module that contains
-column-parallel layers and one final row-parallel layer; any other structure is an error.
+column-parallel layers, and the row-parallel layer in it is its end; split_trial.py tells whether that is so.
 """
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,17 +22,15 @@ from ..cluster.transformers_api import (
     PP_PLAN,
     ROTARY,
     TP_PLAN,
+    WITHOUT_GRADIENT,
 )
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
-from .layers.forward_code import attributes_read, exit_error, takes_named_inputs, tensor_inputs
 from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present_modules
 
 # Packed: two projections of equal size in one weight.
 _PACKED = 2
-# Attributes with numbers of heads. Code that computes with one would include the heads of other ranks.
-_HEAD_COUNTS = {"num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "embed_dim"}
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE = ("k_proj", "v_proj")
 _ADVICE = "write a table for this model type (docs/policies.md)"
@@ -119,8 +118,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     if not has_layers:  # from 5.24 on the plan may be for the embedding alone
         raise ValueError(f"transformers has no {TP_PLAN} for the layers of this model: use tp_size=1")
     table, errors = _with_plan_entries(plain, splits, layers)
-    errors += [error for layer in layers for error in _layer_errors(layer, table)]
-    raise_errors(list(dict.fromkeys(errors)))
+    raise_errors(errors)
     # Modules in a region that the plan leaves replicated get gradients of the local activations only.
     replicated = [
         f"{path}.{name}"
@@ -132,9 +130,9 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     second_input = {}
     for path in table.exits:
         for layer in layers:
-            names = tensor_inputs(layer.get_submodule(path)) if has_submodule(layer, path) else []
+            names = _tensor_inputs(layer.get_submodule(path)) if has_submodule(layer, path) else []
             if names:
-                second_input[path] = names[-1]  # the only one, see `_region_errors`
+                second_input[path] = names[-1]
     table = replace(
         table,
         second_input=second_input,
@@ -211,7 +209,7 @@ def _with_plan_entries(
                 continue
             if style.startswith("packed"):
                 fused[name] = _PACKED
-            other_inputs = tensor_inputs(part) if isinstance(part, nn.Module) else []
+            other_inputs = _tensor_inputs(part) if isinstance(part, nn.Module) else []
             if style == "all_reduce" and other_inputs:
                 errors.append(f"{name} takes {other_inputs}: {_ADVICE}")
     owners = (name.rpartition(".")[0] for name in (*fields.get("column", ()), *split))
@@ -220,66 +218,12 @@ def _with_plan_entries(
     return replace(plain, regions=regions, split=split, fused=fused, **names), errors
 
 
-def _layer_errors(layer: nn.Module, table: Table) -> list[str]:
-    """List errors of a layer whose regions do not coincide with the modules that contain sharded layers."""
-    active = active_regions(layer, table)
-    nested = [
-        f"{inner} lies within {outer}, and both compute on sharded activations: {_ADVICE}"
-        for inner in active
-        for outer in active
-        if inner != outer and is_within(inner, outer)
-    ]
-    alone = [
-        f"{row} is sharded by its inputs, but no layer beside it by its outputs: {_ADVICE}"
-        for row in present_modules(layer, table.row)
-        if row.rpartition(".")[0] not in active
-    ]
-    return [*nested, *(error for path in active for error in _region_errors(layer, path, table)), *alone]
-
-
-def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
-    """Return the reasons why the region at a path cannot compute with sharded activations; empty if it can.
-
-    Only its hidden states may enter, one row-parallel layer must end it, and its code may not read numbers of heads.
-    Experts (`exits`) may take one more input, and end the region themselves.
-    """
-    module = layer.get_submodule(path)
-    replicated = _replicated_modules(layer, path, table)
-    rows = [name for name in present_modules(layer, table.row) if name.rpartition(".")[0] == path]
-    parameters = [name for name, _ in module.named_parameters(recurse=False)]
-    errors = [
-        f"{path}.{name} is replicated, but the activations around it are sharded: {_ADVICE}"
-        for name in parameters
-        if f"{path}.{name}" not in table.split
-    ]
-    other_inputs = tensor_inputs(module)
-    if path in table.exits:
-        errors += [
-            f"{path}.{name} is replicated, but the experts around it are sharded: {_ADVICE}"
-            for name in replicated + rows
-        ]
-        is_known = len(other_inputs) <= 1 and takes_named_inputs(module)
-        if not is_known:
-            errors.append(f"{path} takes {other_inputs or 'inputs without names'}: {_ADVICE}")
-        return errors
-    if other_inputs:
-        errors.append(f"{path} takes {', '.join(other_inputs)} besides hidden states: {_ADVICE}")
-    if counts := sorted(attributes_read(module) & _HEAD_COUNTS):
-        errors.append(
-            f"the code of {path} reads {', '.join(counts)}, of which each rank has only a part: {_ADVICE}"
-        )
-    if len(rows) != 1:
-        return [
-            *errors,
-            f"{path} has sharded activations, and {rows or 'no layer'} to sum them over the ranks: {_ADVICE}",
-        ]
-    others = [
-        name
-        for name, child in module.named_children()
-        if f"{path}.{name}" != rows[0] and next(child.parameters(), None) is not None
-    ]
-    error = exit_error(module, rows[0].rpartition(".")[2], [*others, *parameters])
-    return [*errors, *([f"{path}: {error}: {_ADVICE}"] if error else [])]
+def _tensor_inputs(module: nn.Module) -> list[str]:
+    """Return the inputs of a module's forward after the first that may be tensors with gradients."""
+    inputs = list(inspect.signature(module.forward).parameters.values())
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = [parameter.name for parameter in inputs[1:] if parameter.kind not in kinds]
+    return [name for name in named if not any(word in name for word in WITHOUT_GRADIENT)]
 
 
 def _replicated_modules(layer: nn.Module, path: str, table: Table) -> list[str]:

@@ -5,8 +5,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..derive.build import Copy
-from ..derive.double import in_double
-from ..derive.plans import apart, copy_of, stage_plan_of
+from ..derive.plans import apart, copy_of
+from ..derive.stages import derived_plan
 from ..pipeline.plan import StagePlan
 from .derived import derived_table
 from .proposed import proposed_table
@@ -70,15 +70,12 @@ class DerivedPolicy(TablePolicy):
         errors = list(self.table.tensor_errors)
         try:
             with apart():
-                copy = in_double(copy_of(self._full_model))
                 if not errors:
-                    departure = split_departure(
-                        copy, lambda model: TablePolicy(derived_table(model)), _NUM_TRIAL_RANKS
-                    )
-                    if departure is None:
+                    error = _table_error(self._copy, self.table)
+                    if error is None:
                         return self.table
-                    errors.append(f"transformers' plan of a {kind} departs from one process: {departure}")
-                table = proposed_table(copy, self._full_model, partial(_table_error, copy))
+                    errors.append(f"transformers' plan of a {kind} departs from one process: {error}")
+                table = proposed_table(self._copy, self._full_model, partial(_table_error, self._copy))
                 self._is_proposed = True
                 return table
         except ValueError as error:
@@ -87,6 +84,11 @@ class DerivedPolicy(TablePolicy):
                 "of its layers (docs/policies.md), or give one as custom_policy"
             )
         return replace(self.table, tensor_errors=tuple(errors))
+
+    @cached_property
+    def _copy(self) -> Copy:
+        """The small copy of the full model, on which stages and splits are tried. Made within `apart`."""
+        return copy_of(self._full_model)
 
     @property
     def _may_have_stages(self) -> bool:
@@ -97,7 +99,8 @@ class DerivedPolicy(TablePolicy):
     def _derived_stages(self) -> StagePlan | str:
         """The stage plan derived from the full model, or the error; cached, because a cut model cannot be analyzed."""
         try:
-            return stage_plan_of(self._full_model)
+            with apart():
+                return derived_plan(self._copy, self._full_model)
         except ValueError as error:
             return (
                 f"no pipeline stages of a {type(self._full_model).__name__} are known: {error}. Use pp_size=1, or "

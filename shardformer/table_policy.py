@@ -210,7 +210,7 @@ class TablePolicy(Policy):
     def _layer_splits(self, prefix: str) -> dict[str, LayerSplit]:
         """Return the sharding of each layer by its path from the full model, without the layers of parts.
 
-        All layers of a list must have the same class.
+        All layers of a list must have the same class, unless every name of the table is optional (derived, and tried).
         """
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
@@ -218,7 +218,7 @@ class TablePolicy(Policy):
         for stack in self._stacks():
             layers = layers_of(self.model, [stack])
             kinds = {type(layer.native if isinstance(layer, StandIn) else layer) for layer in layers.values()}
-            if len(kinds) > 1:
+            if len(kinds) > 1 and not {*self.table.modules} <= {*self.table.optional}:
                 names = sorted(kind.__name__ for kind in kinds)
                 self.errors.add(
                     join(prefix, stack),

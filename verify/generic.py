@@ -1,13 +1,15 @@
 """Small models of types that no settings of models.py describe: built, with their batches, by the rules of derive/."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..derive.build import Copy, small_copy
-from ..derive.small import LAYERS
+from ..derive.small import LAYERS, depths_of
 from ..derive.tasks import tasks_of
 from ..shardformer.tables.table import table_for
 
@@ -37,36 +39,54 @@ def generic_heads(model_type: str) -> dict[str, type[nn.Module]]:
     return {task.lower(): getattr(transformers, name) for task, name in tasks_of(model_type).items()}
 
 
-def generic_errors(model_type: str, head: str, *, is_plain: bool) -> list[str]:
-    """List the errors of a choice.
+@cache
+def generic_copy(
+    model_type: str, head: str, tied: bool, num_layers: int, settings: tuple[tuple[str, object], ...]
+) -> Copy:
+    """Return the small copy of a choice, the same in every process; the random state stays as it is.
 
-    Args:
-        model_type: the type.
-        head: the head.
-        is_plain: True if the choice has no settings of its own.
+    Args: see `ModelChoice`.
+
+    Raises:
+        ValueError: there is no such head, none trains, or its config does not take one of the settings.
     """
     heads = generic_heads(model_type)
     if head not in heads:
         known = f"use one of {', '.join(heads)}" if heads else "nor with any other head that can be verified"
-        return [f"transformers has no {model_type!r} with head {head!r}: {known}"]
-    if not is_plain:
-        return [
-            f"a {model_type!r} is built by general rules, with {LAYERS} layers: leave tied, settings and layers out"
-        ]
-    try:
-        generic_copy(model_type, head)
-    except ValueError as error:
-        return [f"no small {model_type!r} with head {head!r} trains: {error}"]
-    return []
-
-
-@cache
-def generic_copy(model_type: str, head: str) -> Copy:
-    """Return the small copy of a model type, the same in every process; the random state stays as it is.
-
-    Raises:
-        ValueError: none trains.
-    """
+        raise ValueError(f"transformers has no {model_type!r} with head {head!r}: {known}")
     config = transformers.CONFIG_MAPPING[model_type]()
-    with torch.random.fork_rng(devices=[]):
-        return small_copy(generic_heads(model_type)[head], config, head.upper())
+    chosen = {
+        **_depths(config, num_layers),
+        **({"tie_word_embeddings": True} if tied else {}),
+        **dict(settings),
+    }
+    if unknown := [name for name in chosen if not hasattr(config, name)]:
+        raise ValueError(f"the config of a {model_type!r} has no {', '.join(unknown)}: leave it out")
+    config = transformers.CONFIG_MAPPING[model_type](**chosen)
+    kept = [config.attribute_map.get(name, name) for name in chosen]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            copy = small_copy(heads[head], config, head.upper(), kept)
+    except ValueError as error:
+        raise ValueError(f"no small {model_type!r} with head {head!r} trains: {error}") from None
+    built: Any = copy.model.config
+    for name, value in chosen.items():
+        if getattr(built, name, None) != value:
+            raise ValueError(
+                f"a small {model_type!r} has {name}={getattr(built, name, None)!r}, and does not take {value!r}: leave "
+                f"{name} out"
+            )
+    return copy
+
+
+def _depths(config: PreTrainedConfig, num_layers: int) -> dict[str, int]:
+    """Return the settings that give a model a number of layers; empty for the number that general rules give it."""
+    if num_layers == LAYERS:
+        return {}
+    depths = depths_of(config)
+    if not depths or not 1 <= num_layers < LAYERS:
+        allowed = f"use 1 to {LAYERS}" if depths else "its config has no number of layers, leave layers out"
+        raise ValueError(
+            f"layers={num_layers} of a {config.model_type!r}, which is built by general rules: {allowed}"
+        )
+    return dict.fromkeys(depths, num_layers)

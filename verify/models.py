@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..derive.build import Copy
 from ..derive.small import LAYERS
-from .generic import LABELLED, generic_copy, generic_errors, generic_heads, has_no_recipe
+from .generic import LABELLED, generic_copy, generic_heads, has_no_recipe
 
 # Odd and unequal sizes on purpose: a vocabulary that no world size divides, padded rows of all lengths.
 VOCABULARY = 101
@@ -272,7 +272,8 @@ class ModelChoice:
     Args:
         model_type: `config.model_type` of transformers.
         head: a key of HEADS; None is the usual one of the type.
-        tied: tie the head of a language model to the embedding's weight.
+        tied: tie the head of a language model to the embedding's weight. Without it, only the config of a generic
+            choice decides.
         num_layers: the number of layers; in an encoder-decoder model, of encoder and decoder each.
         settings: further settings of its config, as (name, value).
     """
@@ -295,8 +296,8 @@ class ModelChoice:
         return self.model_type not in DEFAULT_HEAD and has_no_recipe(self.model_type)
 
     def copy(self) -> Copy:
-        """Return the small copy of a generic choice."""
-        return generic_copy(self.model_type, self.head_name)
+        """Return the small copy of a generic choice; a ValueError if there is none with its settings."""
+        return generic_copy(self.model_type, self.head_name, self.tied, self.num_layers, self.settings)
 
     @property
     def described_head(self) -> str:
@@ -336,8 +337,11 @@ class ModelChoice:
                 f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}"
             )
         elif self.is_generic:
-            is_plain = not (self.tied or self.settings or self.num_layers != LAYERS)
-            return generic_errors(self.model_type, self.head_name, is_plain=is_plain)
+            try:
+                self.copy()
+            except ValueError as error:
+                return [str(error)]
+            return []
         if self.head_name not in HEADS:
             errors.append(f"head {self.head_name!r} is unknown: use one of {', '.join(HEADS)}")
         if errors:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ...cluster.transformers_api import WITHOUT_GRADIENT
 from ...pipeline.plan import is_within
 from .sequence_axis import INSTEAD
 
@@ -112,23 +111,6 @@ def only_scales_result(model: nn.Module, head: str, *, require_unscaled: bool = 
         return _assigned_names(statement) == results and _is_scaled(value, result, head)
 
     return all(is_allowed(statement, value) for statement, value in uses)
-
-
-def tensor_inputs(module: nn.Module) -> list[str]:
-    """Return the inputs of a module's forward after the first that may be tensors with gradients."""
-    inputs = list(inspect.signature(module.forward).parameters.values())
-    named = [
-        parameter.name
-        for parameter in inputs[1:]
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    return [name for name in named if not any(word in name for word in WITHOUT_GRADIENT)]
-
-
-def takes_named_inputs(module: nn.Module) -> bool:
-    """Return True if the signature of a module's forward names its inputs."""
-    inputs = inspect.signature(module.forward).parameters.values()
-    return all(argument.kind is not argument.VAR_POSITIONAL for argument in inputs)
 
 
 def returns_tuple(module: nn.Module) -> bool:

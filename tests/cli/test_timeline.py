@@ -104,7 +104,7 @@ def test_every_schedule_can_be_selected_by_its_name_alone(tmp_path: Path, style:
         (("--measure", "--layers", "0"), ("layers=0 must be at least 1",)),
         (
             ("--measure", "--model", "xglm"),
-            ("a 'xglm' is built by general rules",),
+            ("a 'xglm', which is built by general rules",),
         ),
     ],
 )

@@ -27,7 +27,7 @@ from .scripts import code_blocks
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "policies.md"
-TABLE, BY_TABLE, GPT, POLICY, BY_POLICY, TRAINING = range(6)  # numbers of the guide's blocks
+NOTHING, TABLE, BY_TABLE, GPT, POLICY, BY_POLICY, TRAINING = range(7)  # numbers of the guide's blocks
 
 
 def executed(*blocks: int) -> dict[str, Any]:
@@ -40,6 +40,30 @@ def executed(*blocks: int) -> dict[str, Any]:
     finally:
         sys.path.remove(str(Path(__file__).parent))
     return names
+
+
+def train_without_a_table() -> None:
+    split = executed(NOTHING)
+    boosted, booster, optimizer = split["model"], split["booster"], split["optimizer"]
+    layer = boosted.unwrap().biogpt.layers[0]
+    for module in (layer.self_attn.q_proj, layer.fc1):
+        assert isinstance(placement_on(module.weight, "tp"), Shard)
+    torch.manual_seed(0)
+    whole = split["BioGptForCausalLM"](split["config"])
+    plain = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    ids = torch.arange(40).view(4, 10) * 7 % 101
+    for _ in range(3):
+        expected, loss = whole(ids, labels=ids).loss, boosted(ids, labels=ids).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+        expected.backward()
+        booster.backward(loss, optimizer)
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+
+
+def test_a_model_without_a_table_trains_as_one_process(pool: Pool) -> None:
+    pool.run(2, train_without_a_table)
 
 
 def loss_of(outputs: Any, inputs: Any) -> Tensor:

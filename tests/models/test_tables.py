@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,45 +33,6 @@ def test_the_derived_table_of_a_type_is_the_written_one(model_type: str) -> None
         pytest.skip(f"transformers {transformers.__version__} has an older plan or layer for {model_type}")
     # A plan is for a whole family, so all of its names may be missing in a type.
     assert replace(derived, optional=written.optional) == written
-
-
-class Chain(nn.Module):
-    """Sequential linear layers, with a chain between them if one is given."""
-
-    def __init__(self, between: nn.Module | None = None) -> None:
-        super().__init__()
-        self.up, self.between, self.down = nn.Linear(2, 4), between or nn.Identity(), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.between(self.up(x)))
-
-
-PLANS: dict[str, tuple[dict[str, str], str]] = {
-    "one region": ({"up": "colwise", "down": "rowwise"}, ""),
-    "a region in another": (
-        {"up": "colwise", "between.up": "colwise", "between.down": "rowwise", "down": "rowwise"},
-        "mlp.between lies within mlp, and both compute on sharded activations",
-    ),
-    "a region that nothing begins": (
-        {"down": "rowwise"},
-        "mlp.down is sharded by its inputs, but no layer beside it",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_regions_of_a_plan_start_and_end_with_the_modules_of_sharded_layers(name: str) -> None:
-    plan, needle = PLANS[name]
-    model = nn.Module()
-    layer = nn.Module()
-    layer.mlp = Chain(Chain() if "between.up" in plan else None)
-    model.layers = nn.ModuleList([layer])
-    model.config = SimpleNamespace(
-        base_model_tp_plan={f"layers.*.mlp.{path}": style for path, style in plan.items()}
-    )
-    errors = derived_table(model).tensor_errors
-    assert len(errors) == bool(needle)
-    assert all(needle in each for each in errors)
 
 
 def test_a_class_without_a_module_that_a_pipeline_cuts_is_refused() -> None:
