@@ -26,6 +26,8 @@ from .build import Copy, described
 from .double import StaysDouble, gradient_departure, in_double, loss_departure
 from .inputs import loss_of, tensors_in
 
+_NUM_STACKS = 2  # lists of layers that are tried
+
 
 class Call(NamedTuple):
     """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls."""
@@ -49,21 +51,39 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     """
     copy = in_double(copy)
     calls = calls_of(copy)
-    plan = traced_plan(copy.model, calls, sizes_of(model))
-    error = departure(copy, plan)
-    if error is None:
+    errors: list[str] = []
+    for stack, layers in stacks_of(copy.model, calls, sizes_of(model)).items():
+        for make_plan in (traced_plan, _carrying_plan):
+            try:
+                plan = make_plan(copy.model, calls, stack, layers)
+            except ValueError as error:
+                errors.append(str(error))
+                continue
+            proven = _proven(copy, plan, {call.path: call.output for call in calls})
+            if isinstance(proven, StagePlan):
+                return proven
+            errors.append(proven)
+    raise ValueError(errors[0])
+
+
+def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:
+    """Return a plan as executed: perhaps with outputs of modules before its layers on later stages; or the departure.
+
+    Args:
+        copy: the small copy.
+        plan: a traced plan.
+        outputs: of the copy's modules, by path.
+    """
+    if departure(copy, plan) is None:
         return plan
     # Later stages read values of modules before the layers, or cannot outline them: look for these modules.
-    outputs = {call.path: call.output for call in calls}
     read = [
         name
         for name in plan.before
         if departure(copy, _kept(copy.model, plan, outputs, without=name)) is not None
     ]
     plan = _kept(copy.model, plan, {name: outputs[name] for name in read})
-    if (error := departure(copy, plan)) is None:
-        return plan
-    raise ValueError(error)
+    return departure(copy, plan) or plan
 
 
 def calls_of(copy: Copy) -> list[Call]:
@@ -105,18 +125,21 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
     }
 
 
-def traced_plan(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> StagePlan:
+def traced_plan(
+    model: nn.Module, calls: Sequence[Call], stack: str, layers: Sequence[Call], *, arity: int | None = None
+) -> StagePlan:
     """Return the plan that the calls of a forward suggest.
 
     Args:
         model: the small copy.
         calls: of one forward, after its backward.
-        sizes: the number of parameters of each list in the full model.
+        stack: the path of a list of layers.
+        layers: the calls of its members.
+        arity: as in the plan; None reads it from the calls.
 
     Raises:
-        ValueError: no list of layers was called in order.
+        ValueError: the layers return neither tensors nor tuples of one length.
     """
-    stack, layers = layers_of_stack(model, calls, sizes)
     first = layers[0]
     around = [call.path for call in calls if call.start < first.start and call.stop > layers[-1].stop]
     outer = [call for call in _outermost(model, calls, around) if not is_within(call.path, stack)]
@@ -133,14 +156,36 @@ def traced_plan(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int
         entry=tuple(entry),
         leading=tuple(leading),
         everywhere=tuple(dict.fromkeys([*shared, *silent])),
-        arity=_arity(layers),
+        arity=_arity(layers) if arity is None else arity,
     )
 
 
-def layers_of_stack(
-    model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]
-) -> tuple[str, list[Call]]:
-    """Return the path of the list of layers with the most parameters, and the calls of its members."""
+def _carrying_plan(model: nn.Module, calls: Sequence[Call], stack: str, layers: Sequence[Call]) -> StagePlan:
+    """Return the plan by which stages send all tensors that their last layer returned; see [Note: carried outputs].
+
+    Raises:
+        ValueError: layers return outputs of different structures, or numbers that may differ in the full model.
+    """
+    structures = {OutputStructure.of(call.output) for call in layers[:-1]}
+    (carried, *others) = structures
+    if others or any(type(leaf[0]) in (int, float) for leaf in carried.leaves if leaf is not None):
+        raise ValueError(
+            "its layers return different structures, or numbers, which cannot travel between stages"
+        )
+    return replace(traced_plan(model, calls, stack, layers, arity=0), carried=carried)
+
+
+def stacks_of(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> dict[str, list[Call]]:
+    """Return the largest lists of layers, each with the calls of its members, the one with the most parameters first.
+
+    Args:
+        model: the small copy.
+        calls: of one forward.
+        sizes: the number of parameters of each list in the full model.
+
+    Raises:
+        ValueError: the largest list was not called in order, or there is none.
+    """
     by_path: dict[str, list[Call]] = {}
     for call in calls:
         by_path.setdefault(call.path, []).append(call)
@@ -154,14 +199,13 @@ def layers_of_stack(
                 others[path] = reason
             else:
                 stacks[path] = [layer_calls[0] for layer_calls in runs]
-    largest = max([*stacks, *others], key=lambda path: sizes[path], default=None)
-    if largest not in stacks:
+    by_size = sorted([*stacks, *others], key=lambda path: -sizes[path])
+    if not by_size or by_size[0] not in stacks:
         known = "; ".join(f"{path}: {reason}" for path, reason in others.items())
         raise ValueError(
             f"no list of layers runs in order, each layer once ({known or 'the model has no list'})"
         )
-    assert largest is not None
-    return largest, stacks[largest]
+    return {path: stacks[path] for path in by_size[:_NUM_STACKS] if path in stacks}
 
 
 def _irregular(runs: Sequence[Sequence[Call]]) -> str:

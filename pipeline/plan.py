@@ -51,6 +51,8 @@ class StagePlan:
         module: path of the module that is called to run the layers; required for an encoder and its decoder.
         sent: paths of modules before the first layer whose outputs later stages read (encoder states, image features),
             each with the outline of its output. They travel with the hidden states; no plan of an encoder has any.
+        carried: the structure of a layer's output, if all its tensors travel: of models whose layers pass on more than
+            hidden states, or that compute between their layers. See [Note: carried outputs] in stage.py.
         encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`; the decoder and its layers
             take its output as `encoder_hidden_states`. Other modules in its `module` run after its layers.
 
@@ -72,6 +74,7 @@ class StagePlan:
     collecting: tuple[str, ...] = ()
     module: str = ""
     sent: Mapping[str, "OutputStructure"] = field(default_factory=dict)
+    carried: Optional["OutputStructure"] = None
     encoder: Optional["StagePlan"] = None
 
     def __post_init__(self) -> None:
@@ -308,8 +311,18 @@ class OutputStructure:
         """The number of tensors."""
         return sum(leaf is None for leaf in self.leaves)
 
-    def tensors(self, output: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of an output."""
+    def tensors(self, output: Any, path: str) -> tuple[Tensor, ...]:
+        """Return the tensors of an output of the module at a path.
+
+        Raises:
+            ValueError: it has another structure, with which the next stage would fill these tensors wrongly.
+        """
+        if OutputStructure.of(output) != self:
+            raise ValueError(
+                f"{path} returns another structure than in the small copy that its pipeline stages were tried with: "
+                f"{OutputStructure.of(output).spec} instead of {self.spec}, or other values between its tensors. Use "
+                "pp_size=1"
+            )
         return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:

@@ -85,7 +85,8 @@ def _roles_before_layers(model: nn.Module, stack: Stack) -> Roles:
         leading += [f"{path}.{name}" for name in module._modules] if is_list else [path]
     entry_kind = Outline if stack.plan.derives_entry_shapes else Placeholder
     sent: Roles = {}
-    index = 1  # after the hidden states
+    carried = stack.plan.carried
+    index = 1 if carried is None else carried.num_tensors  # after those of the layer
     for path, output in stack.plan.sent.items():
         sent[path] = Role(Sent, received_index=index, output=output)
         index += output.num_tensors
@@ -104,12 +105,13 @@ def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving:
         leaving: the stand-in for layers after the stage.
     """
     roles: Roles = {}
+    carried = stack.plan.carried
     for path, (first, end) in stack.runs.items():
         arity = 0 if stack.changes_shape(path) else stack.plan.arity
         if end < start:  # earlier than the layer whose output is received
-            roles[path] = Role(Outline) if stack.changes_shape(path) else Role(Passing, arity)
+            roles[path] = Role(Outline) if stack.changes_shape(path) else Role(Passing, arity, output=carried)
         elif end == start:
-            roles[path] = Role(Arriving, arity)
+            roles[path] = Role(Arriving, arity) if carried is None else Role(Sent, output=carried)
         elif first >= stop:
             roles[path] = Role(leaving)
         elif first < start or end > stop:  # other stages have some of its runs

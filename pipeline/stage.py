@@ -36,6 +36,11 @@ stage's first layer. An Outline runs the replaced module on the meta device, and
 an image. On the first stage a hook records it, Leaving sends its tensors along, and on later stages a Sent returns
 them.
 
+[Note: carried outputs] A stage sends the input of the next layer, and the next stage returns it as the output of the
+layer before. A model that computes between its layers (Qwen3-VL adds image features there) would do so twice, and what
+a layer passes on besides its hidden states would be lost. With `StagePlan.carried` a stage therefore sends all tensors
+that its last layer returned, and the next stage returns them in their structure.
+
 [Note: runs] ALBERT runs one layer many times. Every stage with a run of it has the layer, and its parameters count as
 tied between those stages. If a stage has only some of the runs, a Runs replaces the layer: it counts the runs, and
 calls the layer in those of the stage only. Between forwards the layer itself is in its place, see [Note: seats].
@@ -73,6 +78,7 @@ from .stand_ins import (
     Runs,
     StageExit,
     StandIn,
+    record_carried,
     record_returns,
     record_sent,
 )
@@ -250,6 +256,9 @@ def cut_stages(
     if plan.collects(model):
         record_returns(model, stand_ins.inbox, plan.entry[0], paths)
     record_sent(model, stand_ins.inbox, plan.sent)
+    if plan.carried is not None:
+        last_layers = [paths[bounds[stage + 1] - 1] for stage in stages]
+        record_carried(model, stand_ins.inbox, last_layers, plan.carried)
     local = {
         stage: Stage(
             model,

@@ -10,6 +10,7 @@ stages has them all, independent of the stage that runs first.
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from math import nan
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ class Inbox:
         runs: by stand-in of a layer that runs several times, the number of its runs so far.
         returned: by index (0 for the entry), outputs of layers to send on; see [Note: collecting].
         sent: by path in `StagePlan.sent`, the tensors of the module's output, recorded on the first stage.
+        carried: the tensors of the last layer's output, if the plan has `carried`.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,7 @@ class Inbox:
         self.runs: Counter[nn.Module] = Counter()
         self.returned: dict[int, Tensor] = {}
         self.sent: dict[str, tuple[Tensor, ...]] = {}
+        self.carried: tuple[Tensor, ...] = ()
 
     def begin(self, received: tuple[Tensor, ...]) -> None:
         """Start a microbatch, with its received tensors."""
@@ -56,6 +59,7 @@ class Inbox:
         self.runs.clear()
         self.returned = dict(enumerate(received))
         self.sent.clear()
+        self.carried = ()
 
     def take(self) -> tuple[Tensor, ...]:
         """Return the received tensors; raise AssertionError without any."""
@@ -72,7 +76,7 @@ class Role(NamedTuple):
         arity: for a layer: the length of the tuple that it returns, 0 for a tensor (see `StagePlan.arity`).
         stage_runs: for a layer that runs several times: the first run of the stage, and the end of its runs.
         received_index: for a recalled layer or a sent output: the index of its first tensor among the received ones.
-        output: for a sent output: its structure.
+        output: for a sent output: its structure; for an earlier layer, `StagePlan.carried`.
     """
 
     kind: "type[StandIn]"
@@ -174,6 +178,8 @@ class Passing(StandIn):
         return self._as_layer(self.hidden_states(args, kwargs))
 
     def _as_layer(self, hidden: Tensor) -> Tensor | tuple:
+        if (carried := self.role.output) is not None:
+            return carried.filled([hidden] * carried.num_tensors)
         return (hidden, *(None,) * (self.role.arity - 1)) if self.role.arity else hidden
 
 
@@ -211,13 +217,16 @@ class Leaving(StandIn):
     """Stand-in for the layer after the stage's last: leaves the forward with its input and the sent outputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        own = self.inbox.carried or (self.hidden_states(args, kwargs),)
         recorded = [tensor for tensors in self.inbox.sent.values() for tensor in tensors]
-        sent = recorded or self.inbox.received[1:]  # the first stage records them, later ones pass them on
-        raise StageExit((self.hidden_states(args, kwargs), *sent))
+        sent = (
+            recorded or self.inbox.received[len(own) :]
+        )  # the first stage records them, later ones pass them on
+        raise StageExit((*own, *sent))
 
 
 class Sent(StandIn):
-    """Stand-in for a module before the first layer: returns its received output."""
+    """Stand-in for a module before the stage's first layer: returns its received output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first, output = self.role.received_index, self.role.output
@@ -374,11 +383,28 @@ def record_sent(model: nn.Module, inbox: Inbox, outputs: Mapping[str, OutputStru
             module.register_forward_hook(_sent_recorder(inbox, path, outputs))
 
 
+def record_carried(model: nn.Module, inbox: Inbox, paths: Sequence[str], carried: OutputStructure) -> None:
+    """Register hooks that record the outputs of layers in `inbox.carried`.
+
+    Args:
+        model: the cut model.
+        inbox: receives the outputs.
+        paths: of the last layer of each stage of this rank.
+        carried: `StagePlan.carried`.
+    """
+
+    def record(module: nn.Module, args: tuple, output: Any, *, path: str) -> None:
+        inbox.carried = carried.tensors(output, path)
+
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(partial(record, path=path))
+
+
 def _sent_recorder(inbox: Inbox, path: str, outputs: Mapping[str, OutputStructure]) -> Any:
     """Return a forward hook that records the tensors of a module's output in `Inbox.sent`."""
 
     def record(module: nn.Module, args: tuple, output: Any) -> None:
-        inbox.sent[path] = outputs[path].tensors(output)
+        inbox.sent[path] = outputs[path].tensors(output, path)
         if len(inbox.sent) == len(outputs):  # in the order of the plan, whichever module ran first
             inbox.sent = {name: inbox.sent[name] for name in outputs}
 

@@ -22,6 +22,8 @@ def run(choice: ModelChoice, layout: Layout) -> Report:
             pytest.param(model_type, layout, marks=pytest.mark.slow)
             for model_type, layout in (
                 ("blip", Layout(pp=2)),  # states of an encoder travel with the hidden states
+                ("qwen3_vl", Layout(pp=3)),  # computes between layers, with features of several vision layers
+                ("hy_v4", Layout(pp=2)),  # layers pass on more than hidden states
                 ("olmoe", Layout(pp=2, dp=2, zero=1)),
                 ("m2m_100", Layout(pp=2, precision="bf16")),  # tables of positions
                 ("ctrl", Layout(pp=2)),  # reads the embedding's weight outside of the module

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from echelon.derive.build import small_copy
 from echelon.derive.plans import stage_plan_of
 from echelon.derive.stages import departure, derived_plan
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.plan import OutputStructure, StagePlan
 from echelon.shardformer import Table
 from echelon.shardformer.tables.table import table_for
 
@@ -58,6 +58,31 @@ def test_types_without_a_table_have_a_plan(
 ) -> None:
     plan = stage_plan_of(small_model(model_type))
     assert (plan.layers, plan.everywhere, (*plan.sent,)) == (layers, everywhere, sent)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "sent", "num_carried"),
+    [
+        # Features from layers of the vision model are added between layers of the language model.
+        pytest.param("qwen3_vl", ("model.visual",), 1, marks=pytest.mark.slow),
+        pytest.param("lilt", (), 2, marks=pytest.mark.slow),  # hidden states of text and of layout
+        ("openai-gpt", (), 1),  # layers return lists
+    ],
+)
+def test_outputs_of_layers_travel_where_hidden_states_alone_depart(
+    model_type: str, sent: tuple[str, ...], num_carried: int
+) -> None:
+    plan = stage_plan_of(small_model(model_type))
+    assert plan.carried is not None
+    assert ((*plan.sent,), plan.carried.num_tensors) == (sent, num_carried)
+
+
+def test_a_module_that_returns_another_structure_than_the_copy_is_refused() -> None:
+    structure = OutputStructure.of((torch.ones(2), [torch.ones(3)]))
+    assert len(structure.tensors((torch.zeros(4), [torch.zeros(1)]), "visual")) == 2
+    with pytest.raises(ValueError, match="visual returns another structure than in the small copy"):
+        structure.tensors((torch.ones(2), [torch.ones(3), torch.ones(3)]), "visual")
 
 
 def derived(kind: type[nn.Module], **settings: Any) -> StagePlan:
