@@ -18,11 +18,10 @@ The received tensor replaces a layer's output and not the embedding's: some mode
 two, and would do it twice.
 
 [Note: encoder and decoder] The encoder's layers come first, then the decoder's. A stage may end in either, or between
-them, and may have the end of the encoder and the start of the decoder. Stages of the decoder receive and send two
-tensors, (hidden states, encoder's output); the stage that ends between them sends one. An Encoded replaces the
-encoder and returns the received tensor. A LeavingEncoder replaces the decoder on the stage that ends between them, and
-a LeavingDecoder does for a decoder's layer what Leaving does elsewhere. Modules of the encoder besides its layers and
-entries (its last norm) are on the stage of its last layer.
+them, and may have the end of the encoder and the start of the decoder. A stage that ends with the encoder leaves the
+forward behind the encoder's module, with its output, which a Sent returns on the next one. Modules of the encoder
+besides its layers and entries (its last norm) are on the stage of its last layer. A microbatch for which the encoder
+does not run (texts without images) passes through the encoder's stages as nothing: LeavingEmpty.
 
 [Note: repeated modules] T5 computes its position bias in the first layer of each stack and passes it on. The first
 layer of every later stage must therefore compute it again, with the same parameters. Parameters have one name: that of
@@ -33,8 +32,7 @@ outputs before the first layer (timm). Then the received tensor has not the shap
 stage's first layer. An Outline runs the replaced module on the meta device, and returns a tensor of the right shape.
 
 [Note: sent outputs] A model may read the output of a module before the first layer again: encoder states, features of
-an image. On the first stage a hook records it, Leaving sends its tensors along, and on later stages a Sent returns
-them.
+an image. Where it runs a hook records it, Leaving sends its tensors along, and on later stages a Sent returns them.
 
 [Note: carried outputs] A stage sends the input of the next layer, and the next stage returns it as the output of the
 layer before. A model that computes between its layers (Qwen3-VL adds image features there) would do so twice, and what
@@ -125,6 +123,7 @@ class Stage:
         inbox: the received tensors, for the model's stand-ins.
         seats: see [Note: seats].
         borrowed: see [Note: repeated modules].
+        ends_after: the path of the encoder, if the stage ends with it.
 
     Attributes:
         carried: tensors besides those of the layers; None without.
@@ -143,6 +142,7 @@ class Stage:
         inbox: Inbox | None = None,
         seats: Sequence[Seat] = (),
         borrowed: Sequence[Borrowed] = (),
+        ends_after: str = "",
     ) -> None:
         self.model = model
         self.index = index
@@ -154,6 +154,7 @@ class Stage:
         self._inbox = inbox or Inbox()
         self._seats = list(seats)
         self._borrowed = list(borrowed)
+        self._ends_after = ends_after
         self.is_computing = False
         self._takes_cache = takes(model, "use_cache")
         self._makes_positions = makes_positions(model)
@@ -188,7 +189,7 @@ class Stage:
         carried, layer_inputs = self.carried, received
         if carried is not None:
             kwargs, layer_inputs = carried.begin(args, kwargs, received, is_last=self.is_last)
-        self._inbox.begin(layer_inputs)
+        self._inbox.begin(layer_inputs, self._ends_after)
         self.is_computing = True
         try:
             with self.seated():
@@ -255,10 +256,13 @@ def cut_stages(
     _free_modules([*stand_ins.native.values()], kept=set(model.modules()))
     if plan.collects(model):
         record_returns(model, stand_ins.inbox, plan.entry[0], paths)
-    record_sent(model, stand_ins.inbox, plan.sent)
-    if plan.carried is not None:
-        last_layers = [paths[bounds[stage + 1] - 1] for stage in stages]
-        record_carried(model, stand_ins.inbox, last_layers, plan.carried)
+    record_sent(model, stand_ins.inbox, plan.recorded)
+    stacks = plan.stacks(model)
+    for stack in stacks:
+        if (carried := stack.plan.carried) is not None:
+            last = [bounds[stage + 1] - 1 - stack.first for stage in stages]
+            last_layers = [stack.paths[layer] for layer in last if 0 <= layer < len(stack.paths)]
+            record_carried(model, stand_ins.inbox, last_layers, carried)
     local = {
         stage: Stage(
             model,
@@ -269,6 +273,7 @@ def cut_stages(
             inbox=stand_ins.inbox,
             seats=stand_ins.seats(roles[stage]),
             borrowed=borrowed[stage],
+            ends_after=next((each.plan.module for each in stacks[:-1] if each.stop == bounds[stage + 1]), ""),
         )
         for stage in sorted(stages)
     }

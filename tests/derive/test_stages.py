@@ -81,7 +81,7 @@ def test_outputs_of_layers_travel_where_hidden_states_alone_depart(
 def test_a_module_that_returns_another_structure_than_the_copy_is_refused() -> None:
     structure = OutputStructure.of((torch.ones(2), [torch.ones(3)]))
     assert len(structure.tensors((torch.zeros(4), [torch.zeros(1)]), "visual")) == 2
-    with pytest.raises(ValueError, match="visual returns another structure than in the small copy"):
+    with pytest.raises(ValueError, match="visual returns another structure than its pipeline stages expect"):
         structure.tensors((torch.ones(2), [torch.ones(3), torch.ones(3)]), "visual")
 
 
