@@ -6,6 +6,9 @@ placed on the first stage, all others on the last. Later stages get outlines of 
 value of theirs is read after the first layer (a position bias for all layers, encoder states, a residual around the
 layers), the trial shows it: the output of an embedding is then computed on every stage, any other is sent along.
 
+Two lists that run one after the other, the first of them within a module before the second (an encoder and a decoder,
+a vision model and a language model), are derived each for itself. Together they are one plan if it stands the trial.
+
 Nothing of this is believed: `departure` runs a plan with a stage for every layer, each on a copy of the model that has
 this stage alone, as on a rank of its own, forward and backward, and compares loss and gradients with the whole model.
 """
@@ -44,26 +47,92 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
 
     Args:
         copy: the copy.
-        model: the full model, perhaps on the meta device. Its largest list of layers becomes the stages.
+        model: the full model, perhaps on the meta device. Its largest list of layers becomes the stages, or its two
+            largest lists.
 
     Raises:
         ValueError: no plan was found, or none that gives the numbers of the whole model; with the departure.
     """
     copy = in_double(copy)
     calls = calls_of(copy)
+    stacks = stacks_of(copy.model, calls, sizes_of(model))
+    plans: list[StagePlan] = []
     errors: list[str] = []
-    for stack, layers in stacks_of(copy.model, calls, sizes_of(model)).items():
-        for make_plan in (traced_plan, _carrying_plan):
-            try:
-                plan = make_plan(copy.model, calls, stack, layers)
-            except ValueError as error:
-                errors.append(str(error))
-                continue
-            proven = _proven(copy, plan, {call.path: call.output for call in calls})
-            if isinstance(proven, StagePlan):
-                return proven
-            errors.append(proven)
+    for stack, layers in stacks.items():
+        try:
+            plans.append(_plan_of_stack(copy, calls, stack, layers))
+        except ValueError as error:
+            errors.append(str(error))
+    if len(plans) > 1:
+        in_order = sorted(plans, key=lambda plan: stacks[plan.layers][0].start)
+        with suppress(ValueError):  # they run in another way than one after the other
+            plan = _joined_plan(calls, stacks, *in_order)
+            if departure(copy, plan) is None:
+                return plan
+    if plans:
+        return plans[0]
     raise ValueError(errors[0])
+
+
+def _plan_of_stack(copy: Copy, calls: Sequence[Call], stack: str, layers: Sequence[Call]) -> StagePlan:
+    """Return a plan of one list of layers, proven by execution.
+
+    Args:
+        copy: the small copy.
+        calls: of one forward, after its backward.
+        stack: the path of a list of layers.
+        layers: the calls of its members.
+
+    Raises:
+        ValueError: there is none; with the departure.
+    """
+    errors: list[str] = []
+    for make_plan in (traced_plan, _carrying_plan):
+        try:
+            plan = make_plan(copy.model, calls, stack, layers)
+        except ValueError as error:
+            errors.append(str(error))
+            continue
+        proven = _proven(copy, plan, {call.path: call.output for call in calls})
+        if isinstance(proven, StagePlan):
+            return proven
+        errors.append(proven)
+    raise ValueError(errors[0])
+
+
+def _joined_plan(
+    calls: Sequence[Call], stacks: Mapping[str, Sequence[Call]], first: StagePlan, second: StagePlan
+) -> StagePlan:
+    """Return the plan of two lists of layers, the first of which runs within a module before the second.
+
+    Args:
+        calls: of one forward.
+        stacks: the calls of the layers of each list, by its path.
+        first, second: their plans, in the order in which they run.
+
+    Raises:
+        ValueError: there is no such module, or it returns outputs of several layers, or what cannot travel.
+    """
+    module = next((path for path in (*second.leading, *second.sent) if is_within(first.layers, path)), None)
+    output = next((call.output for call in calls if call.path == module), None)
+    inner = {tensor for call in stacks[first.layers][:-1] for tensor in tensors_in(call.output)}
+    if module is None or not inner.isdisjoint(tensors_in(output)):
+        raise ValueError(f"{first.layers} are no layers of a module before {second.layers}")
+
+    def inside(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if is_within(path, module))
+
+    encoder = replace(
+        first,
+        module=module,
+        returned=OutputStructure.of(output),
+        entry=inside(first.entry),
+        leading=inside(first.leading),
+        everywhere=inside(first.everywhere),
+        sent={path: first.sent[path] for path in inside([*first.sent])},
+    )
+    everywhere = tuple(path for path in second.everywhere if not is_within(path, module))
+    return replace(second, everywhere=everywhere, encoder=encoder)
 
 
 def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:

@@ -54,7 +54,7 @@ class StagePlan:
         sent: paths of modules before the first layer whose outputs later stages read (encoder states, image features),
             each with the structure of its output. They travel with the hidden states.
         carried: the structure of a layer's output, if all its tensors travel: of models whose layers pass on more than
-            hidden states, or that compute between their layers. See [Note: carried outputs] in stage.py.
+            hidden states, or that compute between their layers. See [Note: carried outputs] in stand_ins.py.
         encoder: the plan of the encoder. Other modules in its `module` run after its layers. The decoder's plan has
             this module in `sent`, if all stages of the decoder read its output, or else in `leading`.
         returned: of an encoder: the structure of its module's output.
@@ -271,6 +271,19 @@ class StagePlan:
         contains_layers = not owner or any(path.startswith(f"{owner}.") for path in self.kept_paths(model))
         return contains_layers and not _has(model, name)
 
+    def has_like_layers(self, model: nn.Module) -> bool:
+        """Return True unless the layers of one stack have twice as many parameters as those of the other, or more."""
+        means = [
+            sum(
+                parameter.numel()
+                for path in stack.paths
+                for parameter in model.get_submodule(path).parameters()
+            )
+            / len(stack.paths)
+            for stack in self.stacks(model)
+        ]
+        return max(means) < 2 * min(means) or len(means) == 1
+
     def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> list[int]:
         """Return the stages that have the parameter or module of this name, under the bounds of `layer_bounds`."""
         return sorted({bisect_right(bounds, layer) - 1 for layer in self.layers_of(model, name)})
@@ -344,7 +357,7 @@ class OutputStructure:
         if structure.leaves != self.leaves or not _is_alike(structure.spec, self.spec):
             raise ValueError(
                 f"{path} returns another structure than its pipeline stages expect, or other values between its "
-                f"tensors: {structure.spec} and not {self.spec}. Use pp_size=1"
+                f"tensors: {structure} and not {self}. Use pp_size=1"
             )
         return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
 

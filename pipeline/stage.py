@@ -20,8 +20,8 @@ two, and would do it twice.
 [Note: encoder and decoder] The encoder's layers come first, then the decoder's. A stage may end in either, or between
 them, and may have the end of the encoder and the start of the decoder. A stage that ends with the encoder leaves the
 forward behind the encoder's module, with its output, which a Sent returns on the next one. Modules of the encoder
-besides its layers and entries (its last norm) are on the stage of its last layer. A microbatch for which the encoder
-does not run (texts without images) passes through the encoder's stages as nothing: LeavingEmpty.
+besides its layers and entries (its last norm) are on the stage of its last layer. For a microbatch without images, for
+which the encoder does not run, its stages send nothing: LeavingEmpty.
 
 [Note: repeated modules] T5 computes its position bias in the first layer of each stack and passes it on. The first
 layer of every later stage must therefore compute it again, with the same parameters. Parameters have one name: that of
@@ -30,14 +30,6 @@ the first layer, whose stand-in adopts the module if the layer itself is on anot
 [Note: shapes] Some layers return another shape than they take (Swin), and some models compute with the entries'
 outputs before the first layer (timm). Then the received tensor has not the shape that the forward expects before the
 stage's first layer. An Outline runs the replaced module on the meta device, and returns a tensor of the right shape.
-
-[Note: sent outputs] A model may read the output of a module before the first layer again: encoder states, features of
-an image. Where it runs a hook records it, Leaving sends its tensors along, and on later stages a Sent returns them.
-
-[Note: carried outputs] A stage sends the input of the next layer, and the next stage returns it as the output of the
-layer before. A model that computes between its layers (Qwen3-VL adds image features there) would do so twice, and what
-a layer passes on besides its hidden states would be lost. With `StagePlan.carried` a stage therefore sends all tensors
-that its last layer returned, and the next stage returns them in their structure.
 
 [Note: runs] ALBERT runs one layer many times. Every stage with a run of it has the layer, and its parameters count as
 tied between those stages. If a stage has only some of the runs, a Runs replaces the layer: it counts the runs, and
@@ -257,12 +249,12 @@ def cut_stages(
     if plan.collects(model):
         record_returns(model, stand_ins.inbox, plan.entry[0], paths)
     record_sent(model, stand_ins.inbox, plan.recorded)
-    stacks = plan.stacks(model)
-    for stack in stacks:
+    ends = {stack.stop: stack.plan.module for stack in plan.stacks(model)[:-1]}
+    for stack in plan.stacks(model):
         if (carried := stack.plan.carried) is not None:
-            last = [bounds[stage + 1] - 1 - stack.first for stage in stages]
-            last_layers = [stack.paths[layer] for layer in last if 0 <= layer < len(stack.paths)]
-            record_carried(model, stand_ins.inbox, last_layers, carried)
+            last = {bounds[stage + 1] - 1 for stage in stages}
+            layers = [path for layer, path in enumerate(stack.paths, stack.first) if layer in last]
+            record_carried(model, stand_ins.inbox, layers, carried)
     local = {
         stage: Stage(
             model,
@@ -273,7 +265,7 @@ def cut_stages(
             inbox=stand_ins.inbox,
             seats=stand_ins.seats(roles[stage]),
             borrowed=borrowed[stage],
-            ends_after=next((each.plan.module for each in stacks[:-1] if each.stop == bounds[stage + 1]), ""),
+            ends_after=ends.get(bounds[stage + 1], ""),
         )
         for stage in sorted(stages)
     }

@@ -1,5 +1,12 @@
 """Stand-ins for modules of other stages; see [Note: whole forward] in stage.py.
 
+[Note: sent outputs] A model may read the output of a module before the first layer again: encoder states, features of
+an image. Where it runs a hook records it, Leaving sends its tensors along, and on later stages a Sent returns them.
+
+[Note: carried outputs] A stage sends the input of the next layer, and the next stage returns it as the output of the
+layer before. A model that computes between its layers (Qwen3-VL adds image features there) would do so twice, and what
+a layer passes on besides them would be lost. With `StagePlan.carried` a stage sends all that its last layer returned.
+
 [Note: collecting] The outputs of every earlier layer are sent along with those of the stage's own layers: an earlier
 layer is a Recalled, which returns its received output. So everything that a model or transformers collects from
 layers, by return values or by hooks, is complete on the last stage. transformers registers hooks by the class of

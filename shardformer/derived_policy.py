@@ -88,6 +88,10 @@ class DerivedPolicy(TablePolicy):
             )
         return replace(self.table, tensor_errors=tuple(errors))
 
+    def _stacks(self) -> list[str]:
+        """Return the paths of the lists of layers that the table describes; the stages may be of other lists, too."""
+        return super().stage_plan().list_paths(self.model) if isinstance(self.table.stage, StagePlan) else []
+
     @property
     def _may_have_stages(self) -> bool:
         """True if the config has several stages, or before it is set."""
