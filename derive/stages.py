@@ -55,7 +55,8 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     """
     copy = in_double(copy)
     calls = calls_of(copy)
-    stacks = stacks_of(copy.model, calls, sizes_of(model))
+    sizes = sizes_of(model)
+    stacks = stacks_of(copy.model, calls, sizes)
     plans: list[StagePlan] = []
     errors: list[str] = []
     for stack, layers in stacks.items():
@@ -69,7 +70,8 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
             plan = _joined_plan(calls, stacks, *in_order)
             if departure(copy, plan) is None:
                 return plan
-    if plans:
+    largest = sizes[next(iter(stacks))]
+    if plans and sizes[plans[0].layers] * 2 >= largest:  # otherwise one stage would have most of the model
         return plans[0]
     raise ValueError(errors[0])
 
