@@ -42,6 +42,13 @@ def common_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_max_norm(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of scripts whose contenders all clip their gradients."""
+    parser.add_argument(
+        "--max_norm", type=float, default=1.0, help="clip gradients to this norm; 0: do not, and read no norm"
+    )
+
+
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the arguments; --quick replaces defaults by tiny values."""
     if parser.parse_args().quick:
@@ -50,8 +57,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def workload_of(arguments: argparse.Namespace, kind: type[Workload] = Workload, **others: int) -> Workload:
-    """Return the workload of the arguments; `others` are values that they lack."""
-    sizes = [each.name for each in fields(kind) if each.name not in others]
+    """Return the workload of the arguments; `others` are values that they lack, before the defaults."""
+    sizes = [each.name for each in fields(kind) if each.name in arguments and each.name not in others]
     return kind(**{name: getattr(arguments, name) for name in sizes}, **others)
 
 

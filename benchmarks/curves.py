@@ -21,10 +21,11 @@ import datasets
 import report
 import torch
 from checkout import refuse_another_checkout
-from curve_picture import draw_curves
 from plain_training import Curve, Training, train_plainly
 from processes import run, torchrun
 from transformers import LlamaConfig
+
+from echelon.cli.curve_picture import draw_curves
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language" / "llama"
 sys.path.append(str(EXAMPLE))
@@ -220,6 +221,7 @@ def show_results(results: Mapping[str, Any], arguments: argparse.Namespace) -> N
             reference.losses,
             {name: curve.losses for name, curve in results["curves"].items()},
             level=(f"unigram entropy of {results['text']}", facts["unigram_entropy"]),
+            unit="loss (nats per token)",
         )
 
 

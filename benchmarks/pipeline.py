@@ -17,7 +17,7 @@ import pipeline_peers
 import report
 import torch
 import torch.distributed as dist
-from arguments import common_parser, parse, settings_of, workload_of
+from arguments import add_max_norm, common_parser, parse, settings_of, workload_of
 from contender import Contender, agreement
 from engine_alone import time_engines
 from launch import enter
@@ -61,6 +61,7 @@ class EchelonPipeline(Stepped):
             pp_style=style,
             num_layers_per_stage=counts,
             num_model_chunks=STYLES[style],
+            max_norm=workload.max_norm,
         )
         self._booster = Booster(plugin=plugin)
         model = workload.model()
@@ -116,6 +117,7 @@ def parse_arguments() -> argparse.Namespace:
         help="the same for styles of two stages per rank",
     )
     parser.set_defaults(sequence=128, rounds=10, warmup=2)
+    add_max_norm(parser)
     arguments = parse(parser)
     if min(arguments.rounds, arguments.warmup) < 1:
         parser.error(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from stepped import Stepped, gradients_of
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -86,7 +87,7 @@ class TorchPipeline(Stepped):
         modules = {stage: LlamaStage(model, range(starts[stage], starts[stage + 1])) for stage in held}
         self._model = nn.ModuleList(modules.values()).to(device)
         self._is_first, self._is_last = 0 in held, len(counts) - 1 in held
-        super().__init__(adamw(self._model))
+        super().__init__(adamw(self._model), clip=self._clip_stages if workload.max_norm else None)
         stages = [
             pipelining.PipelineStage(module, stage, len(counts), device) for stage, module in modules.items()
         ]
@@ -109,6 +110,13 @@ class TorchPipeline(Stepped):
         for module in self._model:
             found |= gradients_of(module)
         return found
+
+    def _clip_stages(self) -> None:
+        """Clip to the norm over all stages, as torchtitan does. One all-reduce over the stages."""
+        parameters = list(self._model.parameters())
+        total = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]) ** 2
+        dist.all_reduce(total)
+        nn.utils.clip_grads_with_norm_(parameters, self._workload.max_norm, total**0.5)
 
     def _judge(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss = ForCausalLMLoss(logits, labels, vocab_size=self._workload.vocabulary)

@@ -1,6 +1,7 @@
 """Base classes of contenders with a torch optimizer, and the simplest one: a single process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ class Stepped:
 
     Args:
         optimizer: a torch optimizer or a similar one; None on a rank without work.
+        clip: clips the gradients before a step, unless the optimizer does.
     """
 
-    def __init__(self, optimizer: Any | None) -> None:
+    def __init__(self, optimizer: Any | None, *, clip: Callable[[], Any] | None = None) -> None:
         self._optimizer: Any = optimizer
+        self._clip = clip
 
     def update(self) -> None:
-        """Step the optimizer and drop the gradients. Communicates if the optimizer does."""
+        """Clip the gradients, step the optimizer and drop them. Communicates if one of them does."""
+        if self._clip is not None:
+            self._clip()
         if self._optimizer is not None:
             self._optimizer.step()
         self.forget()
@@ -42,6 +47,7 @@ class OneBatch(Stepped):
         optimizer: its optimizer.
         backward: computes gradients of a loss.
         batch: this rank's batch.
+        clip: see `Stepped`.
     """
 
     def __init__(
@@ -51,8 +57,9 @@ class OneBatch(Stepped):
         *,
         backward: Callable[[Tensor], None] = Tensor.backward,
         batch: Mapping[str, Tensor],
+        clip: Callable[[], Any] | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, clip=clip)
         self._model = model
         self._backward = backward
         self._batch = batch
@@ -104,7 +111,11 @@ class OneProcess(Stepped):
                 dict(zip(data, parts, strict=True))
                 for parts in zip(*(tensor.split(size) for tensor in data.values()), strict=True)
             ]
-        super().__init__(make_optimizer(self._model) if works else None)
+            super().__init__(
+                make_optimizer(self._model), clip=clipping(self._model.parameters(), workload.max_norm)
+            )
+        else:
+            super().__init__(None)
 
     def compute(self) -> None:
         """Compute loss and gradients of the batch."""
@@ -129,3 +140,8 @@ class OneProcess(Stepped):
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of a module's parameters, by name."""
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+
+
+def clipping(parameters: Iterable[nn.Parameter], max_norm: float) -> Callable[[], Any] | None:
+    """Return torch's clipping of the gradients of one process or of replicas; None for a `max_norm` of 0."""
+    return partial(nn.utils.clip_grad_norm_, list(parameters), max_norm) if max_norm else None

@@ -23,6 +23,7 @@ class Workload:
         hidden, layers, vocabulary: sizes of the model; heads are 64 wide if an even number of them fits, else 16.
         sequence, batch: tokens of a sample, samples of a step.
         microbatches: the number of microbatches of a batch.
+        max_norm: the norm to which gradients are clipped before a step; 0 for no clipping.
     """
 
     hidden: int = 512
@@ -31,6 +32,7 @@ class Workload:
     sequence: int = 256
     batch: int = 8
     microbatches: int = 8
+    max_norm: float = 0.0
     model_class: ClassVar[Any] = LlamaForCausalLM
 
     def __post_init__(self) -> None:

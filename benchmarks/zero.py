@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import report
-from arguments import common_parser, parse, workload_of
+from arguments import add_max_norm, common_parser, parse, workload_of
 from comparison import compare
 from data_parallel import DataParallel
 from launch import enter
@@ -27,6 +27,7 @@ MAIN_STAGE = 1  # the stage of the last line
 def parse_arguments() -> argparse.Namespace:
     parser = common_parser(__doc__)
     parser.add_argument("--dp", type=int, default=2, help="ranks, each with its part of the batch")
+    add_max_norm(parser)
     return parse(parser)
 
 

@@ -29,7 +29,9 @@ class EchelonZero(DataParallel):
     def __init__(self, stage: int, workload: Workload, make_optimizer: MakeOptimizer = adamw) -> None:
         self.name = name_of(stage)
         self._stage = stage
-        plugin = HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=stage, precision="fp32")
+        plugin = HybridParallelPlugin(
+            tp_size=1, pp_size=1, zero_stage=stage, precision="fp32", max_norm=workload.max_norm
+        )
         booster = Booster(plugin=plugin)
         model = workload.model()
         boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from data_parallel import DataParallel, own_samples
-from stepped import gradients_of
+from stepped import clipping, gradients_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +32,12 @@ class TorchDDP(DataParallel):
         model = DistributedDataParallel(
             self._plain, gradient_as_bucket_view=True, static_graph=True, **{_SYNC_BUFFERS: False}
         )
-        super().__init__(model, make_optimizer(self._plain), batch=own_samples(workload, device))
+        super().__init__(
+            model,
+            make_optimizer(self._plain),
+            batch=own_samples(workload, device),
+            clip=clipping(self._plain.parameters(), workload.max_norm),
+        )
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the averaged gradients, replicated on every rank."""
@@ -85,7 +90,12 @@ class TorchFSDP(DataParallel):
         after_forward = None if reshard else False  # None keeps the root, whose backward follows at once
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=after_forward)
-        super().__init__(model, make_optimizer(model), batch=own_samples(workload, device))
+        super().__init__(
+            model,
+            make_optimizer(model),
+            batch=own_samples(workload, device),
+            clip=clipping(model.parameters(), workload.max_norm),
+        )
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the averaged gradients, gathered. One all-gather for each."""

@@ -1,10 +1,13 @@
 """Print errors to stderr and tables to stdout, in one format for every command."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from ..pipeline.timeline import SUFFIXES, require_matplotlib
 
 BAD_ARGUMENTS = 2
 WIDTH = 160  # width of tables if the output is not a terminal
@@ -37,3 +40,19 @@ def show_table(
         table.add_row(*row, end_section=number in ends)
     console = Console()
     (console if console.is_terminal else Console(width=WIDTH)).print(table)
+
+
+def picture_errors(option: str, path: Path) -> list[str]:
+    """List all reasons why nothing can be drawn to the file of an option."""
+    errors = []
+    if path.suffix.lower() not in SUFFIXES:
+        errors.append(f"{option}={str(path)!r} must end in one of {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        errors.append(f"{option}={str(path)!r} is a folder: give the name of a file")
+    if not path.parent.is_dir():
+        errors.append(f"{option}={str(path)!r}: there is no folder {str(path.parent)!r}, make it first")
+    try:
+        require_matplotlib()
+    except ImportError as error:
+        errors.append(str(error))
+    return errors

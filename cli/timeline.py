@@ -16,8 +16,8 @@ import typer
 from ..pipeline.action import Op
 from ..pipeline.schedules import SCHEDULES, build_schedule, build_stage_ranks, style_errors
 from ..pipeline.simulate import Costs, Span, Timeline, simulate
-from ..pipeline.timeline import SUFFIXES, Panel, rank_bubble, require_matplotlib, save_timelines, stages_of
-from .console import refuse, show_table
+from ..pipeline.timeline import SUFFIXES, Panel, rank_bubble, save_timelines, stages_of
+from .console import picture_errors, refuse, show_table
 
 if TYPE_CHECKING:
     from ..verify.models import ModelChoice
@@ -132,7 +132,7 @@ def timeline(
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
     given_options = [name for name in context.params if _is_given(context, name)]
-    errors = [*pipeline.errors(), *out_errors(out)]
+    errors = [*pipeline.errors(), *picture_errors("out", out)]
     try:
         stage_costs = parse_costs(costs)
     except ValueError as error:
@@ -196,22 +196,6 @@ def parse_costs(text: str) -> Costs:
         f"costs={text!r} must be three positive numbers F,B,W, at most {MOST_APART:g} times as large as each "
         f"other, from {COSTS[0]:g} to {COSTS[1]:g}: for example 1,1,1"
     )
-
-
-def out_errors(out: Path) -> list[str]:
-    """List all reasons why nothing can be drawn to this file."""
-    errors = []
-    if out.suffix.lower() not in SUFFIXES:
-        errors.append(f"out={str(out)!r} must end in one of {', '.join(SUFFIXES)}")
-    if out.is_dir():
-        errors.append(f"out={str(out)!r} is a folder: give the name of a file")
-    if not out.parent.is_dir():
-        errors.append(f"out={str(out)!r}: there is no folder {str(out.parent)!r}, make it first")
-    try:
-        require_matplotlib()
-    except ImportError as error:
-        errors.append(str(error))
-    return errors
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import refuse, show_table
+from ..pipeline.timeline import SUFFIXES
+from .console import picture_errors, refuse, show_table
+from .curve_picture import draw_curves
 
 if TYPE_CHECKING:
     from ..plugins.hybrid_config import HybridConfig
@@ -25,7 +27,19 @@ if TYPE_CHECKING:
 # Options that a part inherits from the previous one unless it sets them; all others have their defaults.
 KEPT = ("precision", "microbatches", "steps")
 # Options of the run, which its parts cannot set.
-OF_THE_RUN = ("model", "head", "tied", "layers", "optimizer", "max_norm", "seed", "timeout", "then")
+OF_THE_RUN = (
+    "model",
+    "head",
+    "tied",
+    "layers",
+    "optimizer",
+    "max_norm",
+    "seed",
+    "batches",
+    "timeout",
+    "plot",
+    "then",
+)
 
 
 def verify(
@@ -66,7 +80,14 @@ def verify(
     max_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 disables clipping.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    batches: Annotated[
+        int | None,
+        typer.Option(help="Different batches, taken in turn: few of them are learned. Default: all differ."),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until a hanging process is ended.")] = 300.0,
+    plot: Annotated[
+        Path | None, typer.Option(help=f"Draw both loss curves to this file: {', '.join(SUFFIXES)}.")
+    ] = None,
     then: Annotated[
         list[str] | None,
         typer.Option(
@@ -102,8 +123,11 @@ def run(context: typer.Context) -> None:
     )
     if first["optimizer"] not in OPTIMIZERS:
         errors.append(f"optimizer={first['optimizer']!r} is not known: use one of {', '.join(OPTIMIZERS)}")
-    refuse("verify", errors + part_errors(choice, parts))
-    training = Training(optimizer=first["optimizer"])
+    if first["batches"] is not None and first["batches"] < 1:
+        errors.append(f"batches={first['batches']} must be at least 1")
+    plot = first["plot"]
+    refuse("verify", errors + part_errors(choice, parts) + (picture_errors("plot", plot) if plot else []))
+    training = Training(optimizer=first["optimizer"], num_batches=first["batches"])
     relay = Relay(choice=choice, parts=parts, training=training, seed=first["seed"])
     report = run_relay(relay, timeout_seconds=first["timeout"])
     if isinstance(report, str):
@@ -116,6 +140,9 @@ def run(context: typer.Context) -> None:
         title=f"{choice.model_type} ({choice.described_head}) under {layouts}{comma} beside one process"
         + (f", by {training.optimizer}" if training.optimizer != "adamw" else ""),
     )
+    if plot is not None:
+        reference = [step.reference_loss for step in report.steps]
+        draw_curves(plot, reference, {layouts: [step.loss for step in report.steps]})
     raise typer.Exit(0 if report.agrees else 1)
 
 

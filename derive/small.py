@@ -214,7 +214,9 @@ class _Small:
         if name == "backbone_out_indices" and max(value) >= LAYERS:
             return list(range(LAYERS))[-len(value) :]
         if _PLACES.fullmatch(name):
-            return list(range(1, LAYERS, 2))[: len(value)]
+            # A deepstack has a feature for each place, and a pipeline sends as many as the small copy has.
+            keeps_number = name.startswith("deepstack") and len(value) > LAYERS // 2
+            return list(range(1, LAYERS, 1 if keeps_number else 2))[: len(value)]
         if _IMAGE.fullmatch(name) and all(isinstance(each, int) for each in value) and not self.depth_only:
             return type(value)(min(each, 32) for each in value)
         return value

@@ -6,6 +6,9 @@ placed on the first stage, all others on the last. Later stages get outlines of 
 value of theirs is read after the first layer (a position bias for all layers, encoder states, a residual around the
 layers), the trial shows it: the output of an embedding is then computed on every stage, any other is sent along.
 
+Two lists that run one after the other, the first of them within a module before the second (an encoder and a decoder,
+a vision model and a language model), are derived each for itself. Together they are one plan if it stands the trial.
+
 Nothing of this is believed: `departure` runs a plan with a stage for every layer, each on a copy of the model that has
 this stage alone, as on a rank of its own, forward and backward, and compares loss and gradients with the whole model.
 """
@@ -26,6 +29,8 @@ from .build import Copy, described
 from .double import StaysDouble, gradient_departure, loss_departure
 from .inputs import loss_of, tensors_in
 
+_NUM_STACKS = 2  # lists of layers that are tried
+
 
 class Call(NamedTuple):
     """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls."""
@@ -42,27 +47,113 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
 
     Args:
         copy: the copy; `in_double` gives exact comparisons.
-        model: the full model, perhaps on the meta device. Its largest list of layers becomes the stages.
+        model: the full model, perhaps on the meta device. Its largest list of layers becomes the stages, or its two
+            largest lists.
 
     Raises:
         ValueError: no plan was found, or none that gives the numbers of the whole model; with the departure.
     """
     calls = calls_of(copy)
-    plan = traced_plan(copy.model, calls, sizes_of(model))
-    error = departure(copy, plan)
-    if error is None:
+    sizes = sizes_of(model)
+    stacks = stacks_of(copy.model, calls, sizes)
+    plans: list[StagePlan] = []
+    errors: list[str] = []
+    for stack, layers in stacks.items():
+        try:
+            plans.append(_plan_of_stack(copy, calls, stack, layers))
+        except ValueError as error:
+            errors.append(str(error))
+    if len(plans) > 1:
+        in_order = sorted(plans, key=lambda plan: stacks[plan.layers][0].start)
+        with suppress(ValueError):  # they run in another way than one after the other
+            plan = _joined_plan(calls, stacks, *in_order)
+            if departure(copy, plan) is None:
+                return plan
+    largest = sizes[next(iter(stacks))]
+    if plans and sizes[plans[0].layers] * 2 >= largest:  # otherwise one stage would have most of the model
+        return plans[0]
+    raise ValueError(errors[0])
+
+
+def _plan_of_stack(copy: Copy, calls: Sequence[Call], stack: str, layers: Sequence[Call]) -> StagePlan:
+    """Return a plan of one list of layers, proven by execution.
+
+    Args:
+        copy: the small copy.
+        calls: of one forward, after its backward.
+        stack: the path of a list of layers.
+        layers: the calls of its members.
+
+    Raises:
+        ValueError: there is none; with the departure.
+    """
+    errors: list[str] = []
+    for make_plan in (traced_plan, _carrying_plan):
+        try:
+            plan = make_plan(copy.model, calls, stack, layers)
+        except ValueError as error:
+            errors.append(str(error))
+            continue
+        proven = _proven(copy, plan, {call.path: call.output for call in calls})
+        if isinstance(proven, StagePlan):
+            return proven
+        errors.append(proven)
+    raise ValueError(errors[0])
+
+
+def _joined_plan(
+    calls: Sequence[Call], stacks: Mapping[str, Sequence[Call]], first: StagePlan, second: StagePlan
+) -> StagePlan:
+    """Return the plan of two lists of layers, the first of which runs within a module before the second.
+
+    Args:
+        calls: of one forward.
+        stacks: the calls of the layers of each list, by its path.
+        first, second: their plans, in the order in which they run.
+
+    Raises:
+        ValueError: there is no such module, or it returns outputs of several layers, or what cannot travel.
+    """
+    module = next((path for path in (*second.leading, *second.sent) if is_within(first.layers, path)), None)
+    output = next((call.output for call in calls if call.path == module), None)
+    inner = {tensor for call in stacks[first.layers][:-1] for tensor in tensors_in(call.output)}
+    if module is None or not inner.isdisjoint(tensors_in(output)):
+        raise ValueError(f"{first.layers} are no layers of a module before {second.layers}")
+
+    def inside(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if is_within(path, module))
+
+    encoder = replace(
+        first,
+        module=module,
+        returned=OutputStructure.of(output),
+        entry=inside(first.entry),
+        leading=inside(first.leading),
+        everywhere=inside(first.everywhere),
+        sent={path: first.sent[path] for path in inside([*first.sent])},
+    )
+    everywhere = tuple(path for path in second.everywhere if not is_within(path, module))
+    return replace(second, everywhere=everywhere, encoder=encoder)
+
+
+def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:
+    """Return a plan as executed: perhaps with outputs of modules before its layers on later stages; or the departure.
+
+    Args:
+        copy: the small copy.
+        plan: a traced plan.
+        outputs: of the copy's modules, by path.
+    """
+    if departure(copy, plan) is None:
         return plan
     # Later stages read values of modules before the layers, or cannot outline them: look for these modules.
-    outputs = {call.path: call.output for call in calls}
     read = [
         name
         for name in plan.before
         if departure(copy, _kept(copy.model, plan, outputs, without=name)) is not None
     ]
     plan = _kept(copy.model, plan, {name: outputs[name] for name in read})
-    if (error := departure(copy, plan)) is None:
-        return plan
-    raise ValueError(error)
+    return departure(copy, plan) or plan
 
 
 def calls_of(copy: Copy) -> list[Call]:
@@ -104,18 +195,21 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
     }
 
 
-def traced_plan(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> StagePlan:
+def traced_plan(
+    model: nn.Module, calls: Sequence[Call], stack: str, layers: Sequence[Call], *, arity: int | None = None
+) -> StagePlan:
     """Return the plan that the calls of a forward suggest.
 
     Args:
         model: the small copy.
         calls: of one forward, after its backward.
-        sizes: the number of parameters of each list in the full model.
+        stack: the path of a list of layers.
+        layers: the calls of its members.
+        arity: as in the plan; None reads it from the calls.
 
     Raises:
-        ValueError: no list of layers was called in order.
+        ValueError: the layers return neither tensors nor tuples of one length.
     """
-    stack, layers = layers_of_stack(model, calls, sizes)
     first = layers[0]
     around = [call.path for call in calls if call.start < first.start and call.stop > layers[-1].stop]
     outer = [call for call in _outermost(model, calls, around) if not is_within(call.path, stack)]
@@ -132,14 +226,36 @@ def traced_plan(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int
         entry=tuple(entry),
         leading=tuple(leading),
         everywhere=tuple(dict.fromkeys([*shared, *silent])),
-        arity=_arity(layers),
+        arity=_arity(layers) if arity is None else arity,
     )
 
 
-def layers_of_stack(
-    model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]
-) -> tuple[str, list[Call]]:
-    """Return the path of the list of layers with the most parameters, and the calls of its members."""
+def _carrying_plan(model: nn.Module, calls: Sequence[Call], stack: str, layers: Sequence[Call]) -> StagePlan:
+    """Return the plan by which stages send all tensors that their last layer returned; see [Note: carried outputs].
+
+    Raises:
+        ValueError: layers return outputs of different structures, or numbers that may differ in the full model.
+    """
+    structures = {OutputStructure.of(call.output) for call in layers[:-1]}
+    (carried, *others) = structures
+    if others or any(type(leaf[0]) in (int, float) for leaf in carried.leaves if leaf is not None):
+        raise ValueError(
+            "its layers return different structures, or numbers, which cannot travel between stages"
+        )
+    return replace(traced_plan(model, calls, stack, layers, arity=0), carried=carried)
+
+
+def stacks_of(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> dict[str, list[Call]]:
+    """Return the largest lists of layers, each with the calls of its members, the one with the most parameters first.
+
+    Args:
+        model: the small copy.
+        calls: of one forward.
+        sizes: the number of parameters of each list in the full model.
+
+    Raises:
+        ValueError: the largest list was not called in order, or there is none.
+    """
     by_path: dict[str, list[Call]] = {}
     for call in calls:
         by_path.setdefault(call.path, []).append(call)
@@ -153,14 +269,13 @@ def layers_of_stack(
                 others[path] = reason
             else:
                 stacks[path] = [layer_calls[0] for layer_calls in runs]
-    largest = max([*stacks, *others], key=lambda path: sizes[path], default=None)
-    if largest not in stacks:
+    by_size = sorted([*stacks, *others], key=lambda path: -sizes[path])
+    if not by_size or by_size[0] not in stacks:
         known = "; ".join(f"{path}: {reason}" for path, reason in others.items())
         raise ValueError(
             f"no list of layers runs in order, each layer once ({known or 'the model has no list'})"
         )
-    assert largest is not None
-    return largest, stacks[largest]
+    return {path: stacks[path] for path in by_size[:_NUM_STACKS] if path in stacks}
 
 
 def _irregular(runs: Sequence[Sequence[Call]]) -> str:

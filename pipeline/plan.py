@@ -21,9 +21,10 @@ StageSize = Callable[[int, int], int]
 class StagePlan:
     """The structure of a model for a pipeline: modules before the layers, the layers, and all other modules after them.
 
-    An encoder-decoder has a separate plan for the encoder, whose layers come first. All paths start at the model.
-    Layers are counted over both. A parameter of a module that contains the layers belongs to no single stage: it is
-    on every stage of them, and its gradients are summed like those of a tied parameter.
+    A model of two stacks of layers in order (an encoder and a decoder, a vision model and a language model) has a
+    separate plan for the first, its encoder. All paths start at the model. Layers are counted over both. A parameter of
+    a module that contains the layers belongs to no single stage: it is on every stage of them, and its gradients are
+    summed like those of a tied parameter.
 
     Args:
         layers: path of the list of layers. A `*` in it stands for each entry of a list of such lists, which run one
@@ -48,15 +49,19 @@ class StagePlan:
             the first layer differs from them in shape or type.
         collecting: attributes of model classes that read the outputs of the layers of all stages, like backbones;
             all outputs are then sent from stage to stage.
-        module: path of the module that is called to run the layers; required for an encoder and its decoder.
+        module: path of the module that is called to run the layers; required for an encoder, and for a decoder whose
+            parameters outside of all modules the encoder does not use.
         sent: paths of modules before the first layer whose outputs later stages read (encoder states, image features),
-            each with the outline of its output. They travel with the hidden states; no plan of an encoder has any.
-        encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`; the decoder and its layers
-            take its output as `encoder_hidden_states`. Other modules in its `module` run after its layers.
+            each with the structure of its output. They travel with the hidden states.
+        carried: the structure of a layer's output, if all its tensors travel: of models whose layers pass on more than
+            hidden states, or that compute between their layers. See [Note: carried outputs] in stand_ins.py.
+        encoder: the plan of the encoder. Other modules in its `module` run after its layers. The decoder's plan has
+            this module in `sent`, if all stages of the decoder read its output, or else in `leading`.
+        returned: of an encoder: the structure of its module's output.
 
     Raises:
-        ValueError: an encoder or its decoder has no `module`, or layers that run several times, or a model that
-            collects outputs has not exactly one stack of layers and one entry.
+        ValueError: an encoder has no `module`, the decoder's plan lacks it, one of them has layers that run several
+            times, or a model that collects outputs has not exactly one stack of layers and one entry.
     """
 
     layers: str
@@ -72,14 +77,18 @@ class StagePlan:
     collecting: tuple[str, ...] = ()
     module: str = ""
     sent: Mapping[str, "OutputStructure"] = field(default_factory=dict)
+    carried: Optional["OutputStructure"] = None
     encoder: Optional["StagePlan"] = None
+    returned: Optional["OutputStructure"] = None
 
     def __post_init__(self) -> None:
-        if self.encoder is not None and not (self.module and self.encoder.module):
+        if self.encoder is not None and not (
+            self.encoder.module and self.encoder.returned and self.encoder.module in self.before
+        ):
             raise ValueError(
-                f"the stage plan of an encoder (layers={self.encoder.layers!r}) and its decoder "
-                f"(layers={self.layers!r}) needs a module for each of them, whose call runs the layers: set module in "
-                "both plans"
+                f"the stage plan of an encoder (layers={self.encoder.layers!r}) needs the module whose call runs its "
+                "layers, and the structure of its output: set module and returned in it, and name the module in sent "
+                f"or leading of its decoder's plan (layers={self.layers!r})"
             )
         if self.encoder is not None and (self.applied or self.encoder.applied):
             raise ValueError("the layers of an encoder or its decoder run once each: leave applied out")
@@ -110,13 +119,22 @@ class StagePlan:
         A stage of a cut model may have only an encoder, or only a decoder.
         """
         if self.encoder is None or not _has(model, self.encoder.layers):
-            return replace(self._without_missing(model), encoder=None)
+            return self._without_missing(model)
         encoder = self.encoder._without_missing(model)
         return replace(self._without_missing(model), encoder=encoder) if _has(model, self.layers) else encoder
 
     def _without_missing(self, model: nn.Module) -> "StagePlan":
         missing = [name for name in self.optional if not _has(model, name)]
-        return replace(self, entry=tuple(name for name in self.entry if name not in missing), optional=())
+        if self.encoder is not None and not _has(model, self.encoder.module):
+            missing.append(self.encoder.module)
+        return replace(
+            self,
+            entry=tuple(name for name in self.entry if name not in missing),
+            leading=tuple(name for name in self.leading if name not in missing),
+            sent={name: output for name, output in self.sent.items() if name not in missing},
+            optional=(),
+            encoder=None,
+        )
 
     def list_paths(self, model: nn.Module) -> list[str]:
         """Return the paths of the lists of layers: one, or one for each entry that a `*` stands for."""
@@ -153,6 +171,14 @@ class StagePlan:
                 first = stacks[-1].stop if stacks else 0
                 stacks.append(Stack(plan, first, plan._paths(model)))
         return stacks
+
+    @property
+    def recorded(self) -> dict[str, "OutputStructure"]:
+        """The structures of all outputs of modules that travel, by path."""
+        if self.encoder is None:
+            return {**self.sent}
+        assert self.encoder.returned is not None
+        return {**self.encoder.sent, **self.sent, self.encoder.module: self.encoder.returned}
 
     def _paths(self, model: nn.Module) -> list[str]:
         """Return the path of every layer of this plan without its encoder; once for each run of a layer."""
@@ -245,6 +271,19 @@ class StagePlan:
         contains_layers = not owner or any(path.startswith(f"{owner}.") for path in self.kept_paths(model))
         return contains_layers and not _has(model, name)
 
+    def has_like_layers(self, model: nn.Module) -> bool:
+        """Return True unless the layers of one stack have twice as many parameters as those of the other, or more."""
+        means = [
+            sum(
+                parameter.numel()
+                for path in stack.paths
+                for parameter in model.get_submodule(path).parameters()
+            )
+            / len(stack.paths)
+            for stack in self.stacks(model)
+        ]
+        return max(means) < 2 * min(means) or len(means) == 1
+
     def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> list[int]:
         """Return the stages that have the parameter or module of this name, under the bounds of `layer_bounds`."""
         return sorted({bisect_right(bounds, layer) - 1 for layer in self.layers_of(model, name)})
@@ -308,8 +347,18 @@ class OutputStructure:
         """The number of tensors."""
         return sum(leaf is None for leaf in self.leaves)
 
-    def tensors(self, output: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of an output."""
+    def tensors(self, output: Any, path: str) -> tuple[Tensor, ...]:
+        """Return the tensors of an output of the module at a path.
+
+        Raises:
+            ValueError: it has another structure, with which the next stage would fill these tensors wrongly.
+        """
+        structure = OutputStructure.of(output)
+        if structure.leaves != self.leaves or not _is_alike(structure.spec, self.spec):
+            raise ValueError(
+                f"{path} returns another structure than its pipeline stages expect, or other values between its "
+                f"tensors: {structure} and not {self}. Use pp_size=1"
+            )
         return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
@@ -321,6 +370,17 @@ class OutputStructure:
 
     def __hash__(self) -> int:
         return hash((str(self.spec), self.leaves))
+
+
+def _is_alike(left: TreeSpec, right: TreeSpec) -> bool:
+    """Return True if structures are equal but for classes: a tuple is like transformers' outputs, which have names."""
+    names = [spec.context for spec in (left, right) if spec.context is not None]
+    children = (left.children(), right.children()) if not left.is_leaf() and not right.is_leaf() else ([], [])
+    return (
+        left.num_children == right.num_children
+        and all(name == names[0] for name in names)
+        and all(map(_is_alike, *children))
+    )
 
 
 class Stack(NamedTuple):

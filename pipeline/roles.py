@@ -8,10 +8,8 @@ from .plan import Stack, StagePlan, is_within
 from .stand_ins import (
     Absent,
     Arriving,
-    Encoded,
     Leaving,
-    LeavingDecoder,
-    LeavingEncoder,
+    LeavingEmpty,
     LeavingWithAll,
     Outline,
     Passing,
@@ -22,7 +20,6 @@ from .stand_ins import (
     Roles,
     Runs,
     Sent,
-    StandIn,
 )
 
 
@@ -37,19 +34,25 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
     roles: Roles = {}
     stacks = plan.stacks(model)
     for stack in stacks:
-        if stop <= stack.first:
-            roles |= _roles_outside(model, stack, LeavingEncoder if stop == stack.first else Absent)
+        if (
+            stop <= stack.first
+        ):  # nothing reads the modules before its layers, which may run before the encoder
+            before = [name for name in stack.plan.before if name != stacks[0].plan.module]
+            roles |= dict.fromkeys(_members(model, before), Role(Outline))
+            roles |= dict.fromkeys(stack.plan.list_paths(model), Role(LeavingEmpty))
         elif start >= stack.stop:
-            roles |= _roles_outside(model, stack, Encoded)
+            outside = _roles_before_layers(model, stack).items()
+            roles |= {name: role for name, role in outside if not is_within(name, stack.plan.module)}
         else:
-            leaving = Leaving if stack is stacks[0] else LeavingDecoder
             if plan.collects(model):
                 roles |= _collecting_roles(stack, start, stop)
             else:
-                roles |= _layer_roles(model, stack, start - stack.first, stop - stack.first, leaving)
+                roles |= _layer_roles(model, stack, start - stack.first, stop - stack.first)
             if stop < stack.stop and stack is not stacks[-1]:
                 after_layers = _other_modules(model, plan.kept_paths(model), under=stack.plan.module)
                 roles |= dict.fromkeys(after_layers, Role(Absent))
+            if start == stack.first and stack is not stacks[0]:
+                roles[stacks[0].plan.module] = _role_of_encoder(stacks[0], stack)
     if stop < stacks[-1].stop:
         earlier_modules = [stack.plan.module for stack in stacks[:-1]]
         roles |= dict.fromkeys(
@@ -58,18 +61,12 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
     return roles
 
 
-def _roles_outside(model: nn.Module, stack: Stack, kind: type[StandIn]) -> Roles:
-    """Return the roles in a stack of which the stage has no layer.
-
-    Args:
-        model: the full model.
-        stack: an encoder's or a decoder's.
-        kind: the stand-in for the module that runs the stack.
-    """
-    path = stack.plan.module
-    absent = dict.fromkeys(stack.plan.before, Role(Absent))
-    roles = _roles_before_layers(model, stack) if kind is Encoded else absent
-    return {path: Role(kind)} | {name: role for name, role in roles.items() if not is_within(name, path)}
+def _role_of_encoder(encoder: Stack, decoder: Stack) -> Role:
+    """Return the role of the encoder's module on the stage of the decoder's first layer, which received its output."""
+    path, returned = encoder.plan.module, encoder.plan.returned
+    assert returned is not None
+    sends = path in decoder.plan.sent
+    return Role(Sent, output=returned, sent=((path, returned.num_tensors),) if sends else ())
 
 
 def _roles_before_layers(model: nn.Module, stack: Stack) -> Roles:
@@ -78,21 +75,29 @@ def _roles_before_layers(model: nn.Module, stack: Stack) -> Roles:
     Outputs of entries and leading modules are replaced by tensors of their shape, which nothing reads; those in
     `StagePlan.sent` were received. A list of modules has a role for each of them.
     """
-    leading: list[str] = []
-    for path in stack.plan.leading:
-        module = model.get_submodule(path)
-        is_list = isinstance(module, nn.ModuleList)
-        leading += [f"{path}.{name}" for name in module._modules] if is_list else [path]
     entry_kind = Outline if stack.plan.derives_entry_shapes else Placeholder
+    carried = stack.plan.carried
     sent: Roles = {}
-    index = 1  # after the hidden states
+    index = 1 if carried is None else carried.num_tensors  # after those of the layer
     for path, output in stack.plan.sent.items():
-        sent[path] = Role(Sent, received_index=index, output=output)
-        index += output.num_tensors
+        count = output.num_tensors
+        sent[path] = Role(Sent, received_index=index, output=output, sent=((path, count),))
+        index += count
+    leading = _members(model, stack.plan.leading)
     return dict.fromkeys(stack.plan.entry, Role(entry_kind)) | dict.fromkeys(leading, Role(Outline)) | sent
 
 
-def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
+def _members(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Return paths, of lists of modules those of their members."""
+    members: list[str] = []
+    for path in paths:
+        module = model.get_submodule(path)
+        is_list = isinstance(module, nn.ModuleList)
+        members += [f"{path}.{name}" for name in module._modules] if is_list else [path]
+    return members
+
+
+def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int) -> Roles:
     """Return the roles of the layers in a stack of which the stage has some, and of the modules before them.
 
     A layer that the stage runs has no role, unless other stages have some of its runs.
@@ -101,17 +106,19 @@ def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving:
         model: the full model.
         stack: the stack.
         start, stop: the first run of a layer in the stage, and the end of its runs, counted within the stack.
-        leaving: the stand-in for layers after the stage.
     """
     roles: Roles = {}
+    carried = stack.plan.carried
     for path, (first, end) in stack.runs.items():
         arity = 0 if stack.changes_shape(path) else stack.plan.arity
         if end < start:  # earlier than the layer whose output is received
-            roles[path] = Role(Outline) if stack.changes_shape(path) else Role(Passing, arity)
+            roles[path] = Role(Outline) if stack.changes_shape(path) else Role(Passing, arity, output=carried)
         elif end == start:
-            roles[path] = Role(Arriving, arity)
+            roles[path] = Role(Arriving, arity) if carried is None else Role(Sent, output=carried)
         elif first >= stop:
-            roles[path] = Role(leaving)
+            roles[path] = Role(
+                Leaving, sent=tuple((name, output.num_tensors) for name, output in stack.plan.sent.items())
+            )
         elif first < start or end > stop:  # other stages have some of its runs
             roles[path] = Role(Runs, arity, (start - first, stop - first))
     if start > 0:

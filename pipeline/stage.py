@@ -18,11 +18,10 @@ The received tensor replaces a layer's output and not the embedding's: some mode
 two, and would do it twice.
 
 [Note: encoder and decoder] The encoder's layers come first, then the decoder's. A stage may end in either, or between
-them, and may have the end of the encoder and the start of the decoder. Stages of the decoder receive and send two
-tensors, (hidden states, encoder's output); the stage that ends between them sends one. An Encoded replaces the
-encoder and returns the received tensor. A LeavingEncoder replaces the decoder on the stage that ends between them, and
-a LeavingDecoder does for a decoder's layer what Leaving does elsewhere. Modules of the encoder besides its layers and
-entries (its last norm) are on the stage of its last layer.
+them, and may have the end of the encoder and the start of the decoder. A stage that ends with the encoder leaves the
+forward behind the encoder's module, with its output, which a Sent returns on the next one. Modules of the encoder
+besides its layers and entries (its last norm) are on the stage of its last layer. For a microbatch without images, for
+which the encoder does not run, its stages send nothing: LeavingEmpty.
 
 [Note: repeated modules] T5 computes its position bias in the first layer of each stack and passes it on. The first
 layer of every later stage must therefore compute it again, with the same parameters. Parameters have one name: that of
@@ -31,10 +30,6 @@ the first layer, whose stand-in adopts the module if the layer itself is on anot
 [Note: shapes] Some layers return another shape than they take (Swin), and some models compute with the entries'
 outputs before the first layer (timm). Then the received tensor has not the shape that the forward expects before the
 stage's first layer. An Outline runs the replaced module on the meta device, and returns a tensor of the right shape.
-
-[Note: sent outputs] A model may read the output of a module before the first layer again: encoder states, features of
-an image. On the first stage a hook records it, Leaving sends its tensors along, and on later stages a Sent returns
-them.
 
 [Note: runs] ALBERT runs one layer many times. Every stage with a run of it has the layer, and its parameters count as
 tied between those stages. If a stage has only some of the runs, a Runs replaces the layer: it counts the runs, and
@@ -73,6 +68,7 @@ from .stand_ins import (
     Runs,
     StageExit,
     StandIn,
+    record_carried,
     record_returns,
     record_sent,
 )
@@ -119,6 +115,7 @@ class Stage:
         inbox: the received tensors, for the model's stand-ins.
         seats: see [Note: seats].
         borrowed: see [Note: repeated modules].
+        ends_after: the path of the encoder, if the stage ends with it.
 
     Attributes:
         carried: tensors besides those of the layers; None without.
@@ -137,6 +134,7 @@ class Stage:
         inbox: Inbox | None = None,
         seats: Sequence[Seat] = (),
         borrowed: Sequence[Borrowed] = (),
+        ends_after: str = "",
     ) -> None:
         self.model = model
         self.index = index
@@ -148,6 +146,7 @@ class Stage:
         self._inbox = inbox or Inbox()
         self._seats = list(seats)
         self._borrowed = list(borrowed)
+        self._ends_after = ends_after
         self.is_computing = False
         self._takes_cache = takes(model, "use_cache")
         self._makes_positions = makes_positions(model)
@@ -182,7 +181,7 @@ class Stage:
         carried, layer_inputs = self.carried, received
         if carried is not None:
             kwargs, layer_inputs = carried.begin(args, kwargs, received, is_last=self.is_last)
-        self._inbox.begin(layer_inputs)
+        self._inbox.begin(layer_inputs, self._ends_after)
         self.is_computing = True
         try:
             with self.seated():
@@ -249,7 +248,13 @@ def cut_stages(
     _free_modules([*stand_ins.native.values()], kept=set(model.modules()))
     if plan.collects(model):
         record_returns(model, stand_ins.inbox, plan.entry[0], paths)
-    record_sent(model, stand_ins.inbox, plan.sent)
+    record_sent(model, stand_ins.inbox, plan.recorded)
+    ends = {stack.stop: stack.plan.module for stack in plan.stacks(model)[:-1]}
+    for stack in plan.stacks(model):
+        if (carried := stack.plan.carried) is not None:
+            last = {bounds[stage + 1] - 1 for stage in stages}
+            layers = [path for layer, path in enumerate(stack.paths, stack.first) if layer in last]
+            record_carried(model, stand_ins.inbox, layers, carried)
     local = {
         stage: Stage(
             model,
@@ -260,6 +265,7 @@ def cut_stages(
             inbox=stand_ins.inbox,
             seats=stand_ins.seats(roles[stage]),
             borrowed=borrowed[stage],
+            ends_after=ends.get(bounds[stage + 1], ""),
         )
         for stage in sorted(stages)
     }

@@ -75,13 +75,19 @@ class PipelineStageManager:
         """Return the ranks that have any of these stages, each once, ascending."""
         return sorted({self.stage_ranks[stage] for stage in stages})
 
-    def distribute_layers(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
-        """Return the number of layers of each stage; `stage_size` as in `StagePlan.stage_size`."""
-        return self.num_layers_per_stage or assign_layers(num_layers, self.num_stages, stage_size)
+    def distribute_layers(
+        self, num_layers: int, stage_size: StageSize | None = None, *, are_alike: bool = True
+    ) -> list[int]:
+        """Return the number of layers of each stage; arguments as of `assign_layers`."""
+        return self.num_layers_per_stage or assign_layers(
+            num_layers, self.num_stages, stage_size, are_alike=are_alike
+        )
 
-    def bounds(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
-        """Return the first layer of each stage, and the end of the last one."""
-        return layer_bounds(self.distribute_layers(num_layers, stage_size))
+    def bounds(
+        self, num_layers: int, stage_size: StageSize | None = None, *, are_alike: bool = True
+    ) -> list[int]:
+        """Return the first layer of each stage, and the end of the last one; arguments as of `assign_layers`."""
+        return layer_bounds(self.distribute_layers(num_layers, stage_size, are_alike=are_alike))
 
     def get_stage_index(self, layers_per_stage: Sequence[int], stage: int | None = None) -> tuple[int, int]:
         """Return the layers (first, stop) of a stage, by default of this rank's first stage; ColossalAI's name."""
@@ -97,7 +103,9 @@ class PipelineStageManager:
         return self._mesh.subgroup("pp", [sorted(ranks)])
 
 
-def assign_layers(num_layers: int, num_stages: int, stage_size: StageSize | None = None) -> list[int]:
+def assign_layers(
+    num_layers: int, num_stages: int, stage_size: StageSize | None = None, *, are_alike: bool = True
+) -> list[int]:
     """Assign layers to stages: equal counts if they divide, else so that the largest stage is as small as possible.
 
     Of several solutions it takes the most even counts, then fewer layers on the first and last stage, then fewer on
@@ -107,11 +115,12 @@ def assign_layers(num_layers: int, num_stages: int, stage_size: StageSize | None
         num_layers: total number of layers, at least one for each stage.
         num_stages: total number of stages.
         stage_size: size of a stage by its layers; None counts layers.
+        are_alike: False for layers of different sizes, whose counts are not equal even if they divide.
 
     Returns:
         The number of layers of each stage.
     """
-    if num_layers % num_stages == 0:
+    if are_alike and num_layers % num_stages == 0:
         return [num_layers // num_stages] * num_stages
     size = cache(stage_size or (lambda start, stop: stop - start))
     limit = _smallest_largest_stage(num_layers, num_stages, size)

@@ -1,5 +1,12 @@
 """Stand-ins for modules of other stages; see [Note: whole forward] in stage.py.
 
+[Note: sent outputs] A model may read the output of a module before the first layer again: encoder states, features of
+an image. Where it runs a hook records it, Leaving sends its tensors along, and on later stages a Sent returns them.
+
+[Note: carried outputs] A stage sends the input of the next layer, and the next stage returns it as the output of the
+layer before. A model that computes between its layers (Qwen3-VL adds image features there) would do so twice, and what
+a layer passes on besides them would be lost. With `StagePlan.carried` a stage sends all that its last layer returned.
+
 [Note: collecting] The outputs of every earlier layer are sent along with those of the stage's own layers: an earlier
 layer is a Recalled, which returns its received output. So everything that a model or transformers collects from
 layers, by return values or by hooks, is complete on the last stage. transformers registers hooks by the class of
@@ -10,6 +17,7 @@ stages has them all, independent of the stage that runs first.
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from math import nan
 from typing import Any, NamedTuple
@@ -19,11 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from ..cluster.transformers_api import BaseModelOutput
 from .plan import OutputStructure
-
-# The name of the encoder's output in transformers' decoders and their layers.
-ENCODED = "encoder_hidden_states"
 
 
 class StageExit(Exception):
@@ -41,7 +45,9 @@ class Inbox:
         received: the tensors from the previous stage.
         runs: by stand-in of a layer that runs several times, the number of its runs so far.
         returned: by index (0 for the entry), outputs of layers to send on; see [Note: collecting].
-        sent: by path in `StagePlan.sent`, the tensors of the module's output, recorded on the first stage.
+        sent: by path in `StagePlan.sent`, the tensors of the module's output, computed here or received.
+        carried: the tensors of the last layer's output, if the plan has `carried`.
+        ends_after: the path of the encoder, for a stage that ends with it.
     """
 
     def __init__(self) -> None:
@@ -49,19 +55,35 @@ class Inbox:
         self.runs: Counter[nn.Module] = Counter()
         self.returned: dict[int, Tensor] = {}
         self.sent: dict[str, tuple[Tensor, ...]] = {}
+        self.carried: tuple[Tensor, ...] = ()
+        self.ends_after = ""
 
-    def begin(self, received: tuple[Tensor, ...]) -> None:
-        """Start a microbatch, with its received tensors."""
-        self.received = received
+    def begin(self, received: tuple[Tensor, ...], ends_after: str = "") -> None:
+        """Start a microbatch, with its received tensors; see the attributes."""
+        self.received, self.ends_after = received, ends_after
         self.runs.clear()
         self.returned = dict(enumerate(received))
         self.sent.clear()
+        self.carried = ()
 
     def take(self) -> tuple[Tensor, ...]:
         """Return the received tensors; raise AssertionError without any."""
         if not self.received:
             raise AssertionError("a stage after the first was called without a received tensor")
         return self.received
+
+    def record(self, path: str, tensors: tuple[Tensor, ...]) -> None:
+        """Keep the tensors of a module's output in `sent`.
+
+        Raises:
+            ValueError: the module ran before in this microbatch, and there is room for one output.
+        """
+        if path in self.sent:
+            raise ValueError(
+                f"{path} runs twice in a microbatch, for images and for videos for example, and a pipeline sends one "
+                "output of it to the next stage: give microbatches of one kind, or use pp_size=1"
+            )
+        self.sent[path] = tensors
 
 
 class Role(NamedTuple):
@@ -72,7 +94,9 @@ class Role(NamedTuple):
         arity: for a layer: the length of the tuple that it returns, 0 for a tensor (see `StagePlan.arity`).
         stage_runs: for a layer that runs several times: the first run of the stage, and the end of its runs.
         received_index: for a recalled layer or a sent output: the index of its first tensor among the received ones.
-        output: for a sent output: its structure.
+        output: for a sent output: its structure; for an earlier layer, `StagePlan.carried`.
+        sent: for a later layer: the paths of modules whose outputs are sent with its input, and their numbers of
+            tensors. For a sent output: its path alone.
     """
 
     kind: "type[StandIn]"
@@ -80,6 +104,7 @@ class Role(NamedTuple):
     stage_runs: tuple[int, int] = (0, 0)
     received_index: int = 0
     output: OutputStructure | None = None
+    sent: tuple[tuple[str, int], ...] = ()
 
 
 Roles = dict[str, Role]  # by path; modules without a role are the stage's own
@@ -164,7 +189,13 @@ class Outline(StandIn):
         """Return a tensor in the shape of a meta tensor, whose values nothing should read."""
         if not outline.is_floating_point():
             return torch.zeros((), dtype=outline.dtype, device=self.device).expand(outline.shape)
-        return self.inbox.take()[0].detach().new_full((), nan).expand(outline.shape)
+        if self.inbox.received:
+            return self.inbox.received[0].detach().new_full((), nan).expand(outline.shape)
+        dtypes = (tensor.dtype for tensor in self.native.parameters() if tensor.is_floating_point())
+        dtype = next(
+            dtypes, torch.get_default_dtype()
+        )  # of a module that the first stage of an encoder lacks
+        return torch.full((), nan, dtype=dtype, device=self.device).expand(outline.shape)
 
 
 class Passing(StandIn):
@@ -174,6 +205,8 @@ class Passing(StandIn):
         return self._as_layer(self.hidden_states(args, kwargs))
 
     def _as_layer(self, hidden: Tensor) -> Tensor | tuple:
+        if (carried := self.role.output) is not None:
+            return carried.filled([hidden] * carried.num_tensors)
         return (hidden, *(None,) * (self.role.arity - 1)) if self.role.arity else hidden
 
 
@@ -211,40 +244,33 @@ class Leaving(StandIn):
     """Stand-in for the layer after the stage's last: leaves the forward with its input and the sent outputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        recorded = [tensor for tensors in self.inbox.sent.values() for tensor in tensors]
-        sent = recorded or self.inbox.received[1:]  # the first stage records them, later ones pass them on
-        raise StageExit((self.hidden_states(args, kwargs), *sent))
+        tensors = [*(self.inbox.carried or (self.hidden_states(args, kwargs),))]
+        for path, num_tensors in self.role.sent:  # nothing, of a module that did not run: there is no image
+            tensors += self.inbox.sent.get(path, [tensors[0].new_empty(0)] * num_tensors)
+        raise StageExit(tuple(tensors))
+
+
+class LeavingEmpty(StandIn):
+    """Stand-in for the decoder's list of layers, on a stage of the encoder, which did not run: leaves with nothing."""
+
+    def _leave(self, *_: Any, **__: Any) -> Any:
+        raise StageExit(())
+
+    forward = _leave
+    __iter__ = __getitem__ = _leave
 
 
 class Sent(StandIn):
-    """Stand-in for a module before the first layer: returns its received output."""
+    """Stand-in for a module before the stage's first layer: returns its received output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first, output = self.role.received_index, self.role.output
         assert output is not None
-        received = self.inbox.take()[first : first + output.num_tensors]
-        return output.filled([tensor.clone() for tensor in received])  # the model may change it in place
-
-
-class LeavingEncoder(StandIn):
-    """Stand-in for the decoder, on a stage that ends with the encoder's last layer: sends the encoder's output."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageExit((_encoder_output(self.native, args, kwargs),))
-
-
-class LeavingDecoder(StandIn):
-    """Stand-in for the decoder's layer after the stage's last: sends its input and the encoder's output."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageExit((self.hidden_states(args, kwargs), _encoder_output(self.native, args, kwargs)))
-
-
-class Encoded(StandIn):
-    """Stand-in for the encoder, on the stages after its last layer: returns its output, the last received tensor."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
-        return BaseModelOutput(last_hidden_state=self.inbox.take()[-1])
+        # Copies: the model may change them in place.
+        tensors = tuple(tensor.clone() for tensor in self.inbox.take()[first : first + output.num_tensors])
+        for path, _ in self.role.sent:
+            self.inbox.record(path, tensors)
+        return output.filled(tensors)
 
 
 class Absent(StandIn):
@@ -291,18 +317,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
     """Return a tensor of this shape on the meta device, in float32 for all floating-point formats."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-
-def _encoder_output(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the encoder's output from the arguments of a call of this module."""
-    arguments = inspect.signature(native.forward).bind(*args, **kwargs).arguments
-    encoded = {**arguments, **kwargs}.get(ENCODED)
-    if encoded is None:
-        raise ValueError(
-            f"{type(native).__name__} was called without {ENCODED}, which a pipeline sends from the encoder's stages "
-            "to the decoder's: call a model of an encoder and a decoder, or use pp_size=1"
-        )
-    return encoded
 
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -363,26 +377,40 @@ def record_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[
 def record_sent(model: nn.Module, inbox: Inbox, outputs: Mapping[str, OutputStructure]) -> None:
     """Register hooks that record outputs of modules in `inbox.sent`, on the rank that has these modules.
 
+    A stage that ends with one of them leaves the forward there.
+
     Args:
         model: the cut model.
         inbox: receives the outputs.
-        outputs: by path of a module, the structure of its output: `StagePlan.sent`.
+        outputs: by path of a module, the structure of its output: `StagePlan.sent` and `StagePlan.returned`.
     """
+
+    def record(module: nn.Module, args: tuple, output: Any, *, path: str) -> None:
+        inbox.record(path, outputs[path].tensors(output, path))
+        if path == inbox.ends_after:
+            raise StageExit(inbox.sent[path])
+
     for path in outputs:
         module = model.get_submodule(path)
         if not isinstance(module, StandIn):
-            module.register_forward_hook(_sent_recorder(inbox, path, outputs))
+            module.register_forward_hook(partial(record, path=path))
 
 
-def _sent_recorder(inbox: Inbox, path: str, outputs: Mapping[str, OutputStructure]) -> Any:
-    """Return a forward hook that records the tensors of a module's output in `Inbox.sent`."""
+def record_carried(model: nn.Module, inbox: Inbox, paths: Sequence[str], carried: OutputStructure) -> None:
+    """Register hooks that record the outputs of layers in `inbox.carried`.
 
-    def record(module: nn.Module, args: tuple, output: Any) -> None:
-        inbox.sent[path] = outputs[path].tensors(output)
-        if len(inbox.sent) == len(outputs):  # in the order of the plan, whichever module ran first
-            inbox.sent = {name: inbox.sent[name] for name in outputs}
+    Args:
+        model: the cut model.
+        inbox: receives the outputs.
+        paths: of the last layer of each stage of this rank.
+        carried: `StagePlan.carried`.
+    """
 
-    return record
+    def record(module: nn.Module, args: tuple, output: Any, *, path: str) -> None:
+        inbox.carried = carried.tensors(output, path)
+
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(partial(record, path=path))
 
 
 def _return_recorder(inbox: Inbox, index: int) -> Any:

@@ -196,7 +196,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "drawing a timeline needs matplotlib, which is not installed: pip install 'echelon[plot]'"
+            "a picture needs matplotlib, which is not installed: pip install 'echelon[plot]'"
         ) from error
 
 

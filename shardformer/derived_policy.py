@@ -91,6 +91,10 @@ class DerivedPolicy(TablePolicy):
         """The small copy of the full model, on which stages and splits are tried. Made within `apart`."""
         return in_double(copy_of(self._full_model))
 
+    def _stacks(self) -> list[str]:
+        """Return the paths of the lists of layers that the table describes; the stages may be of other lists, too."""
+        return super().stage_plan().list_paths(self.model) if isinstance(self.table.stage, StagePlan) else []
+
     @property
     def _may_have_stages(self) -> bool:
         """True if the config has several stages, or before it is set."""

@@ -202,7 +202,11 @@ class Policy(ABC):
         assert plan is not None and manager is not None
         if bounds_of_cut := next(iter(local_stages(self.model).values())).bounds:
             return bounds_of_cut
-        return manager.bounds(plan.num_layers(self.model), plan.stage_size(self.model))
+        return manager.bounds(
+            plan.num_layers(self.model),
+            plan.stage_size(self.model),
+            are_alike=plan.has_like_layers(self.model),
+        )
 
     def get_held_layers(self) -> list[nn.Module]:
         """Return the modules of this rank's stages: their layers, and the modules before the first layer.

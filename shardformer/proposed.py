@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cluster.transformers_api import Conv1D
 from ..derive.build import Copy
-from ..derive.stages import Call, calls_of, layers_of_stack, sizes_of
+from ..derive.stages import Call, calls_of, sizes_of, stacks_of
 from .derived import plain_table, region_dropout
 from .layer_split import widths
 from .tables.heads import HeadOrder
@@ -98,7 +98,7 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
         ValueError: no list of layers runs in order, or no split gives the numbers of one process; says how they differ.
     """
     calls = calls_of(copy)
-    stack, _ = layers_of_stack(copy.model, calls, sizes_of(model))
+    stack = next(iter(stacks_of(copy.model, calls, sizes_of(model))))
     # By the path of the row-parallel layer, which is mostly the same in all layers of the model.
     pairs: dict[str, _Pair] = {}
     for name, layer in copy.model.get_submodule(stack).named_children():

@@ -144,6 +144,7 @@ def _leave_group() -> None:
     else:  # it was not joined: torch counts it nevertheless, and would expect another name for the next one
         distributed_c10d._world.group_count = 0
     gc.collect()  # connections close with the last reference to their group
+    gc.freeze()  # what is left stays, most of it modules: the next collection need not visit it
 
 
 def _restore(environment: dict[str, str]) -> None:

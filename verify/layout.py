@@ -132,6 +132,7 @@ class Training:
             1 makes microbatches of unequal size.
         criterion: of outputs and microbatch, the loss or (loss_sum, weight).
         optimizer: "adamw", "adafactor", or "muon" for hidden matrices beside AdamW for other parameters.
+        num_batches: the number of different batches, which the steps take in turn; None if all are different.
     """
 
     vector_rate: float = LEARNING_RATE
@@ -140,6 +141,7 @@ class Training:
     extra_samples: tuple[int, ...] = (1,)
     criterion: Criterion = loss_of
     optimizer: str = "adamw"
+    num_batches: int | None = None
 
     def freeze(self, model: nn.Module) -> None:
         """Disable the gradients of frozen parameters."""

@@ -114,6 +114,8 @@ def parity(
 
 def drawn_batches(choice: ModelChoice, layout: Layout, training: Training, step: int, seed: int) -> Batches:
     """Return the batch of each replica in a step, counted from 0."""
+    if training.num_batches is not None:
+        step %= training.num_batches
     return [
         make_batch(
             choice,

@@ -2,8 +2,14 @@
 
 from dataclasses import replace
 
-from ...pipeline.plan import StagePlan
+import torch
+
+from ...cluster.transformers_api import BaseModelOutput
+from ...pipeline.plan import OutputStructure, StagePlan
 from .table import RegionDropout, Table
+
+# The output of an encoder.
+_STATES = OutputStructure.of(BaseModelOutput(last_hidden_state=torch.empty(0)))
 
 # Whisper: convolutions before an encoder, and a decoder with cross attention.
 _WHISPER_CROSS = "encoder_attn"
@@ -14,8 +20,10 @@ WHISPER = Table(
         module="decoder",
         layers="decoder.layers",
         entry=("decoder.embed_tokens", "decoder.embed_positions"),
+        sent={"encoder": _STATES},
         encoder=StagePlan(
             module="encoder",
+            returned=_STATES,
             layers="encoder.layers",
             entry=("encoder.conv1", "encoder.conv2", "encoder.embed_positions"),
             derives_entry_shapes=True,
@@ -48,8 +56,10 @@ def _bart_stage(*entry: str) -> StagePlan:
         module="decoder",
         layers="decoder.layers",
         entry=tuple(f"decoder.{name}" for name in entry),
+        sent={"encoder": _STATES},
         encoder=StagePlan(
             module="encoder",
+            returned=_STATES,
             layers="encoder.layers",
             entry=("shared", *(f"encoder.{name}" for name in entry)),
         ),
@@ -84,6 +94,7 @@ _T5_REPEATED = {_T5_BIAS: "layer.0.SelfAttention.has_relative_attention_bias"}
 
 _T5_ENCODER = StagePlan(
     module="encoder",
+    returned=_STATES,
     layers="encoder.block",
     entry=("shared", "encoder.embed_tokens"),
     arity=3,
@@ -93,6 +104,7 @@ _T5_STAGE = StagePlan(
     module="decoder",
     layers="decoder.block",
     entry=("decoder.embed_tokens",),
+    sent={"encoder": _STATES},
     arity=3,
     repeated=_T5_REPEATED,
     encoder=_T5_ENCODER,

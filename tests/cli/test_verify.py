@@ -3,6 +3,8 @@
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -81,6 +83,30 @@ def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
     status, output = call(*arguments)
     assert status == 0, output
     return found[0]
+
+
+def test_few_batches_are_taken_in_turn_and_both_curves_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(command, "draw_curves", lambda *arguments: drawn.append(arguments))
+    picture = tmp_path / "curves.svg"
+    arguments = ("--tp", "2", "--batches", "2", "--steps", "3", "--plot", str(picture))
+    relay = relay_of(monkeypatch, *arguments)
+    assert drawn == [(picture, [2.0], {"tp2·fp32": [2.0]})]
+    first, second, third = ([batch["input_ids"].tolist() for batch in step] for step in relay.batches(0))
+    assert first == third != second
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(tmp_path: Path) -> None:
+    status, output = call("--batches", "0", "--plot", str(tmp_path / "nowhere" / "curves.jpg"))
+    assert status == 2
+    for words in (
+        "batches=0 must be at least 1",
+        "must end in one of .pdf, .png, .svg",
+        "there is no folder",
+    ):
+        assert words in output
 
 
 def test_further_parts_inherit_precision_microbatches_and_steps(

@@ -17,6 +17,8 @@ _KEPT = {
         "type",
         "stages",
         "layers",
+        "encoder",
+        "carried",
         "entry",
         "leading",
         "everywhere",
@@ -155,10 +157,19 @@ def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str
         "",
         *_table(["family", "table", "derived", "refused", "%"], cells),
         "",
+        f"{_count(known, 'encoder')} of the derived have stages of two lists of layers, as of a vision model and a",
+        f"language model. In {_count(known, 'carried')} more than hidden states is sent, or the model computes",
+        "between its layers.",
+        "",
         "Refused, with what departs:",
         "",
         *refused,
     ]
+
+
+def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Return the number of rows that have a value of this name."""
+    return sum(name in row for row in rows)
 
 
 def _reason(row: Mapping[str, Any]) -> str:

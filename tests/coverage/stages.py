@@ -46,6 +46,8 @@ def staged(model_type: str) -> dict[str, Any]:
         seconds = round(time.process_time() - started, 1)
     names = ("entry", "leading", "everywhere", "sent")
     around = {each: [*getattr(plan, each)] for each in names if getattr(plan, each)}
+    around |= {"encoder": plan.encoder.layers} if plan.encoder else {}
+    around |= {"carried": plan.carried.num_tensors} if plan.carried else {}
     return {"stages": "derived", "layers": plan.layers, "arity": plan.arity, "seconds": seconds, **around}
 
 

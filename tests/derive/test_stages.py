@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from echelon.derive.build import small_copy
 from echelon.derive.plans import stage_plan_of
 from echelon.derive.stages import departure, derived_plan
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.plan import OutputStructure, StagePlan
+from echelon.pipeline.stand_ins import Inbox
 from echelon.shardformer import Table
 from echelon.shardformer.tables.table import table_for
 
@@ -58,6 +60,69 @@ def test_types_without_a_table_have_a_plan(
 ) -> None:
     plan = stage_plan_of(small_model(model_type))
     assert (plan.layers, plan.everywhere, (*plan.sent,)) == (layers, everywhere, sent)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "sent", "num_carried"),
+    [
+        # Features from layers of the vision model are added between layers of the language model.
+        pytest.param("qwen3_vl", ("model.visual",), 1, marks=pytest.mark.slow),
+        pytest.param("lilt", (), 2, marks=pytest.mark.slow),  # hidden states of text and of layout
+        ("openai-gpt", (), 1),  # layers return lists
+    ],
+)
+def test_outputs_of_layers_travel_where_hidden_states_alone_depart(
+    model_type: str, sent: tuple[str, ...], num_carried: int
+) -> None:
+    plan = stage_plan_of(small_model(model_type))
+    assert plan.carried is not None
+    assert ((*plan.sent,), plan.carried.num_tensors) == (sent, num_carried)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "encoder", "layers", "read_later"),
+    [
+        ("qwen2_5_vl", "model.visual.blocks", "model.language_model.layers", True),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("m2m_100", "model.encoder.layers", "model.decoder.layers", True),
+                ("paligemma", "model.vision_tower.encoder.layers", "model.language_model.layers", False),
+            )
+        ),
+    ],
+)
+def test_two_lists_of_layers_in_order_are_cut_and_texts_without_images_pass(
+    model_type: str, encoder: str, layers: str, read_later: bool
+) -> None:
+    copy = copy_of(model_type)
+    plan = stage_plan_of(copy.model)
+    assert plan.encoder is not None
+    assert (plan.encoder.layers, plan.layers) == (encoder, layers)
+    assert (plan.encoder.module in plan.sent) == read_later  # otherwise its output goes to one stage only
+    images = {"pixel_values", "image_grid_thw"}
+    text = {name: value for name, value in copy.batch.items() if name not in images}
+    if "input_ids" in text and len(text) < len(copy.batch):
+        text["input_ids"] = torch.full_like(text["input_ids"], 5)
+        assert (
+            departure(replace(copy, batch=text), plan) == "no gradient comes back to layer 3"
+        )  # of the images
+
+
+def test_a_module_that_runs_twice_in_a_microbatch_is_refused() -> None:
+    inbox = Inbox()
+    inbox.record("visual", (torch.ones(1),))
+    with pytest.raises(ValueError, match="visual runs twice in a microbatch, for images and for videos"):
+        inbox.record("visual", (torch.ones(1),))
+
+
+def test_a_module_that_returns_another_structure_than_the_copy_is_refused() -> None:
+    structure = OutputStructure.of((torch.ones(2), [torch.ones(3)]))
+    assert len(structure.tensors((torch.zeros(4), [torch.zeros(1)]), "visual")) == 2
+    with pytest.raises(ValueError, match="visual returns another structure than its pipeline stages expect"):
+        structure.tensors((torch.ones(2), [torch.ones(3), torch.ones(3)]), "visual")
 
 
 def derived(kind: type[nn.Module], **settings: Any) -> StagePlan:

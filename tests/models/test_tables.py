@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.plan import OutputStructure, StagePlan
 from echelon.shardformer import policy_for, table_for
 from echelon.shardformer.derived import derived_table
 from echelon.shardformer.layers.region import LocalCount
@@ -50,8 +50,11 @@ def test_modules_around_the_layers_are_on_every_stage_and_counted_on_each() -> N
     assert plan.stages_of(model, "shared_image_embedding.positional_embedding", [0, 1, 4]) == [0, 1]
     assert plan.stages_of(model, "vision_encoder.patch_embed.projection.weight", [0, 1, 4]) == [0]
     assert plan.stages_of(model, "vision_encoder.neck.conv1.weight", [0, 1, 4]) == [1]
-    encoder = StagePlan(layers="encoder.layers", module="encoder", entry=())
-    both = StagePlan(layers="decoder.layers", module="decoder", entry=(), encoder=encoder)
+    output = OutputStructure.of(torch.zeros(1))
+    encoder = StagePlan(layers="encoder.layers", module="encoder", entry=(), returned=output)
+    both = StagePlan(
+        layers="decoder.layers", module="decoder", entry=(), leading=("encoder",), encoder=encoder
+    )
     assert both.layers_of(Twins(), "encoder.scale") == [0, 1]
     assert both.layers_of(Twins(), "scale") == [0, 1, 2]
 

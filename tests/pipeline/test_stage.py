@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.plan import OutputStructure, StagePlan
 from echelon.pipeline.stage import Stage, cut_stages, local_stages
 from echelon.pipeline.stand_ins import Absent, Inbox, Role
 from echelon.verify.batch import make_batch
@@ -223,15 +223,23 @@ def test_layers_of_another_stage_refuse_to_run_with_the_reason(use: Any) -> None
         use(layers)
 
 
-ENCODER = StagePlan(layers="encoder.layers", entry=("shared",), module="encoder")
+STATES = OutputStructure.of(torch.empty(0))
+ENCODER = StagePlan(layers="encoder.layers", entry=("shared",), module="encoder", returned=STATES)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(encoder=replace(ENCODER, module="")), "needs a module for each of them"),
-        (dict(encoder=ENCODER, applied="count"), "run once each: leave applied out"),
-        (dict(encoder=replace(ENCODER, applied="count")), "run once each: leave applied out"),
+        (dict(encoder=replace(ENCODER, module="")), "needs the module whose call runs its layers"),
+        (dict(encoder=ENCODER), "name the module in sent or leading"),
+        (
+            dict(encoder=ENCODER, sent={"encoder": STATES}, applied="count"),
+            "run once each: leave applied out",
+        ),
+        (
+            dict(encoder=replace(ENCODER, applied="count"), sent={"encoder": STATES}),
+            "run once each: leave applied out",
+        ),
         (dict(applied="count", collecting=("fpn",)), "one stack of layers that run once, after one entry"),
     ],
 )
@@ -247,6 +255,7 @@ def test_names_of_a_plan_that_match_nothing_are_reported() -> None:
         module="decoders",
         repeated={"layer.0.bias": "layer.0.has_bias"},
         encoder=ENCODER,
+        sent={"encoder": STATES},
     )
     errors = "\n".join(plan.path_errors(T5.build_on_meta()))
     assert "names 'decoders'" in errors and "names 'encoder.layers'" in errors

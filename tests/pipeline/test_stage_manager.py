@@ -59,6 +59,11 @@ def test_divisible_layers_are_distributed_evenly_and_extra_ones_go_to_the_middle
     assert layer_bounds([2, 3, 2]) == [0, 2, 5, 7]
 
 
+def test_layers_of_different_sizes_are_not_distributed_evenly() -> None:
+    sizes = [1, 1, 1, 1, 10, 10, 10, 10]  # of a vision and a language model
+    assert assign_layers(8, 2, lambda start, stop: sum(sizes[start:stop]), are_alike=False) == [6, 2]
+
+
 def test_layers_of_a_long_model_with_a_large_embedding_are_distributed() -> None:
     weights = [50, *[1] * 125, 50]
     counts = assign_layers(127, 32, by_weights(weights))

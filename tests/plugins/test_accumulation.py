@@ -213,8 +213,14 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "overlaps"),
+    [
+        (0, False),
+        (2, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (2, False))),
+    ],
+)
 def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int, *, overlaps: bool) -> None:
     """As in plain torch, leftovers of a step without `zero_grad` count as well."""
     for alone, *mixed in pool.run(2, norms_of_mixtures, stage, overlaps=overlaps):

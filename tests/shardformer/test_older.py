@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.plan import OutputStructure, StagePlan
 from echelon.shardformer import Table
 from echelon.shardformer.table_policy import TablePolicy, table_as_installed
 from echelon.shardformer.tables.decoders import GPT2
@@ -51,8 +52,10 @@ def test_a_layer_returns_what_its_code_says(given: int, layer: type[nn.Module], 
 
 
 def test_the_layers_of_an_encoder_are_read_too() -> None:
-    stage = StagePlan(layers="decoder.layers", entry=(), module="decoder")
-    encoder = replace(stage, layers="encoder.layers", module="encoder")
+    stage = StagePlan(layers="decoder.layers", entry=(), module="decoder", leading=("encoder",))
+    encoder = StagePlan(
+        layers="encoder.layers", entry=(), module="encoder", returned=OutputStructure.of(torch.zeros(1))
+    )
     model = model_of(OfTensors(), "decoder.layers")
     model.encoder = model_of(OfTuples(), "encoder.layers").encoder
     found = as_installed(Table(stage=replace(stage, encoder=encoder), divisible=()), model).stage

@@ -1,7 +1,9 @@
-"""Plot of loss curves that should be equal, and of their differences, for curves.py."""
+"""Plot of loss curves that should be equal, and of their differences."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from ..pipeline.timeline import require_matplotlib
 
 # The colours of the pipeline's pictures, which stay distinct in the three kinds of colour blindness.
 _COLOURS = ("#1f4db8", "#db541f", "#914799")
@@ -11,7 +13,12 @@ _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 8.5
 
 
 def draw_curves(
-    path: Path, reference: Sequence[float], curves: Mapping[str, Sequence[float]], *, level: tuple[str, float]
+    path: Path,
+    reference: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    *,
+    level: tuple[str, float] | None = None,
+    unit: str = "loss",
 ) -> None:
     """Draw the losses by step, and below them their relative differences from the reference.
 
@@ -20,28 +27,29 @@ def draw_curves(
         reference: drawn as a broad line below the others.
         curves: losses by name.
         level: a name and a loss, drawn as a horizontal line.
+        unit: label of the losses.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     steps = range(1, len(reference) + 1)
     with rc_context(_SETTINGS):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         upper.plot(steps, reference, color="#cccccc", linewidth=5, label="plain torch, one process")
-        upper.axhline(level[1], linestyle="-.", linewidth=0.8, color="#666666", label=level[0])
+        if level is not None:
+            upper.axhline(level[1], linestyle="-.", linewidth=0.8, color="#666666", label=level[0])
         for (name, losses), colour, dash in zip(curves.items(), _COLOURS, _DASHES, strict=False):
             away = [abs(one - other) / other for one, other in zip(losses, reference, strict=True)]
             upper.plot(
                 steps, losses, dash, color=colour, linewidth=1.2, label=f"{name}, at most {max(away):.0e} off"
             )
             lower.plot(steps, away, ".", color=colour, markersize=2.5)
-        upper.set_ylabel("loss (nats per token)")
+        upper.set_ylabel(unit)
         upper.legend(frameon=False)
         lower.set(xlabel="step", ylabel="relative difference\n(0 is not shown)", yscale="log")
         for axes in (upper, lower):
