@@ -30,11 +30,11 @@ def stage_plan_of(model: nn.Module) -> StagePlan:
         ValueError: it has no config, no small copy trains, or the stages depart from the whole copy.
     """
     with apart():
-        return derived_plan(copy_of(model), model)
+        return derived_plan(in_double(copy_of(model)), model)
 
 
 def copy_of(model: nn.Module) -> Copy:
-    """Return a small copy of a user's model, in float64 if it can.
+    """Return a small copy of a user's model.
 
     Raises:
         ValueError: it has no config, or no small copy trains.
@@ -44,7 +44,7 @@ def copy_of(model: nn.Module) -> Copy:
         raise ValueError(
             f"a {kind.__name__} has no config of transformers, from which a small copy could be built"
         )
-    return in_double(small_copy(kind, config, task_of(kind)))
+    return small_copy(kind, config, task_of(kind))
 
 
 @contextmanager

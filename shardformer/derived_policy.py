@@ -5,6 +5,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..derive.build import Copy
+from ..derive.double import in_double
 from ..derive.plans import apart, copy_of
 from ..derive.stages import derived_plan
 from ..pipeline.plan import StagePlan
@@ -88,7 +89,7 @@ class DerivedPolicy(TablePolicy):
     @cached_property
     def _copy(self) -> Copy:
         """The small copy of the full model, on which stages and splits are tried. Made within `apart`."""
-        return copy_of(self._full_model)
+        return in_double(copy_of(self._full_model))
 
     def _stacks(self) -> list[str]:
         """Return the paths of the lists of layers that the table describes; the stages may be of other lists, too."""

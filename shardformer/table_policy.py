@@ -15,7 +15,7 @@ from ..pipeline.plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layers.forward_code import only_scales_result, returns_tuple
+from .layers.forward_code import returns_tuple
 from .layers.loss import reads_weights, route_loss
 from .layers.region import CommonInput, SplitParameter
 from .layers.sequence_axis import axis_of
@@ -301,8 +301,8 @@ class TablePolicy(Policy):
                 f"the forward of this {type(self.model).__name__} reads a weight itself (a fused loss does), "
                 "but the head's weight is sharded: use transformers' own forward, or tp_size=1"
             )
-        if only_scales_result(self.model, name) and not self.shard_config.fused.takes_loss(self.model):
-            route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
+        if not self.shard_config.fused.takes_loss(self.model):
+            route_loss(self.model, name, parallel_output=self.shard_config.parallel_output)
 
     def _pipelined_part(self) -> PartStages:
         """Return the part whose layers become pipeline stages: the first in the table that this class of model has."""

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from ...cluster.collectives import begin_gather, copy_to, once_differentiable
 from ...cluster.device import is_cuda
+from ...derive.logits import LogitsUse
 from .deferred_linear import DeferrableLinear
 from .embedding import VocabParallelLMHead1D, VocabRange
-from .forward_code import only_scales_result
-from .loss import ShardedLogits, has_causal_loss, require_labels, route_causal_loss
+from .loss import ShardedLogits, causal_logits_use, require_labels, route_causal_loss
 from .parallel_module import native_errors
 
 # From hidden_CH and labels_C to the sum of a chunk's losses in float32 and the gradient of its logits, (C, P) in the
@@ -336,14 +336,15 @@ def _chunked_sum(
 def chunked_loss_errors(model: nn.Module) -> list[str]:
     """Return the reasons why a model's loss cannot be rerouted to the inputs of its head; empty if it can."""
     subject, instead = f"the loss of {type(model).__name__}", "leave enable_fused_loss out"
-    if not isinstance(model, PreTrainedModel) or not has_causal_loss(model):
-        return [f"{subject} is not transformers' causal loss in transformers' own forward: {instead}"]
-    head: Any = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     path = next((name for name, module in model.named_modules() if module is head), None)
-    if path is None or native_errors(head, nn.Linear, DeferrableLinear, VocabParallelLMHead1D):
+    use = LogitsUse.OTHER if path is None else causal_logits_use(model, path)
+    if use is LogitsUse.OTHER:
+        return [f"{subject} is not transformers' causal loss alone, in transformers' own forward: {instead}"]
+    if native_errors(head, nn.Linear, DeferrableLinear, VocabParallelLMHead1D):
         return [f"{subject} is computed by a {type(head).__name__} head, not a plain nn.Linear: {instead}"]
-    if not only_scales_result(model, path, require_unscaled=True):
-        return [f"{subject} needs the logits, which its forward scales, caps or uses otherwise: {instead}"]
+    if use is LogitsUse.SCALED:
+        return [f"{subject} needs the logits, which its forward scales, caps or converts: {instead}"]
     return []
 
 

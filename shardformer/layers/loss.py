@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from ...cluster.collectives import all_reduce, once_differentiable
 from ...cluster.transformers_api import ForCausalLMLoss
+from ...derive.logits import LogitsUse, use_of_logits
 from ...pipeline.counted_loss import divide_by_count
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .parallel_module import require_all
@@ -156,7 +157,7 @@ class LossSum(Protocol):
     ) -> Tensor: ...
 
 
-def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output: bool) -> None:
+def route_loss(model: nn.Module, head_path: str, *, parallel_output: bool) -> None:
     """Compute the loss of a model with a sharded head without gathering the logits, where possible.
 
     If a transformers model computes its causal loss through `model.loss_function`, that function is replaced by one for
@@ -165,10 +166,11 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
 
     Args:
         model: a transformers model.
-        head: its head, already sharded.
+        head_path: path of its head, already sharded.
         parallel_output: leave `outputs.logits` sharded (as `VocabParallelLogits`) after training calls with labels.
     """
-    if has_causal_loss(model):
+    if causal_logits_use(model, head_path) is not LogitsUse.OTHER:
+        head: Any = model.get_submodule(head_path)
         route_causal_loss(
             model,
             (head, "gather_output"),
@@ -302,31 +304,29 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def has_causal_loss(model: nn.Module) -> bool:
-    """Return True if a model's forward uses logits only for transformers' own causal loss.
+def causal_logits_use(model: nn.Module, head: str) -> LogitsUse:
+    """Return how a model's forward uses the logits, if for the rest only transformers' own causal loss does.
 
-    Detected from its code: a forward of transformers that reads an unmodified `self.loss_function`. Another forward may
-    use the logits otherwise, and gets all of them.
+    OTHER for a forward that is not transformers' own, and for another loss. Traced, see `use_of_logits`.
+
+    Args:
+        model: the model.
+        head: path of its head.
     """
-    return (
+    is_plain = (
         getattr(_forward(model), "__module__", "").startswith("transformers.")
-        and "loss_function" in _names_read(model)
         and getattr(model, "loss_function", None) is ForCausalLMLoss
     )
+    return use_of_logits(model, head) if is_plain else LogitsUse.OTHER
 
 
 def reads_weights(model: nn.Module) -> bool:
     """Return True if the model's own forward reads a weight instead of calling its module."""
-    return "weight" in _names_read(model)
+    code = getattr(_forward(model), "__code__", None)
+    return code is not None and "weight" in code.co_names
 
 
 def _forward(model: nn.Module) -> Any:
     """Return the function of a model's forward, without decorators."""
     unwrapped: Any = inspect.unwrap(model.forward)
     return getattr(unwrapped, "__func__", unwrapped)
-
-
-def _names_read(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of globals and attributes in a model's forward; empty if it has no Python code."""
-    code = getattr(_forward(model), "__code__", None)
-    return code.co_names if code is not None else ()

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...cluster.collectives import all_reduce, paired
+from ...derive.logits import LogitsUse
 from ...pipeline.counted_loss import unobserved
 from ...pipeline.plan import StagePlan, is_within
-from ..layers.forward_code import is_by_position, is_by_position_after_loops, only_scales_result
-from ..layers.loss import ShardedLogits, has_causal_loss, has_labels, route_causal_loss
+from ..layers.forward_code import is_by_position, is_by_position_after_loops
+from ..layers.loss import ShardedLogits, causal_logits_use, has_labels, route_causal_loss
 from ..layers.sequence_axis import SequenceAxis, gather_sequence, times_num_ranks
 
 
@@ -50,7 +51,7 @@ def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
         plan: the paths of its layers.
         head: the path of its language-model head, or None.
     """
-    if head is None or not has_causal_loss(model) or not only_scales_result(model, head):
+    if head is None or causal_logits_use(model, head) is LogitsUse.OTHER:
         return False
     exempt_paths = [*plan.kept_paths(model), head]
     after_layers = [

@@ -202,8 +202,8 @@ def test_a_label_outside_the_vocabulary_is_named() -> None:
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
-        (ModelChoice(model_type="gemma2"), "scales, caps or uses otherwise"),
-        (ModelChoice(model_type="cohere"), "scales, caps or uses otherwise"),
+        (ModelChoice(model_type="gemma2"), "scales, caps or converts"),
+        (ModelChoice(model_type="cohere"), "scales, caps or converts"),
         (ModelChoice(model_type="bert"), "is not transformers' causal loss"),
         (ModelChoice(model_type="t5"), "is not transformers' causal loss"),
     ],
