@@ -171,7 +171,8 @@ PRETRAINING, QUESTION = (ModelChoice(model_type="bert", head=head) for head in (
 AUXILIARY = ModelChoice(model_type="mixtral", settings=(("output_router_logits", True),))
 # A row is quick if no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, options
 # of ZeRO, models without a table, models with experts or latent attention, the loss in chunks, modules that are
-# recomputed by name, with inputs offloaded to the host, losses of several terms.
+# recomputed by name, with inputs offloaded to the host, losses of several terms, sequences where a rank has an encoder
+# alone.
 QUICK_ROWS = (
     (TIED_LLAMA, ALL_AXES),
     (ModelChoice(model_type="qwen2"), Layout(tp=4)),
@@ -183,6 +184,7 @@ QUICK_ROWS = (
     (LLAMA, Layout(tp=2, pp=2, recompute=0.5, recompute_modules=("mlp",), options=OFFLOAD)),
     (PRETRAINING, Layout(pp=2, dp=2, zero=2, precision="fp16", schedule="zbh1")),
     (AUXILIARY, Layout(tp=2, dp=2, zero=1)),
+    (TWO_LAYERS, Layout(tp=2, pp=2, sequence="split_gather")),
 )
 LAYOUT_ROWS = (
     *product(
