@@ -45,7 +45,7 @@ def common_parser(description: str) -> argparse.ArgumentParser:
 def add_max_norm(parser: argparse.ArgumentParser) -> None:
     """Add the argument of scripts whose contenders all clip their gradients."""
     parser.add_argument(
-        "--max_norm", type=float, default=1.0, help="clip gradients to this norm; 0: do not, and read no norm"
+        "--max_norm", type=float, default=1.0, help="clip gradients to this norm; 0: do not clip"
     )
 
 

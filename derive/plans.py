@@ -17,7 +17,7 @@ from .stages import derived_plan
 from .tasks import task_of
 
 
-def stage_plan_of(model: nn.Module) -> StagePlan:
+def stage_plan_of(model: nn.Module, copy: Copy | None = None) -> StagePlan:
     """Return the stage plan of a transformers model; see [Note: derived stages].
 
     Equal models give equal plans on every rank: the copy has fixed seeds. The random state, the default device and
@@ -25,12 +25,13 @@ def stage_plan_of(model: nn.Module) -> StagePlan:
 
     Args:
         model: the full model, not yet cut; may be on the meta device.
+        copy: its small copy by `copy_of`, in float64; None makes it.
 
     Raises:
         ValueError: it has no config, no small copy trains, or the stages depart from the whole copy.
     """
     with apart():
-        return derived_plan(in_double(copy_of(model)), model)
+        return derived_plan(copy or in_double(copy_of(model)), model)
 
 
 def copy_of(model: nn.Module) -> Copy:

@@ -34,9 +34,8 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
     roles: Roles = {}
     stacks = plan.stacks(model)
     for stack in stacks:
-        if (
-            stop <= stack.first
-        ):  # nothing reads the modules before its layers, which may run before the encoder
+        if stop <= stack.first:
+            # Nothing reads the modules before its layers, which may run before the encoder.
             before = [name for name in stack.plan.before if name != stacks[0].plan.module]
             roles |= dict.fromkeys(_members(model, before), Role(Outline))
             roles |= dict.fromkeys(stack.plan.list_paths(model), Role(LeavingEmpty))

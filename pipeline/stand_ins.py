@@ -191,10 +191,9 @@ class Outline(StandIn):
             return torch.zeros((), dtype=outline.dtype, device=self.device).expand(outline.shape)
         if self.inbox.received:
             return self.inbox.received[0].detach().new_full((), nan).expand(outline.shape)
+        # Of a module that the first stage of an encoder lacks.
         dtypes = (tensor.dtype for tensor in self.native.parameters() if tensor.is_floating_point())
-        dtype = next(
-            dtypes, torch.get_default_dtype()
-        )  # of a module that the first stage of an encoder lacks
+        dtype = next(dtypes, torch.get_default_dtype())
         return torch.full((), nan, dtype=dtype, device=self.device).expand(outline.shape)
 
 

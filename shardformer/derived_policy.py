@@ -6,8 +6,7 @@ from typing import Any
 
 from ..derive.build import Copy
 from ..derive.double import in_double
-from ..derive.plans import apart, copy_of
-from ..derive.stages import derived_plan
+from ..derive.plans import apart, copy_of, stage_plan_of
 from ..pipeline.plan import StagePlan
 from .derived import derived_table
 from .proposed import proposed_table
@@ -88,8 +87,9 @@ class DerivedPolicy(TablePolicy):
 
     @cached_property
     def _copy(self) -> Copy:
-        """The small copy of the full model, on which stages and splits are tried. Made within `apart`."""
-        return in_double(copy_of(self._full_model))
+        """The small copy of the full model, on which stages and splits are tried."""
+        with apart():
+            return in_double(copy_of(self._full_model))
 
     def _stacks(self) -> list[str]:
         """Return the paths of the lists of layers that the table describes; the stages may be of other lists, too."""
@@ -104,8 +104,7 @@ class DerivedPolicy(TablePolicy):
     def _derived_stages(self) -> StagePlan | str:
         """The stage plan derived from the full model, or the error; cached, because a cut model cannot be analyzed."""
         try:
-            with apart():
-                return derived_plan(self._copy, self._full_model)
+            return stage_plan_of(self._full_model, self._copy)
         except ValueError as error:
             return (
                 f"no pipeline stages of a {type(self._full_model).__name__} are known: {error}. Use pp_size=1, or "
