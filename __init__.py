@@ -6,6 +6,8 @@ They are imported when they are used, so that `import echelon` and the command l
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .migration.names import install, names_of
+
 if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does the same
     from .booster import Booster
     from .cluster.coordinator import DistCoordinator
@@ -77,6 +79,8 @@ _PACKAGES = (
     "zero",
 )
 
+install()  # ColossalAI's modules below this one
+
 if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every name
 
     def __getattr__(name: str) -> Any:
@@ -84,7 +88,7 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         if name in _PACKAGES:
             return import_module(f".{name}", __name__)
         if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return names_of("")(name)
         value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         globals()[name] = value
         return value

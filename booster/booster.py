@@ -1,11 +1,13 @@
 """Booster: one training interface for all plugins."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,11 +16,14 @@ from torch.utils.data import DataLoader
 from ..checkpoint.background import Save
 from ..checkpoint.calls import save_errors
 from ..checkpoint.step import Resume, Resumed
+from ..cluster.coordinator import DistCoordinator
 from ..cluster.errors import naming_arguments, raise_errors
 from ..cluster.gathering import checked_together
 from ..plugins.base import Boosted, Dataloaders, Plugin, Returned
 from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
+
+_LOG = logging.getLogger("echelon")
 
 
 class Booster:
@@ -131,6 +136,48 @@ class Booster:
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients within the block, without reducing them over the data-parallel ranks."""
         return self.plugin.no_sync(model, optimizer)
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Return the values of all replicas' last batches, each sample of the data set once, in its order.
+
+        Samples that were repeated to fill the last batches of an epoch are left out. The same on every rank. Collective
+        over the world; with a pipeline, `execute_pipeline(..., return_outputs="all_ranks")` returns outputs for it.
+
+        Args:
+            values: tensors whose first dimension is the samples, or structures of them; or a list of an object for each
+                sample. Of the batch that was last taken from a dataloader of `boost` or `prepare_dataloader`.
+
+        Raises:
+            ValueError: shapes differ between replicas; raised on every rank.
+        """
+        return self.plugin.gather_for_metrics(values)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process. Calls of the model and `execute_pipeline` move their inputs to it."""
+        return self.plugin.mesh.device
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Return a block that changes nothing: the plugin's `gradient_accumulation_steps` counts the calls.
+
+        Accelerate's name. `optimizer.step()` steps after so many calls, and does nothing before.
+        """
+        return nullcontext()
+
+    def print(self, *values: Any, **settings: Any) -> None:
+        """Print on the first rank, as Python's `print`."""
+        if dist.get_rank() == 0:
+            print(*values, **settings)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Write numbers as one line of the logger "echelon", on the first rank. Reads tensors: waits for the device."""
+        if dist.get_rank() == 0:
+            numbers = ", ".join(f"{name} {float(value):.6g}" for name, value in values.items())
+            _LOG.info(numbers if step is None else f"step {step}: {numbers}")
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a block that the first rank runs before the others, which may read what it prepared. Two barriers."""
+        return DistCoordinator().priority_execution()
 
     def seed(self, model: nn.Module, seed: int) -> None:
         """Begin anew with the random numbers of a model's training forwards (dropout), as `torch.manual_seed` does.

@@ -216,27 +216,29 @@ def argument_errors(choice: "ModelChoice", layout: "Layout", num_steps: int) -> 
 
 def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
     """List all reasons why this model cannot be sharded under this config."""
-    from ..shardformer.expert_sharding import expert_errors
-    from ..shardformer.shard_former import policy_for
-    from ..shardformer.sharder import split_errors
-    from ..shardformer.weight_sharding import plan_weight_sharding
+    import torch
 
-    model, sequence, num_stages = choice.build_on_meta(), config.sequence, len(config.stage_ranks)
-    errors: list[str] = []
-    if config.wp_size > 1:
-        plan_weight_sharding(model, errors)
-    if config.ep_size > 1:
-        errors += expert_errors(model, config.ep_size)
-    alone = config.tp_size == num_stages == 1
-    if alone and sequence.mode is None:
-        return errors
+    from ..cluster.errors import errors_of
+    from ..cluster.layout import SUB_AXES
+    from ..shardformer.sharder import StandInGroup, stand_in_config
+    from ..shardformer.transforms import ModelPlan, TransformOptions
+
+    num_stages, sequence = len(config.stage_ranks), config.sequence
+    sizes = {axis: getattr(config, f"{axis}_size") for axis in SUB_AXES}
     try:
-        policy = policy_for(model, sequences_alone=alone)
+        options = TransformOptions(
+            shard_config=stand_in_config(
+                tp_size=config.tp_size, num_stages=num_stages, sp_size=config.sp, sequence=sequence
+            ),
+            device=torch.device("cpu"),
+            dtype=config.dtype,
+            shards=config.tp_size > 1 or num_stages > 1 or sequence.mode is not None,
+            groups={axis: StandInGroup(0, size) for axis, size in sizes.items() if size > 1},
+        )
+        ModelPlan(choice.build_on_meta(), options, [])
     except ValueError as error:
-        return [*errors, str(error)]
-    return errors + split_errors(
-        model, policy, tp_size=config.tp_size, num_stages=num_stages, sp_size=config.sp, sequence=sequence
-    )
+        return list(errors_of(error))
+    return []
 
 
 def run_relay(relay: "Relay", *, timeout_seconds: float) -> "ResumeReport | str":

@@ -175,6 +175,10 @@ class ParallelMesh:
         """The global ranks of `group(axis)`, by coordinate."""
         return dist.get_process_group_ranks(self.group(axis))
 
+    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
+        """The global ranks of a group, by ColossalAI's name."""
+        return dist.get_process_group_ranks(group)
+
     def replica_stage_ranks(self) -> list[int]:
         """The global ranks of this replica that compute the same stage as this one: axes sp and tp."""
         return list(self.layout.line("sp", "tp"))

@@ -152,7 +152,13 @@ class ShardedLoader(DataLoader[Any]):
         batch_size: samples in a batch of this rank.
         sampler: yields this rank's samples.
         settings: further arguments for the DataLoader.
+
+    Attributes:
+        on_batch: called whenever a batch is taken, with the number of samples in the batches of all replicas together,
+            without repeated ones; None if it is unknown.
     """
+
+    on_batch: Callable[[int | None], None] | None = None
 
     def __init__(
         self,
@@ -254,7 +260,8 @@ class Pass(Iterator[Any]):
         self._loader = loader
         self._number = loader.num_passes
         self._num_batches = begun.num_batches
-        self._positions: dict[int, Any] = {}  # by number, the positions after batches in flight
+        # By number of the batches in flight: the position after it, and its samples as for `on_batch`.
+        self._positions: dict[int, tuple[Any, int | None]] = {}
         draw_sampler.draws = _noted(begun.draws, self._positions)
         self._batches = iter(batch_loader)
 
@@ -266,7 +273,9 @@ class Pass(Iterator[Any]):
                 "of this one: finish one pass before the next, or leave out persistent_workers"
             )
         number, batch = next(self._batches)
-        self._loader.stateful_sampler.position = self._positions.pop(number)
+        self._loader.stateful_sampler.position, num_samples = self._positions.pop(number)
+        if self._loader.on_batch is not None:
+            self._loader.on_batch(num_samples)
         return batch
 
     def __len__(self) -> int:
@@ -274,10 +283,10 @@ class Pass(Iterator[Any]):
 
 
 # Not a method: a generator with a reference to its pass would keep abandoned workers alive until garbage collection.
-def _noted(draws: Iterator[tuple[Draw, Any]], positions: dict[int, Any]) -> Iterator[Draw]:
-    """Yield the draws, and record the position after each in `positions`."""
+def _noted(draws: Iterator[tuple[Draw, Any]], positions: dict[int, tuple[Any, int | None]]) -> Iterator[Draw]:
+    """Yield the draws, and record the position after each, and its samples, in `positions`."""
     for draw, position in draws:
-        positions[draw.number] = position
+        positions[draw.number] = (position, draw.num_samples)
         yield draw
 
 

@@ -22,11 +22,13 @@ class Draw(NamedTuple):
         number: number of the batch in its pass over the data.
         indices: indices of its samples.
         entropy: whole numbers that seed its random numbers.
+        num_samples: samples in the batches of all replicas together, without repeated ones; None if unknown.
     """
 
     number: int
     indices: list[int]
     entropy: tuple[int, ...]
+    num_samples: int | None = None
 
 
 class BegunPass(NamedTuple):
@@ -181,7 +183,10 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
             place = first.samples + begin * self.num_replicas + self.rank
             is_last = number + 1 == num_batches
             num_drawn = self.size if is_last else first.samples + end * self.num_replicas
-            draw = Draw(number, samples[begin:end].tolist(), (self.seed, first.epoch, place))
+            indices = samples[begin:end].tolist()
+            left = self.size - first.samples - begin * self.num_replicas
+            num_samples = min(len(indices) * self.num_replicas, left)
+            draw = Draw(number, indices, (self.seed, first.epoch, place), num_samples)
             yield draw, Position(first.epoch, num_drawn)
 
     def _errors(self, state: Mapping[str, Any]) -> list[str]:

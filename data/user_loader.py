@@ -260,7 +260,7 @@ class ShardedSampler(Sampler[int], StatefulSampler):
         batch, number = self._batch(order, drawn[samples:], size), 0
         while batch:
             entropy = (position.entropy, position.epoch, samples + self.rank)
-            samples += len(batch)
+            samples, num_samples = samples + len(batch), len(batch)
             following = self._batch(order, [], size)
             if following:
                 after = position._replace(samples=samples)
@@ -268,7 +268,7 @@ class ShardedSampler(Sampler[int], StatefulSampler):
                 after = self._next_pass(position.epoch + 1, position.entropy)
                 self._generators.release()
             batch += islice(cycle(first), -len(batch) % self.num_replicas)
-            yield Draw(number, batch[self.rank :: self.num_replicas], entropy), after
+            yield Draw(number, batch[self.rank :: self.num_replicas], entropy, num_samples), after
             batch, number = following, number + 1
 
     def _batch(self, order: Iterator[int], ahead: list[int], size: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..cluster.forward_random import generators_put_back
+from ..cluster.transformers_api import without_router_loss
 from ..pipeline.plan import StagePlan
 from .build import Copy, small_copy
 from .double import in_double
@@ -35,7 +36,7 @@ def stage_plan_of(model: nn.Module, copy: Copy | None = None) -> StagePlan:
 
 
 def copy_of(model: nn.Module) -> Copy:
-    """Return a small copy of a user's model.
+    """Return a small copy of a user's model, without the auxiliary loss of experts, which is formed over all stages.
 
     Raises:
         ValueError: it has no config, or no small copy trains.
@@ -45,7 +46,7 @@ def copy_of(model: nn.Module) -> Copy:
         raise ValueError(
             f"a {kind.__name__} has no config of transformers, from which a small copy could be built"
         )
-    return small_copy(kind, config, task_of(kind))
+    return small_copy(kind, without_router_loss(config), task_of(kind))
 
 
 @contextmanager

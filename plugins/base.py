@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
@@ -31,11 +31,8 @@ from ..cluster.releases import log_newer_releases
 from ..data.loader import ShardedLoader, sharded_loader
 from ..data.user_loader import shard_user_loaders
 from ..pipeline.stage import with_known_cache_name
-from ..shardformer.tables.experts import interface_of
-from ..zero.kinds import UpdateKind, update_kinds
-from ..zero.optimizer import ShardedOptimizer
 from .colossalai import Unavailable, unavailable_errors
-from .scaled_optimizer import ScaledOptimizer
+from .gather_samples import gather_samples
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Arguments = ParamSpec("Arguments")
@@ -48,6 +45,11 @@ Boosted = tuple[nn.Module, Optimizer | None, Callable | None, Any, LRScheduler |
 _LOG = logging.getLogger("echelon")
 
 
+def _group_of(axis: str) -> property:
+    """Return the property of a plugin that is the process group of an axis."""
+    return property(lambda plugin: plugin.mesh.group(axis))
+
+
 class Plugin(ABC):
     """A way of training over several processes. `Booster` calls it; scripts read its sizes.
 
@@ -58,6 +60,7 @@ class Plugin(ABC):
     """
 
     mesh: ParallelMesh
+    _num_samples: int | None = None  # in the batches of all replicas that were taken last; None if unknown
     precision_option = "precision"
     has_default_precision: bool
     _has_logged = False
@@ -159,6 +162,14 @@ class Plugin(ABC):
         return self.mesh.size("dp")
 
     @property
+    def pg_mesh(self) -> ParallelMesh:
+        """The mesh, by ColossalAI's name."""
+        return self.mesh
+
+    # The groups of the axes, by ColossalAI's names.
+    tp_group, pp_group, dp_group, sp_group = map(_group_of, ("tp", "pp", "dp", "sp"))
+
+    @property
     def data_rank(self) -> tuple[int, int]:
         """The index of this rank's replica, and the number of replicas."""
         return self.mesh.rank("dp"), self.mesh.size("dp")
@@ -192,7 +203,21 @@ class Plugin(ABC):
             ValueError: it cannot be sharded; raised on every rank.
         """
         rank, size = self.data_rank
-        return shard_user_loaders(dataloader, rank=rank, size=size)
+        sharded = shard_user_loaders(dataloader, rank=rank, size=size)
+        for loader in sharded if isinstance(sharded, (list, tuple)) else [sharded]:
+            self._watch(loader)
+        return sharded
+
+    def _watch(self, dataloader: Any) -> Any:
+        """Note the samples of each batch that is taken from a dataloader, for `gather_for_metrics`; return it."""
+        if isinstance(dataloader, ShardedLoader):
+            dataloader.on_batch = partial(setattr, self, "_num_samples")
+        return dataloader
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Return the values of all replicas, each sample once; see `Booster.gather_for_metrics`."""
+        with naming_failures("gather_for_metrics"):
+            return gather_samples(values, self.mesh.group("dp"), self._num_samples)
 
     def prepare_dataloader(
         self,
@@ -233,7 +258,7 @@ class Plugin(ABC):
             ValueError: the dataset or the arguments cannot be sharded; all errors at once.
         """
         rank, size = self.data_rank
-        return sharded_loader(
+        loader = sharded_loader(
             dataset,
             batch_size,
             rank=rank,
@@ -247,6 +272,8 @@ class Plugin(ABC):
             num_workers=num_workers,
             **kwargs,
         )
+        self._watch(loader)
+        return loader
 
 
 def init_from_options(
@@ -405,50 +432,6 @@ class BoostedModule(nn.Module, ABC):
             "a boosted model has process groups and cannot be copied or pickled: call booster.save_model(model, path) "
             "on every rank, or booster.save_checkpoint"
         )
-
-
-def optimizer_errors(model: nn.Module, optimizer: Optimizer | None, ep_size: int = 1) -> list[str]:
-    """List reasons why this optimizer cannot train this model; none without an optimizer.
-
-    Args:
-        model: the full model, before any change.
-        optimizer: the user's.
-        ep_size: the number of ranks over which experts are distributed.
-    """
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, ShardedOptimizer | ScaledOptimizer):
-        return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    in_model = set(model.parameters())
-    foreign = len(optimized - in_model)
-    if foreign:
-        return [
-            f"{foreign} of the optimizer's {len(optimized)} parameters are not in the model: build it on "
-            "model.parameters() of the model given to booster.boost, after any change of its modules"
-        ]
-    return [] if ep_size == 1 else _owned_expert_errors(model, optimizer)
-
-
-def _owned_expert_errors(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """List the error of an optimizer such as Muon for experts that `ep_size` places on one rank each.
-
-    Some model types have one module per expert, which only its owner keeps. An optimizer that needs full parameters
-    would step these on other ranks.
-    """
-    experts = [
-        module for module in model.modules() if (interface := interface_of(module)) and interface.is_apart
-    ]
-    if not experts:  # spares `update_kinds`, which tries the optimizer
-        return []
-    kinds = zip(optimizer.param_groups, update_kinds(optimizer), strict=True)
-    full = {weight for group, kind in kinds if kind is UpdateKind.PARAMETER for weight in group["params"]}
-    if not any(weight in full for module in experts for weight in module.parameters()):
-        return []
-    return [
-        f"ep_size above 1 leaves each expert of a {type(model).__name__} to one rank, where an optimizer of full "
-        "parameters (Muon, Adafactor) cannot step it: use ep_size=1, or AdamW for the experts"
-    ]
 
 
 class PipelineLoss(Tensor):

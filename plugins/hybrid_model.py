@@ -1,8 +1,8 @@
 """The model parallelized by HybridParallelPlugin, and `boost`, which makes it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, saved_state
-from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
 from ..cluster.failures import all_ranks_in, naming_failures
 from ..cluster.gathering import checked_together, require_equal
 from ..cluster.hooks import mark_internal
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
-from ..lazy import materialize
 from ..pipeline.host_masks import with_host_copies
 from ..pipeline.stage import (
     argument,
@@ -30,15 +28,9 @@ from ..pipeline.stage import (
     without_cache,
 )
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.compiled_layers import compile_layers, layers_to_compile
-from ..shardformer.configs import copy_configs
 from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
 from ..shardformer.expert_load import ExpertLoad, LayerLoad
-from ..shardformer.expert_sharding import apply_expert_sharding, expert_errors
-from ..shardformer.layers.batch_norm import RunningStatistics, convert_batch_norms
-from ..shardformer.layers.expert_parallel import replay_choices
-from ..shardformer.offload import ActivationOffload
-from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
+from ..shardformer.layers.batch_norm import RunningStatistics
 from ..shardformer.refusals import (
     given_errors,
     mark_all_parallelized,
@@ -48,18 +40,16 @@ from ..shardformer.refusals import (
     trained_errors,
 )
 from ..shardformer.shard_config import ShardConfig
-from ..shardformer.shard_former import sharder_or_errors
-from ..shardformer.sharder import ModelSharder
-from ..shardformer.table_policy import expert_width_errors
-from ..shardformer.weight_sharding import apply_weight_sharding, plan_weight_sharding
+from ..shardformer.transforms import ModelPlan, TransformOptions
 from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
 from ..zero.precision import PrecisionConfig, cast_tables, format_errors, router_formats
-from .base import BoostedModule, optimizer_errors, refuse_pipeline
+from .base import BoostedModule, refuse_pipeline
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
 from .lora import peft_model_errors, unwrapped
+from .optimizer_errors import optimizer_errors
 from .state import ParameterNames
 
 
@@ -88,75 +78,28 @@ def boost(
     Raises:
         ValueError: this model cannot be trained with this config; on every rank, all errors at once, before a change.
     """
-    model, adapters, plan = checked_together(
-        "boost", lambda: plan_boost(model, optimizer, config, mesh, shard_config)
-    )
+    planned = checked_together("boost", lambda: plan_boost(model, optimizer, config, mesh, shard_config))
+    plan = planned.plan
     with all_ranks_in("boost"):
-        require_equal_boosts(model, optimizer)
-        names = ParameterNames.of(model)  # Hugging Face's names, of the full model
+        require_equal_boosts(plan.model, optimizer)
+        names = ParameterNames.of(plan.model)  # Hugging Face's names, of the full model
         if mesh.size("tp", "pp", "sp", *SUB_AXES) > 1:
-            mark_all_parallelized(model)  # before the cut, which leaves other modules to each stage
-        expert_load = ExpertLoad(model, mesh)
-        copy_configs(model)
-        config.fused.choose_attention(model, mesh.device)
-        ties = plan.cut_stages(mesh)
-        plan.split_layers()
-        plan.shard_weights(model, config, mesh)
-        expert_load.add_hooks(model)
-        if config.ep_size > 1:
-            apply_expert_sharding(model, mesh.group("ep"))
-        model.to(mesh.device)  # only this rank's shards
-        materialize(model)
-        free_cached_memory(mesh.device)  # the full model may have been on the device
-        statistics = convert_batch_norms(model, mesh.group("data"))
-        refuse_partial_state(model)
-        boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters, expert_load)
-        boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
-        config.fused.fuse(model, config.dtype, parallel_output=config.parallel_output)
-        plan.recompute_layers(config, mesh)
-        compile_layers(plan.compiled)  # last: a layer is traced when it runs, with all these changes
+            mark_all_parallelized(plan.model)  # before the cut, which leaves other modules to each stage
+        local = plan.apply()
+        refuse_partial_state(local)
+        engine = PipelineEngine(local, config, mesh)
+        boosted = HybridParallelModule(engine, names, planned.adapters, planned.expert_load)
+        boosted.optimizer = wrap_optimizer(boosted, optimizer, plan.ties, stage_manager)
         connect_optimizer(boosted)
     return boosted
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoostPlan:
-    """The changes that `boost` makes to a full model; a method does nothing if its option is off.
+class PlannedBoost(NamedTuple):
+    """The changes of a model, its adapters, and the counts of tokens per expert, as `plan_boost` plans them."""
 
-    Args:
-        sharder: cuts the model into stages and shards its layers; None does neither.
-        weight_sharded: layers whose weights are sharded over the weight axis; None without one.
-        recomputable: by stage, the layers that may be recomputed.
-        compiled: layers to compile.
-    """
-
-    sharder: ModelSharder | None
-    weight_sharded: Sequence[nn.Module] | None
-    recomputable: Mapping[int, Sequence[nn.Module]]
-    compiled: Sequence[nn.Module] = ()
-
-    def cut_stages(self, mesh: ParallelMesh) -> list[dict[int, Tensor]]:
-        """Cut the model into stages; return the parameters shared by several stages, as `ModelSharder` does."""
-        return [] if self.sharder is None else self.sharder.cut_stages(mesh.device)
-
-    def split_layers(self) -> None:
-        """Shard the layers over the tensor and the sequence axis."""
-        if self.sharder is not None:
-            self.sharder.split_layers()
-
-    def shard_weights(self, model: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
-        """Shard the weights of linear layers over the weight axis."""
-        if self.weight_sharded:
-            group, overlap, dtype = mesh.group("wp"), config.wp_overlap, config.wire_dtype
-            apply_weight_sharding(model, self.weight_sharded, group, overlap=overlap, gradient_dtype=dtype)
-
-    def recompute_layers(self, config: HybridConfig, mesh: ParallelMesh) -> None:
-        """Wrap the layers that are recomputed in backward; their inputs may be offloaded to host memory until then."""
-        if config.gradient_checkpoint_config is not None:
-            checkpoint = ActivationOffload(mesh.device).checkpoint if config.activation_offload else RECOMPUTE
-            if config.ep_size > 1:
-                checkpoint = replay_choices(checkpoint)
-            checkpoint_layers(self.recomputable, config.gradient_checkpoint_config, checkpoint)
+    plan: ModelPlan
+    adapters: Sequence[Adapter]
+    expert_load: ExpertLoad
 
 
 def plan_boost(
@@ -165,11 +108,8 @@ def plan_boost(
     config: HybridConfig,
     mesh: ParallelMesh,
     shard_config: ShardConfig,
-) -> tuple[nn.Module, Sequence[Adapter], BoostPlan]:
-    """Check every change that `boost` will make, by a dry run on the meta device. No change, no communication.
-
-    Returns:
-        The model without peft's wrapper, its adapters, and the plan.
+) -> PlannedBoost:
+    """Plan every change that `boost` will make to the model without peft's wrapper. No change, no communication.
 
     Raises:
         ValueError: a change is impossible; all errors at once.
@@ -177,30 +117,26 @@ def plan_boost(
     raise_errors(given_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
     errors = optimizer_errors(model, optimizer, config.ep_size) + format_errors(model, config.dtype)
-    errors += config.fused.model_errors(model, mesh.device)
     if optimizer is not None:
         errors += trained_errors(model)
     if getattr(model, "_compiled_call_impl", None) is not None and not _layers_are_local(mesh):
         errors.append(COMPILED)
-    sharder = weight_sharded = None
-    recomputable: Mapping[int, Sequence[nn.Module]] = {}
-    if config.wp_size > 1:
-        weight_sharded = plan_weight_sharding(model, errors, policy=config.custom_policy)
-    if config.ep_size > 1:
-        errors += expert_errors(model, config.ep_size)
-    if mesh.size("tp", "pp", "sp") > 1:
-        sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
-        if config.custom_policy is None:  # a custom policy may replicate experts
-            errors += expert_width_errors(model, tp_size=mesh.size("tp"), dtype=config.dtype)
-    if config.gradient_checkpoint_config is not None and not errors:
-        recomputable = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
-        errors += recompute_errors(recomputable, config.gradient_checkpoint_config)
-    compiled = layers_to_compile(model, errors, policy=config.custom_policy) if config.compile_layers else ()
-    raise_errors(errors)
-    plan = BoostPlan(
-        sharder=sharder, weight_sharded=weight_sharded, recomputable=recomputable, compiled=compiled
+    expert_load = ExpertLoad(model, mesh)
+    options = TransformOptions(
+        shard_config=shard_config,
+        device=mesh.device,
+        dtype=config.dtype,
+        policy=config.custom_policy,
+        shards=mesh.size("tp", "pp", "sp") > 1,
+        groups={"data": mesh.group("data")}
+        | {axis: mesh.group(axis) for axis in SUB_AXES if mesh.size(axis) > 1},
+        weights={"overlap": config.wp_overlap, "gradient_dtype": config.wire_dtype},
+        expert_load=expert_load,
+        recomputed=config.gradient_checkpoint_config,
+        offloads=config.activation_offload,
+        compiles=config.compile_layers,
     )
-    return model, adapters, plan
+    return PlannedBoost(ModelPlan(model, options, errors), adapters, expert_load)
 
 
 def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -228,7 +164,7 @@ def managed_parameters(
 
     Args:
         local: this rank's parameters by name.
-        ties: the parameters shared by several stages, as `ModelSharder.cut_stages` returns them.
+        ties: the parameters shared by several stages, as `ModelSharder.ties` lists them.
         mesh: all ranks.
         stage_manager: the assignment of stages to ranks.
         stages: by stage of this rank, the parameters that no other stage uses.
@@ -256,7 +192,6 @@ def wrap_optimizer(
     optimizer: Optimizer | None,
     ties: list[dict[int, Tensor]],
     stage_manager: PipelineStageManager,
-    statistics: RunningStatistics,
 ) -> ShardedOptimizer | None:
     """Wrap the optimizer, and cast all parameters to the precision. Collective over the world.
 
@@ -267,12 +202,12 @@ def wrap_optimizer(
         optimizer: torch's optimizer, or None.
         ties: the parameters shared by several stages, as for `managed_parameters`.
         stage_manager: the assignment of stages to ranks.
-        statistics: running statistics of batch norms, averaged after each step.
     """
     config, mesh, wrapped = boosted.config, boosted.mesh, None
     formats = router_formats(boosted.module, config.dtype)
     if optimizer is not None:
         local, stages = boosted.local_parameters, boosted.engine.parameters
+        statistics = RunningStatistics(boosted.module, mesh.group("data"))
         managed = managed_parameters(local, ties, mesh=mesh, stage_manager=stage_manager, stages=stages)
         wrapped = ShardedOptimizer(
             optimizer,

@@ -24,7 +24,7 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.options import Check, option, option_errors
 from ..lazy import materialize
 from ..pipeline.stage import with_known_cache_name
-from ..shardformer.layers.batch_norm import convert_batch_norms
+from ..shardformer.layers.batch_norm import RunningStatistics, convert_batch_norms
 from ..shardformer.refusals import given_errors, mark_parallelized
 from ..zero.precision import DTYPES, default_precision
 from .base import BoostedModule, Plugin, init_from_options, require_boosted
@@ -83,7 +83,9 @@ class TorchPlugin(Plugin):
             require_equal({**self._settings, self.precision_option: self._precision}, what="the plugin")
             self._compare_models(model)
             materialize(model)
-            running_statistics = convert_batch_norms(model, self.mesh.group("data"))
+            data = self.mesh.group("data")
+            convert_batch_norms(model, data)
+            running_statistics = RunningStatistics(model, data)
             boosted = self._wrap_model(model, adapters)
         if optimizer is None:
             return boosted, None

@@ -35,8 +35,9 @@ from ..zero.combined import members_of
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.kinds import require_elementwise
 from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision, routers_of
-from .base import init_from_options, optimizer_errors
+from .base import init_from_options
 from .colossalai import FSDP
+from .optimizer_errors import optimizer_errors
 from .scaled_optimizer import ScaledOptimizer
 from .torch_ddp import TorchModel, TorchPlugin
 

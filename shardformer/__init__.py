@@ -2,9 +2,10 @@
 
 from .gradients import clip_grad_norm_
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .policy_choice import policy_for
 from .recompute import PipelineGradientCheckpointConfig
 from .shard_config import ShardConfig
-from .shard_former import ShardFormer, policy_for, shard_model
+from .shard_former import ShardFormer, shard_model
 from .sharder import ModelSharder
 from .tables.table import RegionDropout, Table, model_types, register, register_class, table_for
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .fused_code import inductor
+from .layers.class_change import change_class
 from .layers.gathered_linear import ShardedLinear
 from .layers.parallel_module import AROUND_FORWARD
 from .layers.sequence_axis import axis_of
@@ -74,7 +75,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
         class_and_hooks = (type(layer), *_hook_positions(layer))
         if class_and_hooks not in compiled:
             compiled[class_and_hooks] = _compiled_class(type(layer))
-        layer.__class__ = compiled[class_and_hooks]
+        change_class(layer, compiled[class_and_hooks])
 
 
 def _hook_positions(layer: nn.Module) -> tuple[tuple[str, str], ...]:

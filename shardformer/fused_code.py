@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..cluster.device import is_cuda
 from ..pipeline.stand_ins import StandIn
+from .layers.class_change import change_class
 from .layers.parallel_module import AROUND_FORWARD, ParallelModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -53,7 +54,7 @@ def compile_elementwise(model: nn.Module) -> Counter[str]:
             num_compiled[kind.__name__] += 1
             vars(module)["_shadow"] = shadow = copy.copy(module)
             vars(shadow)["_opaque"] = {name: _Opaque(module, name) for name in module._modules}
-            module.__class__ = _compiled_class(kind)  # type: ignore[arg-type]  # a class is hashable
+            change_class(module, _compiled_class(kind))  # type: ignore[arg-type]  # a class is hashable
     return num_compiled
 
 

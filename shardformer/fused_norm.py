@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from ..cluster.device import is_cuda
 from ..pipeline.stand_ins import StandIn
+from .layers.class_change import change_class
 from .layers.norm import epsilon_of
 from .layers.parallel_module import ParallelModule
 
@@ -49,7 +50,7 @@ def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Coun
             unknown[kind.__name__] += 1
         else:
             vars(norm)["_compute"] = formula
-            norm.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
+            change_class(norm, _fused_class(kind))  # type: ignore[arg-type]  # a class is hashable
             fused[kind.__name__] += 1
     return fused, unknown
 

@@ -18,6 +18,7 @@ from ..cluster.transformers_api import (
     set_checkpoint_function,
     set_recomputed,
 )
+from .layers.class_change import change_class
 from .layers.linear import Linear1D_Row
 from .layers.sequence_axis import axis_of
 from .sequence.boundary import CheckpointWithLength
@@ -184,7 +185,7 @@ def checkpoint_layers(
         for path, module in layer.named_modules():
             if path in config.recompute_modules:
                 vars(module)["_recompute"] = layer_checkpoint
-                module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+                change_class(module, _recomputed_class(type(module)))  # type: ignore[arg-type]  # a class is hashable
 
 
 def _checkpoint_in_layer(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:

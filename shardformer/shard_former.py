@@ -10,28 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 
-from ..cluster.device import default_device, free_cached_memory
-from ..cluster.errors import errors_of, raise_errors
+from ..cluster.device import default_device
+from ..cluster.errors import raise_errors
 from ..cluster.gathering import run_or_raise_together
 from ..cluster.launch import launch_from_torch
 from ..cluster.mesh import ParallelMesh
 from ..cluster.transformers_api import ROUTER_LOGITS, adds_router_loss, router_loss_file
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
-from ..lazy import materialize
 from . import tables as tables  # registers them
-from .configs import copy_configs
-from .derived import derived_table
-from .derived_policy import DerivedPolicy, without_table
 from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import add_gradient_hooks
-from .layers.lora import adapted
 from .layers.parallel_module import is_of_peft
 from .policy import Policy
-from .refusals import given_errors, mark_all_parallelized, policy_errors, refuse_partial_state
+from .refusals import given_errors, mark_all_parallelized, refuse_partial_state
 from .shard_config import ShardConfig
-from .sharder import ModelSharder
-from .table_policy import TablePolicy
-from .tables.table import Table, table_for, table_for_class
+from .tables.table import Table
+from .transforms import ModelPlan, TransformOptions
 
 
 class ShardFormer:
@@ -118,38 +112,30 @@ class ShardFormer:
         config = self.shard_config
         raise_errors(_split_errors(model, config))
         model_device, dtype = _device_and_dtype(model)
-        is_moved = device is not None
-        fused, device = config.fused, device or model_device
-        errors = fused.errors(device, dtype) + fused.model_errors(model, device)
-        sharder = None
-        if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
-            sharder = sharder_or_errors(model, policy, config, errors)
+        options = TransformOptions(
+            shard_config=config,
+            device=device or model_device,
+            dtype=dtype,
+            policy=policy,
+            shards=policy is not None or config.tensor_parallel_size * config.num_stages > 1,
+            moves=device is not None,
+        )
         groups = [group for group in (config.split_group, config.replica_group) if group is not None]
+        make_plan = partial(ModelPlan, model, options, config.fused.errors(options.device, dtype))
+        plan = run_or_raise_together(make_plan, *groups) if groups else make_plan()
         if groups:
-            run_or_raise_together(partial(raise_errors, errors), *groups)
             require_equal_models(model, *groups)
-        raise_errors(errors)
-        if sharder is not None:
+        if options.shards:
             mark_all_parallelized(model)
-        copy_configs(model)
-        fused.choose_attention(model, device)
-        shared = []
-        if sharder is not None:
-            shared = sharder.shard()
-            model = sharder.model
-        if is_moved:
-            model.to(device)  # only the local part
-        materialize(model)
-        free_cached_memory(device)  # of the unsharded model, if it was on the device
+        model = plan.apply()
         refuse_partial_state(model)
-        fused.fuse(model, dtype, parallel_output=config.parallel_output)
         if config.inference_only:
             model.requires_grad_(False).eval()
         # Also for inference only: the model might be trained later.
         add_gradient_hooks(model, tensor=config.split_group, data=config.replica_group)
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
-        return model, shared
+        return model, plan.ties
 
     def shard_dataset(
         self,
@@ -234,68 +220,6 @@ def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return the device and dtype of a model's first parameter; of a meta model the device it would be moved to."""
     first = next(model.parameters(), torch.empty(0))
     return default_device() if first.is_meta else first.device, first.dtype
-
-
-def sharder_or_errors(
-    model: nn.Module, policy: Policy | Table | None, config: ShardConfig, errors: list[str]
-) -> ModelSharder | None:
-    """Return a sharder of the model; if it cannot be sharded, add the reasons to `errors` and return None.
-
-    Args:
-        model: the full model.
-        policy: a policy or a table; None takes the policy of the model type.
-        config: axes and options.
-        errors: reasons are appended.
-    """
-    if errors_of_policy := policy_errors("policy", policy):
-        errors += errors_of_policy
-        return None
-    if isinstance(policy, Table):
-        policy = TablePolicy(policy)
-    try:
-        sequences_alone = config.tensor_parallel_size == config.num_stages == 1
-        policy = policy or policy_for(model, sequences_alone=sequences_alone)
-        errors += _adapter_errors(model, policy, config)
-        return ModelSharder(model, policy, config)
-    except ValueError as error:
-        errors += errors_of(error)
-        return None
-
-
-def _adapter_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
-    """List the error of peft's adapters that a policy other than a table would leave unsharded; empty without one."""
-    path = next((path for path, _ in adapted(model)), None)
-    if path is None or isinstance(policy, TablePolicy) or config.tensor_parallel_size == 1:
-        return []
-    return [
-        f"{path} has an adapter, which {type(policy).__name__} cannot shard: use a table "
-        "(echelon.shardformer.Table), or tp_size=1"
-    ]
-
-
-def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
-    """Return the policy of a model type: by its table, or derived from transformers' plans and by running it.
-
-    A model without a config takes the table of its class.
-
-    Args:
-        model: the model.
-        sequences_alone: the policy is for sequence parallelism without a tensor or a pipeline axis.
-
-    Raises:
-        ValueError: there is no table, and nothing can be derived for the request.
-    """
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    table = table_for_class(type(model)) if model_type is None else table_for(model_type)
-    if table is None and model_type is not None and not sequences_alone:
-        return DerivedPolicy(model)
-    try:
-        return TablePolicy(table or derived_table(model))
-    except ValueError as error:
-        options = (
-            "enable_sequence_parallelism and sp_size out" if sequences_alone else "tp_size and pp_size at 1"
-        )
-        raise ValueError(without_table(error, model_type, options)) from None
 
 
 def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:

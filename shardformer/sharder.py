@@ -8,7 +8,6 @@ and nothing communicates.
 
 import copy
 import itertools
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -17,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from transformers import PretrainedConfig
 
 from ..cluster.errors import errors_of, raise_errors
 from ..cluster.layout import LAYER_AXES
 from ..cluster.placement import is_sharded, place, placements_of
 from ..cluster.transformers_api import Conv1D
-from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
+from .layers.class_change import change_class
 from .layers.linear import Linear1D_Row
 from .layers.parallel_module import ParallelModule
 from .layers.region import Region
 from .layers.sequence_axis import INSTEAD, axis_of
+from .meta_copy import meta_copy
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
 from .sequence.before_layers import compute_parts_before_layers
@@ -84,33 +83,39 @@ def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> n
     return split
 
 
-def split_errors(
-    model: nn.Module,
-    policy: Policy,
+def split_errors(model: nn.Module, policy: Policy, **sizes: Any) -> list[str]:
+    """List reasons why a model cannot be sharded over axes of the sizes that `stand_in_config` takes."""
+    try:
+        plan_parallelism(model, policy, stand_in_config(**sizes))
+    except ValueError as error:
+        return list(errors_of(error))
+    return []
+
+
+def stand_in_config(
     *,
     tp_size: int = 1,
     num_stages: int = 1,
     sp_size: int = 1,
     num_layers_per_stage: Sequence[int] | None = None,
     sequence: SequenceParallelism = UNSHARDED,
-) -> list[str]:
-    """List reasons why a model cannot be sharded over axes of these sizes. No process groups are needed."""
+) -> ShardConfig:
+    """Return a config with stand-ins for groups of these sizes, for a dry run. No process groups are needed.
+
+    Raises:
+        ValueError: the sizes contradict each other.
+    """
     groups: Any = [StandInGroup(0, size) if size > 1 else None for size in (tp_size, sp_size)]
     mesh: Any = _StandInMesh(num_stages)
-    try:
-        config = ShardConfig(
-            tensor_parallel_process_group=groups[0],
-            pipeline_stage_manager=PipelineStageManager(mesh, num_layers_per_stage=num_layers_per_stage),
-            enable_sequence_parallelism=sequence.mode is not None,
-            sequence_parallelism_mode=sequence.mode,
-            sequence_parallel_process_group=groups[1],
-            enable_sequence_overlap=sequence.overlaps,
-            enable_sequence_regather=sequence.regathers,
-        )
-        plan_parallelism(model, policy, config)
-    except ValueError as error:
-        return list(errors_of(error))
-    return []
+    return ShardConfig(
+        tensor_parallel_process_group=groups[0],
+        pipeline_stage_manager=PipelineStageManager(mesh, num_layers_per_stage=num_layers_per_stage),
+        enable_sequence_parallelism=sequence.mode is not None,
+        sequence_parallelism_mode=sequence.mode,
+        sequence_parallel_process_group=groups[1],
+        enable_sequence_overlap=sequence.overlaps,
+        enable_sequence_regather=sequence.regathers,
+    )
 
 
 class ModelSharder:
@@ -134,6 +139,8 @@ class ModelSharder:
         # the classes of all modules.
         self._last_sharded_layer: str | None = None
         self._classes: set[type[nn.Module]] = set()
+        # After the cut: the parameters shared by several stages; for each, its tensor by stage.
+        self.ties: list[dict[int, Tensor]] = []
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:
         """Return the layers of every stage, before the cut; without stages, all layers as stage 0."""
@@ -150,21 +157,21 @@ class ModelSharder:
         Returns:
             The parameters shared by several stages: for each, its tensor by stage.
         """
-        ties = self.cut_stages()
+        self.cut_stages()
         self.split_layers()
-        return ties
+        return self.ties
 
-    def cut_stages(self, device: torch.device | None = None) -> list[dict[int, Tensor]]:
+    def cut_stages(self, device: torch.device | None = None) -> nn.Module:
         """Prepare the full model by the policy's `preprocess`, then release all layers of other ranks' stages.
 
         Args:
             device: where the model will compute, if it is moved there next; None is its current device.
 
         Returns:
-            As of `shard`.
+            The model; `preprocess` may return another one.
         """
         self.model = self.policy.preprocess()
-        ties = self.policy.get_shared_params()
+        self.ties = self.policy.get_shared_params()
         self._last_sharded_layer = self._find_last_sharded_layer()
         self._classes = _replace_class(self.model, self.policy)
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
@@ -173,10 +180,14 @@ class ModelSharder:
                 plan = with_derived_entries(plan)
             bounds = self.policy.stage_bounds()
             cut_stages(self.model, plan, stages=manager.stages, bounds=bounds, device=device)
-        return ties
+        return self.model
 
-    def split_layers(self) -> None:
-        """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`."""
+    def split_layers(self) -> nn.Module:
+        """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`.
+
+        Returns:
+            The model; the policy's `postprocess` may return another one.
+        """
         _shard_sequences(self.model, self.policy, self.shard_config)  # first: layers read its axis
         errors = Errors()
         self.policy.errors = errors
@@ -191,6 +202,7 @@ class ModelSharder:
             keep_sharded(self.model, axis)
         if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
             compute_parts_before_layers(self.model, plan)
+        return self.model
 
     def _find_last_sharded_layer(self) -> str | None:
         """Return the path of the last layer if sequences stay sharded after it, up to the loss; otherwise None."""
@@ -206,7 +218,7 @@ def _sharded_meta_copy(model: nn.Module, policy: Policy, config: ShardConfig, er
 
     Every reason why a module cannot be sharded is added to `errors`; the copy is of no use then.
     """
-    dry_policy, split = copy.copy(policy), _meta_copy(model)
+    dry_policy, split = copy.copy(policy), meta_copy(model)
     errors.remember_names(split)
     with errors.at():
         dry_policy.set_model(split)
@@ -223,61 +235,10 @@ def _sharded_meta_copy(model: nn.Module, policy: Policy, config: ShardConfig, er
     return split
 
 
-def _meta_copy(model: nn.Module) -> nn.Module:
-    """Copy a model and its configs, with parameters and buffers on the meta device. All else is shared."""
-    copies: dict[int, Any] = {}  # by the id of a module or tensor: shared ones stay shared
-    configs: dict[int, Any] = {}  # memo of `deepcopy`
-
-    def copy_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = _meta_tensor(tensor)
-        copied: Tensor = copies[id(tensor)]
-        return copied
-
-    modules = dict.fromkeys(model.modules())
-    for module in modules:
-        copies[id(module)] = copied = type(module).__new__(type(module))
-        vars(copied).update({name: _copied_attribute(value, configs) for name, value in vars(module).items()})
-    for module in modules:
-        copied = copies[id(module)]
-        for name, child in module._modules.items():
-            copied._modules[name] = None if child is None else copies[id(child)]
-        for tensors in (copied._parameters, copied._buffers):
-            for name, tensor in tensors.items():
-                tensors[name] = None if tensor is None else copy_of(tensor)
-    meta_model: nn.Module = copies[id(model)]
-    return meta_model
-
-
-def _copied_attribute(value: Any, configs: dict[int, Any]) -> Any:
-    """Return an attribute for a module's copy: a copy of a config or a plain container, anything else as it is.
-
-    Args:
-        value: the attribute of the original module.
-        configs: memo of `deepcopy`, by which modules that share a config share its copy.
-    """
-    if isinstance(value, PretrainedConfig):
-        return copy.deepcopy(value, configs)
-    return value.copy() if type(value) in (dict, OrderedDict, list, set) else value
-
-
-def _meta_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape and class on the meta device."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if not isinstance(tensor, (Parameter, LazyTensor)):
-        return empty
-    if type(tensor) in (Parameter, LazyTensor):
-        return Parameter(empty, requires_grad=tensor.requires_grad)
-    # A subclass keeps its name, by which layers refuse it.
-    kind: Any = type(type(tensor).__name__, (Parameter,), {})
-    special: Tensor = kind(empty, requires_grad=tensor.requires_grad)
-    return special
-
-
 def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
     """Give a full model the policy's class for it, if it has one; return the classes of all modules afterwards."""
     if (new_class := policy.new_model_class()) is not None:
-        model.__class__ = new_class
+        change_class(model, new_class)
     return {type(module) for module in model.modules()}
 
 

@@ -17,8 +17,8 @@ from ..pipeline.plan import layer_drop_errors
 from .layers.gathered_linear import KINDS, ShardedLinear, WeightPool
 from .layers.parallel_module import native_errors
 from .policy import Policy
+from .policy_choice import policy_for
 from .recompute import recomputable_layers
-from .shard_former import policy_for
 from .table_policy import TablePolicy
 from .tables.experts import interface_of
 from .tables.table import Table, table_for

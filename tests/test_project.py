@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # The layers of docs/design.md, lowest first; packages on one line do not import each other.
 LAYERS = (
+    ("migration",),
     ("cluster",),
     ("data",),
     ("lazy",),

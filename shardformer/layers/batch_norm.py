@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...cluster.collectives import all_reduce, gather_to
+from .class_change import change_class
 
 # B batch, C channels, R ranks
 
@@ -109,7 +110,7 @@ _REPLACEMENTS: dict[type, Any] = {
 }
 
 
-def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStatistics":
+def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Change the classes of batch norms: recomputation counts no batch twice, running statistics are float32.
 
     torch's SyncBatchNorm normalizes over its own process group, or else over the given one.
@@ -117,9 +118,6 @@ def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningS
     Args:
         model: materialized.
         group: the data axis.
-
-    Returns:
-        The running statistics, to be averaged over the group after each step.
     """
     for module in model.modules():
         replacement = _REPLACEMENTS.get(type(module))
@@ -127,12 +125,11 @@ def convert_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningS
             continue
         if isinstance(module, nn.SyncBatchNorm):
             module.over = module.process_group or group  # type: ignore[assignment]
-        module.__class__ = replacement
+        change_class(module, replacement)
         for name in ("running_mean", "running_var"):
             statistic = getattr(module, name)
             if statistic is not None and statistic.itemsize < torch.float32.itemsize:
                 setattr(module, name, statistic.float())
-    return RunningStatistics(model, group)
 
 
 def has_sync_batch_norm(model: nn.Module) -> bool:

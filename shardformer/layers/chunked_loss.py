@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ...cluster.collectives import begin_gather, copy_to, once_differentiable
 from ...cluster.device import is_cuda
 from ...derive.logits import LogitsUse
+from .class_change import change_class
 from .deferred_linear import DeferrableLinear
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .loss import ShardedLogits, causal_logits_use, require_labels, route_causal_loss
@@ -359,7 +360,7 @@ def route_chunked_loss(model: nn.Module, *, parallel_output: bool) -> None:
     """
     head: Any = cast(PreTrainedModel, model).get_output_embeddings()
     if not isinstance(head, VocabParallelLMHead1D):
-        head.__class__ = ChunkedLossHead
+        change_class(head, ChunkedLossHead)
     route_causal_loss(
         model,
         (head, "makes_logits"),

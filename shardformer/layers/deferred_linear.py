@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from ...cluster.collectives import InFlight, once_differentiable
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
+from .class_change import change_class
 
 # N rows of all other dimensions together, I input features, O output features
 
@@ -344,7 +345,7 @@ def defer_weight_gradients(model: nn.Module) -> WeightGradients:
     store = WeightGradients()
     for module in model.modules():
         if type(module) in _DEFERRABLE:
-            module.__class__ = _DEFERRABLE[type(module)]
+            change_class(module, _DEFERRABLE[type(module)])
         if hasattr(module, "weight_gradients"):
             module.weight_gradients = store  # type: ignore[assignment]
     return store

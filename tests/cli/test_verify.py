@@ -190,7 +190,7 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
 
 def test_errors_of_weight_sharding_and_of_the_split_are_reported_together() -> None:
     dropping = ModelChoice(model_type="opt", settings=(("layerdrop", 0.1),))
-    sharing, split = command.sharding_errors(dropping, HybridConfig(pp_size=2, wp_size=2))
+    split, sharing = command.sharding_errors(dropping, HybridConfig(pp_size=2, wp_size=2))
     assert sharing.startswith("layerdrop=0.1 in the model's config")
     assert split.startswith("layerdrop=0.1 in the model's config") and "the stages of a pipeline" in split
     unknown = ModelChoice(model_type="funnel")

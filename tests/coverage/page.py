@@ -27,6 +27,7 @@ _KEPT = {
         "seconds",
         "why",
     ),
+    "splits": ("type", "split", "seconds", "why"),
     "sample": ("type", "pp2", "gradient", "loss", "seconds", "why"),
 }
 Rows = Mapping[str, Mapping[str, Any]]
@@ -46,13 +47,14 @@ def make_page(
     *,
     plain: Rows | None = None,
     stages: Rows | None = None,
+    splits: Rows | None = None,
     sample: Rows | None = None,
     data: Path = DATA,
     page: Path = PAGE,
 ) -> str:
     """Update the data by the rows of runs, by model type, and write the page; return a summary."""
     kept: dict[str, list[dict[str, Any]]] = json.loads(data.read_text()) if data.exists() else {}
-    for name, rows in (("rows", plain), ("stages", stages), ("sample", sample)):
+    for name, rows in (("rows", plain), ("stages", stages), ("splits", splits), ("sample", sample)):
         if rows is not None:
             kept[name] = [_short(rows[key], _KEPT[name]) for key in sorted(rows)]
         kept.setdefault(name, [])
@@ -79,6 +81,7 @@ def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _page(
     rows: Sequence[Mapping[str, Any]],
     stages: Sequence[Mapping[str, Any]],
+    splits: Sequence[Mapping[str, Any]],
     sample: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     about = sorted({(row["commit"], row["torch"], row["transformers"]) for row in rows})
@@ -122,30 +125,14 @@ def _page(
         [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in _KINDS if kind in kinds],
     )
     lines += ["", "The first error of each is in [coverage.json](coverage.json)."]
-    return [*lines, *_stage_lines(rows, stages), *_sample_lines(sample)]
+    return [*lines, *_stage_lines(rows, stages), *_split_lines(rows, splits), *_sample_lines(sample)]
 
 
 def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the section on pipeline stages, by family; only of types that train and are not convolutional."""
     if not stages:
         return []
-    families = {
-        row["type"]: row["family"] for row in rows if row.get("trains") and not row.get("convolutional")
-    }
-    known = [row for row in stages if row["type"] in families]
-    counts: dict[str, Counter[str]] = {}
-    for row in known:
-        for name in (families[row["type"]], "all"):
-            counts.setdefault(name, Counter())[row["stages"]] += 1
-    cells = [
-        (
-            name,
-            *(str(each[kind]) for kind in ("table", "derived", "refused")),
-            str(100 * (each["table"] + each["derived"]) // sum(each.values())),
-        )
-        for name, each in sorted(counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values())))
-    ]
-    refused = [f"- {row['type']}: {_reason(row)}" for row in known if row["stages"] == "refused"]
+    lines, known = _support(rows, stages, "stages", ("table", "derived"))
     return [
         "",
         "## Pipeline stages",
@@ -153,9 +140,7 @@ def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str
         "Of the types that train: by a table, or derived from a traced forward and proven in one process",
         "(`python -m tests.coverage.stages`): a stage for each layer, forward and backward, against the whole copy.",
         "",
-        f"{len(known)} of these {len(families)} types have been tried.",
-        "",
-        *_table(["family", "table", "derived", "refused", "%"], cells),
+        *lines,
         "",
         f"{_count(known, 'encoder')} of the derived have stages of two lists of layers, as of a vision model and a",
         f"language model. In {_count(known, 'carried')} more than hidden states is sent, or the model computes",
@@ -163,8 +148,65 @@ def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str
         "",
         "Refused, with what departs:",
         "",
-        *refused,
+        *_refused(known, "stages"),
     ]
+
+
+def _split_lines(rows: Sequence[Mapping[str, Any]], splits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section on tensor parallelism, as `_stage_lines` does."""
+    if not splits:
+        return []
+    lines, known = _support(rows, splits, "split", ("table", "transformers' plan", "proposed"))
+    return [
+        "",
+        "## Tensor parallelism",
+        "",
+        "Of the types that train: by a table, by transformers' own plan, or proposed from the names and sizes of the",
+        "layers (`python -m tests.coverage.splits`). What no table says is tried in one process: a small copy over two",
+        "threads, forward and backward in float64, against the whole copy.",
+        "",
+        *lines,
+        "",
+        "Refused:",
+        "",
+        *_refused(known, "split"),
+    ]
+
+
+def _support(
+    rows: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]], field: str, kinds: Sequence[str]
+) -> tuple[list[str], list[Mapping[str, Any]]]:
+    """Return a table of how the types of each family are supported, and the rows of the types that train.
+
+    Args:
+        rows: all types.
+        tried: the rows of a record.
+        field: its field with one of `kinds`, or "refused".
+        kinds: how a type can be supported.
+    """
+    families = {
+        row["type"]: row["family"] for row in rows if row.get("trains") and not row.get("convolutional")
+    }
+    known = [row for row in tried if row["type"] in families]
+    counts: dict[str, Counter[str]] = {}
+    for row in known:
+        for name in (families[row["type"]], "all"):
+            counts.setdefault(name, Counter())[row[field]] += 1
+    cells = [
+        (
+            name,
+            *(str(each[kind]) for kind in (*kinds, "refused")),
+            str(100 * sum(each[kind] for kind in kinds) // sum(each.values())),
+        )
+        for name, each in sorted(counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values())))
+    ]
+    lines = [f"{len(known)} of these {len(families)} types have been tried.", ""]
+    return [*lines, *_table(["family", *kinds, "refused", "%"], cells)], known
+
+
+def _refused(known: Sequence[Mapping[str, Any]], field: str) -> list[str]:
+    """Return a line for each refused type, with the reason."""
+    return [f"- {row['type']}: {_reason(row)}" for row in known if row[field] == "refused"]
 
 
 def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int:

@@ -1,11 +1,13 @@
 """Rows of a run that goes on where it was ended: one JSON line each, made in a process of its own."""
 
+import argparse
 import importlib
 import json
 import os
 import resource
 import selectors
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 
 from ..matrix import ROOT, current_commit
 
+# The field of a record's rows that says how a type is supported, or "refused".
+FIELDS = {"stages": "stages", "splits": "split"}
 FOLDER = ROOT / "build" / "coverage"
 
 
@@ -87,6 +91,48 @@ def run_each(
                 argument,
                 json.loads(text) if text else {"reason": f"passed a limit of time or memory ({name})"},
             )
+
+
+def run_types(
+    name: str,
+    function: Callable[[str], dict[str, Any]],
+    description: str | None,
+    *,
+    cpu_seconds: int,
+    wall_seconds: int,
+    memory: int,
+) -> None:
+    """Make the rows of a record for the model types that train, as the command line asks, and then the page.
+
+    Args:
+        name: name of the record, a key of `FIELDS`.
+        function: makes the row of a type.
+        description: shown as help.
+        cpu_seconds, wall_seconds, memory: limits of the process of a type.
+    """
+    from .page import DATA, make_page
+
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--failed", action="store_true", help="try those again that were refused")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    number, count = map(int, options.part.split("/"))
+    records, field = Records(name, released()), FIELDS[name]
+    done = {each for each, row in records.rows.items() if row[field] != "refused" or not options.failed}
+    known = json.loads(DATA.read_text())["rows"]
+    trained = [row["type"] for row in known if row.get("trains") and not row.get("convolutional")]
+    types = options.only or [each for each in trained[number - 1 :: count] if each not in done]
+    warmed()
+    limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory": memory}
+    for model_type, row in run_each(function, types, jobs=options.jobs, **limits):
+        if "reason" in row:
+            row = {field: "refused", "why": row["reason"]}
+        records.add({"type": model_type} | row)
+        print(model_type, row[field], row.get("why", "")[:200], flush=True)
+    print(make_page(**{name: records.rows}))
 
 
 def _forked(

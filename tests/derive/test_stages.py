@@ -81,6 +81,14 @@ def test_outputs_of_layers_travel_where_hidden_states_alone_depart(
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_the_auxiliary_loss_of_experts_is_no_matter_of_the_stages() -> None:
+    """It is of the outputs of all layers, which no stage has; shardformer/router_loss.py adds it up over the stages."""
+    model = copy_of("gpt_oss", output_router_logits=True).model
+    assert stage_plan_of(model).layers == "model.layers"
+    assert model.config.output_router_logits
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model_type", "encoder", "layers", "read_later"),
     [

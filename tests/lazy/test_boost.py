@@ -246,9 +246,9 @@ CONFIG = {
 
 def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
     """Return bounds of the memory for building or reading a model and for materializing it, each with its check."""
-    import echelon.plugins.hybrid_model as hybrid
+    import echelon.shardformer.transforms as transforms
 
-    original, taken = hybrid.materialize, list[tuple[int, int]]()
+    original, taken = transforms.materialize, list[tuple[int, int]]()
     measured = most_bytes if path is None else most_anonymous
 
     def counted(model: nn.Module) -> nn.Module:
@@ -266,11 +266,11 @@ def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
     whole = sum(each.numel() * 4 for each in model.parameters())
     largest = max(each.numel() * 4 for each in model.parameters())
     plugin = HybridParallelPlugin(pp_size=2, tp_size=2, precision="fp32", num_microbatches=2)
-    hybrid.materialize = counted
+    transforms.materialize = counted
     try:
         model, *_ = Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
     finally:
-        hybrid.materialize = original
+        transforms.materialize = original
     share = sum(each.numel() * 4 for each in model.parameters())
     ((most, kept),) = taken
     spare = 2**19 if path is None else 2**22  # states of the generator and small objects; code, pages

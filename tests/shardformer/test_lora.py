@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from echelon.shardformer import ShardConfig, ShardFormer, policy_for
 from echelon.shardformer.policy import ModulePolicyDescription, Policy
 from echelon.shardformer.sequence.config import SequenceParallelism
-from echelon.shardformer.shard_former import sharder_or_errors
 from echelon.shardformer.sharder import split_errors
+from echelon.shardformer.transforms import sharder_or_errors
 
 from ..pool import Pool
 from .compare import build, pieces, require_equal_on_ranks, split

@@ -9,10 +9,9 @@ import torch
 from echelon.cluster.collectives import all_gather, all_reduce, exchange_rows, exchange_slices, sum_slice
 from echelon.cluster.placement import Replicated
 from echelon.cluster.threads import ThreadGroup, run_threads, thread_groups
-from echelon.shardformer import layer_split
+from echelon.shardformer import layer_split, policy_for
 from echelon.shardformer.derived_policy import DerivedPolicy
 from echelon.shardformer.layers import linear
-from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from echelon.shardformer.shard_former import policy_for
+from echelon.shardformer import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.tables.table import model_types
 

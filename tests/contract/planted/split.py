@@ -82,16 +82,16 @@ FAULTS = {
     ),
     "counts need not be divisible": unenforced(f"{SPLIT}:require_divisible", "heads of a part", NOTHING),
     "kinds of tensors are not distinguished": unenforced(
-        "shardformer.sharder:_meta_tensor", "a special tensor", nn.Parameter
+        "shardformer.meta_copy:_meta_tensor", "a special tensor", nn.Parameter
     ),
     "the copy has the model's parameters": fault(
-        "shardformer.sharder:_meta_tensor", as_it_is, check=unchanged, num_ranks=1
+        "shardformer.meta_copy:_meta_tensor", as_it_is, check=unchanged, num_ranks=1
     ),
     "the copy has the model's hooks": fault(
-        "shardformer.sharder:_copied_attribute", shared, check=unchanged, num_ranks=1, quick=True
+        "shardformer.meta_copy:_copied_attribute", shared, check=unchanged, num_ranks=1, quick=True
     ),
     "the copy has the model's configs": fault(
-        "shardformer.sharder:_copied_attribute",
+        "shardformer.meta_copy:_copied_attribute",
         around(sharing_configs),
         check=unchanged,
         num_ranks=1,

@@ -1,0 +1,184 @@
+"""ColossalAI's names under the same modules of `echelon`: a script runs with `colossalai` renamed to `echelon`.
+
+[Note: imported names] A name is its counterpart, or a class that can be imported, compared by `isinstance` and
+inherited from, and raises when it is constructed: a script learns what is refused before it trains. Modules that
+Echelon lacks are made when they are imported, by a finder behind all others.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+_PACKAGE = __package__.partition(".")[0]
+_PLUGINS = ("HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin")
+_OPTIMIZERS = ("CPUAdam", "FusedAdam", "HybridAdam")
+_SCHEDULERS = (
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmupLR",
+    "ExponentialLR",
+    "LambdaLR",
+    "LinearWarmupLR",
+    "MultiplicativeLR",
+    "StepLR",
+)
+
+
+def _all_of(home: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, home)
+
+
+# By module: the module here that defines each name.
+_HOMES: dict[str, dict[str, str]] = {
+    "": _all_of("cluster.launch", "launch_from_torch"),
+    "accelerator": _all_of("cluster.accelerator", "get_accelerator"),
+    "booster": {},
+    "booster.plugin": _all_of("plugins", *_PLUGINS),
+    "booster.plugin.dp_plugin_base": {},
+    "cluster": {
+        **_all_of("cluster.coordinator", "DistCoordinator"),
+        **_all_of("cluster.mesh", "ParallelMesh"),
+    },
+    "cluster.dist_coordinator": _all_of("cluster.coordinator", "DistCoordinator"),
+    "initialize": _all_of("cluster.launch", "launch_from_torch"),
+    "logging": _all_of(
+        "migration.logger", "DistributedLogger", "disable_existing_loggers", "get_dist_logger"
+    ),
+    "nn": {
+        **_all_of("migration.optimizer", *_OPTIMIZERS),
+        **_all_of("migration.lr_scheduler", *_SCHEDULERS),
+    },
+    "nn.optimizer": _all_of("migration.optimizer", *_OPTIMIZERS),
+    "nn.lr_scheduler": _all_of("migration.lr_scheduler", *_SCHEDULERS),
+    "pipeline.schedule": {},
+    "pipeline.schedule.v_schedule": {},
+    "shardformer.policies": {},
+    "shardformer.policies.base_policy": _all_of(
+        "shardformer", "ModulePolicyDescription", "Policy", "SubModuleReplacementDescription"
+    ),
+    "utils": _all_of("cluster.accelerator", "get_current_device", "set_seed"),
+    "zero": {},
+}
+# Names that are called otherwise here: (module, name).
+_RENAMED = {"DPPluginBase": ("plugins", "Plugin")}
+# Packages of ColossalAI with nothing of theirs here.
+_ABSENT = (
+    "amp",
+    "auto_parallel",
+    "autochunk",
+    "checkpoint_io",
+    "context",
+    "device",
+    "fx",
+    "gemini",
+    "inference",
+    "interface",
+    "kernel",
+    "legacy",
+    "moe",
+    "quantization",
+    "tensor",
+    "testing",
+)
+# What to use instead of a name that is refused.
+_INSTEAD = {
+    "CAME": "torch's Adafactor",
+    "Adafactor": "torch's or transformers' Adafactor",
+    "DeviceMesh": "echelon.ParallelMesh",
+    "FusedSGD": "torch.optim.SGD(..., fused=True)",
+    "GeminiPlugin": "HybridParallelPlugin(zero_stage=1), or TorchFSDPPlugin, which shards parameters too",
+    "GeminiDDP": "HybridParallelPlugin(zero_stage=1), or TorchFSDPPlugin, which shards parameters too",
+    "LowLevelZeroOptimizer": "the optimizer that booster.boost returns with LowLevelZeroPlugin",
+    "MoeHybridParallelPlugin": "HybridParallelPlugin(ep_size=...)",
+    "PipelineGraph": 'pp_style="zbv" alone: it needs no costs',
+    "ProcessGroupMesh": "echelon.ParallelMesh",
+    "launch": "echelon.launch_from_torch under torchrun",
+    "launch_from_openmpi": "echelon.launch_from_torch under torchrun",
+    "launch_from_slurm": "echelon.launch_from_torch under `srun torchrun` (docs/cuda.md)",
+    "LazyTensor": "echelon.LazyInitContext",
+    "spawn": "torch.multiprocessing.spawn",
+}
+_PAGE = "docs/coming-from-colossalai.md"
+
+
+def names_of(module: str) -> Callable[[str], Any]:
+    """Return the function `__getattr__` of a module of Echelon, which finds the names that ColossalAI has there.
+
+    Args:
+        module: its path below `echelon`; "" is `echelon` itself.
+    """
+    return lambda name: _named(module, name)
+
+
+def install() -> None:
+    """Let Python find ColossalAI's modules below `echelon`; see [Note: imported names]. Repeated calls add nothing."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+def _named(module: str, name: str) -> Any:
+    """Return the counterpart of a name, or the class that refuses it.
+
+    Raises:
+        AttributeError: neither Echelon nor ColossalAI has the name.
+    """
+    is_private = name.startswith("_")
+    if not is_private and (home := _HOMES.get(module, {}).get(name)) is not None:
+        return getattr(import_module(f"{_PACKAGE}.{home}"), name)
+    if name in _RENAMED and module in _HOMES:
+        home, other_name = _RENAMED[name]
+        return getattr(import_module(f"{_PACKAGE}.{home}"), other_name)
+    submodule = f"{module}.{name}".lstrip(".")
+    if submodule in _HOMES or submodule in _ABSENT:
+        return import_module(f"{_PACKAGE}.{submodule}")
+    is_absent = module.partition(".")[0] in _ABSENT
+    if is_private or not (
+        is_absent or name in _INSTEAD or module in ("nn", "nn.optimizer", "nn.lr_scheduler")
+    ):
+        raise AttributeError(
+            f"module '{_PACKAGE}{module and '.'}{module}' has no attribute {name!r}", name=name, obj=None
+        )
+    return _Refusal(name, (), {"_module": module})
+
+
+def _is_known(module: str) -> bool:
+    """Return True for a module that ColossalAI has and Echelon lacks."""
+    return module in _HOMES or module.partition(".")[0] in _ABSENT
+
+
+class _Refusal(type):
+    """The class of names that are refused: their instances cannot be made, and they have no attributes."""
+
+    _module: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(cls._message())
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(cls._message())
+
+    def _message(cls) -> str:
+        where = ".".join(filter(None, ("colossalai", cls._module, cls.__mro__[-2].__name__)))
+        instead = _INSTEAD.get(cls.__mro__[-2].__name__)
+        advice = f"use {instead}" if instead else "leave it out"
+        return f"{where} has no counterpart in Echelon: {advice}; {_PAGE} lists what has one"
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds ColossalAI's modules below `echelon`, and makes each with the names of this file."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, module = fullname.partition(".")
+        if package != _PACKAGE or not _is_known(module):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = names_of(module.__name__.partition(".")[2])

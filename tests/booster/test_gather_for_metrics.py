@@ -1,0 +1,126 @@
+"""Metrics see every sample of the data set once and in order, and the booster has the calls of Accelerate's scripts."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+
+NUM_SAMPLES = 11  # for 2 and 4 replicas the last batches repeat some
+
+
+def gathered(plugin: type, is_prepared: bool, sizes: dict[str, Any]) -> list[list[int]]:
+    """Return the samples of each batch as all ranks gathered them, and require that they agree."""
+    booster = Booster(plugin=plugin(precision="fp32", **sizes) if plugin is not TorchDDPPlugin else plugin())
+    dataset = TensorDataset(torch.arange(NUM_SAMPLES))
+    if is_prepared:
+        loader: Any = booster.plugin.prepare_dataloader(dataset, batch_size=2)
+    else:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = booster.boost(model, optimizer, dataloader=DataLoader(dataset, batch_size=2))[3]
+    found = []
+    for (numbers,) in loader:
+        squares = {"squares": (numbers**2, numbers.float()[:, None, None].expand(-1, 2, 3))}
+        outputs = booster.gather_for_metrics(squares)["squares"]
+        assert torch.equal(outputs[1][:, 1, 2], outputs[0].float().sqrt())
+        assert booster.gather_for_metrics([str(each) for each in numbers.tolist()]) == [
+            str(each) for each in outputs[1][:, 0, 0].int().tolist()
+        ]
+        found.append(outputs[1][:, 0, 0].int().tolist())
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    assert everywhere == [found] * len(everywhere)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "plugin", "is_prepared", "sizes"),
+    [
+        (1, HybridParallelPlugin, True, {"num_microbatches": 1}),
+        (2, LowLevelZeroPlugin, False, {}),
+        (2, TorchDDPPlugin, True, {}),
+        (4, HybridParallelPlugin, True, {"tp_size": 2, "num_microbatches": 1}),
+        (4, HybridParallelPlugin, False, {"num_microbatches": 1}),
+    ],
+)
+def test_every_sample_is_gathered_once_in_its_order(
+    pool: Pool, num_ranks: int, plugin: type, is_prepared: bool, sizes: dict[str, Any]
+) -> None:
+    found = pool.run(num_ranks, gathered, plugin, is_prepared, sizes)[0]
+    assert [each for batch in found for each in batch] == list(range(NUM_SAMPLES))
+    num_replicas = num_ranks // sizes.get("tp_size", 1)
+    assert len(found[0]) == 2 * num_replicas
+
+
+def refuse_unequal_shapes() -> None:
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+    with pytest.raises(ValueError, match=r"shape \(2, 4\) .* of replica 1, and of replica 0 .*\(2, 3\)"):
+        booster.gather_for_metrics(torch.ones(2, 3 + dist.get_rank()))
+    with pytest.raises(ValueError, match="a number as a tensor"):
+        booster.gather_for_metrics({"loss": torch.ones(()), "logits": torch.ones(2)})
+    with pytest.raises(ValueError, match="'a', a str beside tensors"):
+        booster.gather_for_metrics([torch.ones(2), "a"])
+    assert torch.equal(
+        booster.gather_for_metrics(torch.ones(2)), torch.ones(4)
+    )  # of no dataloader: all of them
+
+
+def test_what_cannot_be_gathered_is_refused_on_every_rank(pool: Pool) -> None:
+    pool.run(2, refuse_unequal_shapes)
+
+
+def evaluate_under_a_pipeline() -> None:
+    choice = ModelChoice(model_type="llama")
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=2))
+    model: Any = choice.build()
+    expected = model.eval()
+    numbers = torch.randint(3, 20, (5, 6), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = expected(input_ids=numbers).logits
+    loader = booster.plugin.prepare_dataloader([{"input_ids": row} for row in numbers], batch_size=3)
+    boosted, *_ = booster.boost(model)
+    boosted.eval()
+    found, batches = [], iter(loader)
+    for _ in range(len(loader)):
+        with torch.no_grad():
+            outputs = booster.execute_pipeline(
+                batches, boosted, return_loss=False, return_outputs="all_ranks"
+            )["outputs"]
+        found.append(booster.gather_for_metrics(outputs["logits"]))
+    assert torch.allclose(torch.cat(found), logits, atol=1e-5)
+
+
+def test_outputs_of_a_pipeline_are_gathered_on_all_ranks(pool: Pool) -> None:
+    pool.run(2, evaluate_under_a_pipeline)
+
+
+def call_like_accelerate() -> list[str]:
+    """Return the lines that this rank logged, in the order of its first and later blocks."""
+    booster, lines = Booster(plugin=LowLevelZeroPlugin(precision="fp32")), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("echelon")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        booster.log({"loss": torch.tensor(0.5), "lr": 1e-3}, step=3)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    with booster.main_process_first(), booster.accumulate():
+        booster.print("of the first rank")
+    assert booster.device == booster.plugin.mesh.device
+    return lines
+
+
+def test_the_first_rank_logs_and_prints(pool: Pool) -> None:
+    assert pool.run(2, call_like_accelerate) == [["step 3: loss 0.5, lr 0.001"], []]
