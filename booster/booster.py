@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,12 +157,21 @@ class Booster:
         """The device of this process. Calls of the model and `execute_pipeline` move their inputs to it."""
         return self.plugin.mesh.device
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a block that changes nothing: the plugin's `gradient_accumulation_steps` counts the calls.
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of the plugin: "fp32", "bf16" or "fp16"."""
+        return self.plugin.precision
 
-        Accelerate's name. `optimizer.step()` steps after so many calls, and does nothing before.
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Return a block around each batch in which `step` and `zero_grad` do nothing before the last call of a step.
+
+        As in Accelerate's loops, which call both for every batch: the plugin's `gradient_accumulation_steps` says how
+        many calls a step has. The scheduler that was given to `boost` steps with the optimizer.
+
+        Args:
+            models: the ones that `boost` returned.
         """
-        return nullcontext()
+        return self.plugin.accumulate(*models)
 
     def print(self, *values: Any, **settings: Any) -> None:
         """Print on the first rank, as Python's `print`."""

@@ -9,6 +9,7 @@ from copy import deepcopy
 from functools import cached_property, partial, wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from ..cluster.releases import log_newer_releases
 from ..data.loader import ShardedLoader, sharded_loader
 from ..data.user_loader import shard_user_loaders
 from ..pipeline.stage import with_known_cache_name
+from .accumulate import accumulating
 from .colossalai import Unavailable, unavailable_errors
 from .gather_samples import gather_samples
 
@@ -85,7 +87,18 @@ class Plugin(ABC):
         Raises:
             ValueError: model or optimizer cannot be wrapped; all reasons at once.
         """
+        if lr_scheduler is not None:
+            self._schedulers.add(lr_scheduler)
         return *self._wrap(model, optimizer), criterion, dataloader, lr_scheduler
+
+    @cached_property
+    def _schedulers(self) -> WeakSet[LRScheduler]:
+        """The schedulers that were given to boost."""
+        return WeakSet()
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Return a block in which steps before the last call do nothing; see `Booster.accumulate`."""
+        return accumulating(models, self._schedulers)
 
     @abstractmethod
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:

@@ -4,59 +4,24 @@ Keys have their meaning of InternEvo 0.5 (its launch.py and parallel_context.py)
 lists them.
 """
 
-import json
 import logging
 import re
-import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
-from inspect import isclass, isfunction, ismodule
-from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from ..cluster.errors import raise_errors
-from ..cluster.options import is_number
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
+from .configuration import Key, Settings, read_configuration
 from .hybrid_config import HybridConfig
 
 _LOG = logging.getLogger("echelon")
 
 
-class Key(NamedTuple):
-    """A key of a configuration.
-
-    Args:
-        kind: the kind of its values, a name of KINDS.
-        argument: the option of the plugin that takes the value unchanged.
-        allowed: the accepted values, which change nothing; None accepts any.
-        why: the end of the error for a refused value.
-    """
-
-    kind: str = "any"
-    argument: str | None = None
-    allowed: tuple[Any, ...] | None = None
-    why: str = ""
-
-
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and isfinite(value)
-
-
-KINDS: dict[str, Callable[[Any], bool]] = {
-    "any": lambda value: True,
-    "an integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "a number": _is_finite,
-    "a bool": lambda value: isinstance(value, bool),
-    "a str": lambda value: isinstance(value, str),
-    "a bool, or a number from 0 to 1": lambda value: (
-        isinstance(value, (bool, int, float)) and 0 <= value <= 1
-    ),
-}
 _KIND_OF = {int: "an integer", float: "a number", bool: "a bool"}
 _TYPES = {field.name: (get_args(field.type) or (field.type,))[0] for field in fields(HybridConfig)}
 
@@ -122,7 +87,6 @@ KEYS = {
         why="is not available: norms compute in the model's format, with float32 masters; use False",
     ),
 }
-SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""} | {"grad_scaler", "parallel"}
 PARALLEL = sorted({path.split(".")[1] for path in KEYS if path.startswith("parallel.")})
 # Further keys of each section, which become no argument. None: any name but a likely misspelling of a known key.
 IGNORED: dict[str, tuple[str, ...] | None] = {
@@ -143,7 +107,6 @@ IGNORED: dict[str, tuple[str, ...] | None] = {
     "loss": ("moe_loss_coeff", "op_type"),
     **dict.fromkeys(("data", "model", "parallel.sequence_2D", "parallel.expert", "parallel.expert_weight")),
 }
-_CLOSE = 0.85  # similarity of a likely misspelling: num_chunk and num_chunks pass
 
 # Arguments of a mode, besides the sizes. isp shards no layer over its `tensor` ranks: only the sequence.
 _REGIONS = {
@@ -186,21 +149,28 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
     Raises:
         ValueError: keys or values are unknown or unsupported; all errors at once.
     """
-    config = read_configuration(config)
+    config = read_configuration(config, "InternEvo")
     sections = {path.split(".")[0] for path in KEYS} | {*PARALLEL}
     errors = [
         f"{name} is given twice, in the configuration and as an argument: give one"
         for name in others
         if name in config
     ]
-    settings = _Settings(config | {name: value for name, value in others.items() if name in sections}, errors)
+    config |= {name: value for name, value in others.items() if name in sections}
+    at_top = {name: config.pop(name) for name in PARALLEL if name in config}
+    if "parallel" in config:
+        errors += [f"{name} is given twice, also in parallel: leave one out" for name in at_top]
+        settings = Settings(config, KEYS, IGNORED, errors)
+    else:
+        config = {"parallel": at_top} | config
+        settings = Settings(config, KEYS, IGNORED, errors, lambda path: path.removeprefix("parallel."))
     arguments = _layout(settings) | _microbatches(settings) | _other_options(settings)
     raise_errors([f"InternEvo's configuration: {error}" for error in errors])
-    if settings.ignored and not (dist.is_initialized() and dist.get_rank()):
+    if settings.ignored_paths and not (dist.is_initialized() and dist.get_rank()):
         _LOG.info(
             "InternEvo's configuration: these are not arguments of the plugin (optimizer, model, data and "
             "files are given to Echelon as objects): %s",
-            ", ".join(settings.ignored),
+            ", ".join(settings.ignored_paths),
         )
     return arguments | {name: value for name, value in others.items() if name not in sections}
 
@@ -224,93 +194,7 @@ def with_configuration_keys(error: str, arguments: Mapping[str, Any]) -> str:
     return f"{error}\nin InternEvo's configuration {', '.join(translations.values())}"
 
 
-class _Settings:
-    """The valid values of a configuration by their paths in KEYS.
-
-    Args:
-        config: the sections; those of `parallel` may stand at the top instead, and are then taken out.
-        errors: a list to which the errors of invalid values are added.
-
-    Attributes:
-        ignored: the paths of keys that concern other objects than the plugin.
-    """
-
-    def __init__(self, config: dict[str, Any], errors: list[str]) -> None:
-        self.errors = errors
-        self.ignored: list[str] = []
-        self._values: dict[str, Any] = {}  # by path: a value, or the dictionary of a section
-        at_top = {name: config.pop(name) for name in PARALLEL if name in config}
-        self._is_parallel_at_top = "parallel" not in config
-        if not self._is_parallel_at_top:
-            errors += [f"{name} is given twice, also in parallel: leave one out" for name in at_top]
-        self._read_section("", {"parallel": at_top} | config)
-
-    def get(self, path: str, default: Any = None) -> Any:
-        """Return the value of a path if it is valid, else the default."""
-        return self._values.get(path, default)
-
-    def has(self, section: str) -> bool:
-        """Return True if the value or the section was given."""
-        return section in self._values
-
-    def refuse(self, path: str, value: Any, why: str) -> None:
-        """Add the error of a refused value."""
-        self.errors.append(f"{self._name(path)}={value!r} {why}")
-
-    def _name(self, path: str) -> str:
-        """Return the path as the user wrote it."""
-        return path.removeprefix("parallel.") if self._is_parallel_at_top else path
-
-    def _read_section(self, section: str, content: Any) -> None:
-        """Keep the valid values of a section and of the sections in it, and add the errors of the others.
-
-        InternEvo also takes an integer in place of a section `dict(size=…)`.
-        """
-        if f"{section}.size" in KEYS and KINDS["an integer"](content):
-            content = {"size": content}
-        if not isinstance(content, Mapping):
-            self.refuse(section, content, "must be a dict")
-            return
-        self._values[section] = content
-        path_of = _paths_in(section)
-        for key, value in content.items():
-            path = path_of.get(key)
-            if path is None:
-                self._read_unknown_key(section, key, list(path_of))
-            elif path in SECTIONS:
-                self._read_section(path, {} if value is None else value)
-            elif value is not None:
-                self._read_value(path, value)
-
-    def _read_value(self, path: str, value: Any) -> None:
-        """Keep a value, or add its error."""
-        key = KEYS[path]
-        if key.allowed is not None and value not in key.allowed:
-            self.refuse(path, value, key.why)
-        elif not KINDS[key.kind](value):
-            self.refuse(path, value, f"must be {key.kind}")
-        else:
-            self._values[path] = value
-
-    def _read_unknown_key(self, section: str, key: str, known_keys: list[str]) -> None:
-        """Add a key that is not in KEYS to `ignored`, or its error if it is not in IGNORED or likely misspelled."""
-        path = self._name(f"{section}.{key}" if section else str(key))
-        ignored = IGNORED.get(section, ())
-        similar = get_close_matches(str(key), known_keys, 1, _CLOSE)
-        if (ignored is None and not similar) or key in (ignored or ()):
-            self.ignored.append(path)
-        else:
-            advice = f"write {similar[0]}" if similar else f"known are {', '.join(known_keys)}"
-            self.errors.append(f"{path} is not understood: {advice}")
-
-
-def _paths_in(section: str) -> dict[str, str]:
-    """Return the paths of the keys and sections directly in a section, by their last name."""
-    paths = [*KEYS, *SECTIONS]
-    return {path.rpartition(".")[2]: path for path in paths if path.rpartition(".")[0] == section}
-
-
-def _layout(settings: _Settings) -> dict[str, Any]:
+def _layout(settings: Settings) -> dict[str, Any]:
     """Return the arguments for the sizes of all axes, the sequence's mode, ZeRO and the pipeline; add errors."""
     mode, size = settings.get("parallel.tensor.mode", "mtp"), settings.get("parallel.tensor.size", 1)
     if mode not in MODES:
@@ -339,7 +223,7 @@ def _layout(settings: _Settings) -> dict[str, Any]:
     return arguments | {"zero_stage": 1, "zero_size": zero_size} | _pipeline(settings)
 
 
-def _pipeline(settings: _Settings) -> dict[str, Any]:
+def _pipeline(settings: Settings) -> dict[str, Any]:
     """Return the arguments for the pipeline's size, schedule and chunks; add errors of unknown or unfit ones."""
     in_model, at_top = settings.get("model.num_chunks"), settings.get("num_chunks")
     if None not in (in_model, at_top) and in_model != at_top:
@@ -365,7 +249,7 @@ def _pipeline(settings: _Settings) -> dict[str, Any]:
     return arguments
 
 
-def _microbatches(settings: _Settings) -> dict[str, Any]:
+def _microbatches(settings: Settings) -> dict[str, Any]:
     """Return the number of microbatches of a step; empty without a section `data`."""
     if not settings.has("data"):
         return {}
@@ -376,7 +260,7 @@ def _microbatches(settings: _Settings) -> dict[str, Any]:
     return {"num_microbatches": count}
 
 
-def _other_options(settings: _Settings) -> dict[str, Any]:
+def _other_options(settings: Settings) -> dict[str, Any]:
     """Return the arguments that take a value unchanged, and those for precision, recomputation and the bucket size."""
     arguments = {
         key.argument: settings.get(path) for path, key in KEYS.items() if key.argument and settings.has(path)
@@ -401,7 +285,7 @@ def _other_options(settings: _Settings) -> dict[str, Any]:
     return arguments
 
 
-def _precision(settings: _Settings) -> str | None:
+def _precision(settings: Settings) -> str | None:
     """Return the precision for `model.dtype`, InternEvo's float16 by default; None, with an error added, if invalid."""
     dtype = settings.get("model.dtype")
     name = "float16" if dtype is None else str(dtype).removeprefix("torch.")
@@ -415,38 +299,3 @@ def _precision(settings: _Settings) -> str | None:
         )
     settings.refuse("model.dtype", dtype, why)
     return None
-
-
-def read_configuration(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Return a configuration as a dictionary, copied or read from a file.
-
-    Args:
-        source: the dictionary, or the path of a JSON file or of a Python file, whose variables are the sections. In
-            a Python file names in capitals or with a leading underscore, modules, classes and functions are ignored.
-
-    Raises:
-        ValueError: the source is neither, the file does not exist, or its JSON is invalid.
-    """
-    if isinstance(source, Mapping):
-        return dict(source)
-    if not isinstance(source, (str, Path)):
-        raise ValueError(f"an InternEvo configuration must be a dict or the path of a file, not {source!r}")
-    path, name = Path(source), f"the InternEvo configuration {str(source)!r}"
-    if path.suffix not in (".py", ".json"):
-        raise ValueError(f"{name} must end in one of .py (run as Python) and .json")
-    if not path.is_file():
-        raise ValueError(f"{name} is not a file")
-    if path.suffix == ".py":
-        return {
-            key: value
-            for key, value in runpy.run_path(str(path)).items()
-            if not (key.startswith("_") or key.isupper())
-            and not (ismodule(value) or isclass(value) or isfunction(value))
-        }
-    try:
-        sections = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from error
-    if not isinstance(sections, dict):
-        raise ValueError(f"{name} must hold an object of sections")
-    return sections

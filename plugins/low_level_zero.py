@@ -1,10 +1,16 @@
 """LowLevelZeroPlugin: the hybrid plugin with data parallelism and ZeRO alone."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from ..cluster.options import arguments_like, option_like
 from .base import init_from_options
 from .colossalai import ZERO
+from .deepspeed import plugin_arguments
 from .hybrid_config import DataOptions, HybridConfig
 from .hybrid_parallel import HybridParallelPlugin
 
@@ -39,3 +45,20 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             for option in fields(config):
                 text = text.replace(option.metadata.get("name", option.name), option.name)
             raise ValueError(text) from None
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any] | str | Path, *, without: Sequence[str] = (), **others: Any
+    ) -> "LowLevelZeroPlugin":
+        """Make a plugin from a DeepSpeed configuration; see docs/coming-from-deepspeed.md.
+
+        Args:
+            config: the configuration, or the path of its .json file.
+            without: "optimizer", "scheduler": sections that are not read, since the script builds these objects.
+            others: arguments of the plugin, which override those of the configuration.
+
+        Raises:
+            ValueError: keys or values are unknown or unsupported; all errors at once.
+        """
+        arguments = plugin_arguments(config, num_replicas=dist.get_world_size(), without=without)
+        return cls(**arguments | others)

@@ -21,8 +21,9 @@ from .pool import Pool
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-COMING = ROOT / "docs" / "coming-from-colossalai.md"
-PIPELINE = ROOT / "docs" / "pipeline.md"
+DOCS = ROOT / "docs"
+COMING = DOCS / "coming-from-colossalai.md"
+PIPELINE = DOCS / "pipeline.md"
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -66,6 +67,14 @@ def test_the_script_moved_from_colossalai_runs(tmp_path: Path) -> None:
     )
     assert len(found) == 8
     assert all(map(isfinite, found))
+
+
+def test_the_script_moved_from_accelerate_trains_equally_on_one_process_and_on_two(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (script,) = code_blocks(DOCS / "coming-from-accelerate.md", "python")
+    found = [pool.run(number, printed, script, tmp_path)[0] for number in (1, 2)]
+    assert [re.findall(r"of (\d+) are right", each) for each in found] == [["12", "12"]] * 2
 
 
 @pytest.mark.slow

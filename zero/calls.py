@@ -26,6 +26,11 @@ class CallsOfStep:
         """Return True if a step may follow the next call."""
         return self._number + 1 >= self._steps
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Return True if calls of a step were made, and not all."""
+        return 0 < self._number < self._steps
+
     def begin(self, *, is_backward: bool, has_factor: bool) -> None:
         """Require that another call may begin before the next step.
 
@@ -51,7 +56,7 @@ class CallsOfStep:
 
     def require_one_kind(self, *, has_factor: bool) -> None:
         """Raise ValueError if a backward without a factor would follow calls of the same step that share one."""
-        if has_factor and 0 < self._number < self._steps:
+        if has_factor and self.is_incomplete:
             raise ValueError(_TWO_KINDS)
 
     def end(self) -> None:
@@ -60,7 +65,7 @@ class CallsOfStep:
 
     def require_all(self) -> None:
         """Raise RuntimeError if calls are missing in a step."""
-        if 0 < self._number < self._steps:
+        if self.is_incomplete:
             raise RuntimeError(
                 f"optimizer.step() after {self._number} of gradient_accumulation_steps={self._steps} calls: step after "
                 f"every {self._steps} calls of execute_pipeline or booster.backward; if the data ends earlier, "

@@ -85,10 +85,10 @@ class ShardedOptimizer(OptimizerWrapper):
     Attributes:
         inner: the user's optimizer.
         last_norm: norm of the gradients of the last step, unscaled, before any clipping; None before the first.
-        reducer: reduces gradients into this rank's slices; its contexts are for backwards that are not called through
-            `backward`.
+        reducer: reduces gradients into this rank's slices; its contexts are for backwards beside `backward`.
         parameter_gather: all-gathers updated parameters; can overlap this with the next forward.
         skipped_steps: number of steps skipped because gradients were not finite on some rank.
+        calls: the calls since the last step.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.last_norm: float | None = None
         self.skipped_steps = 0
         self._agreement, self._after_step = agreement or Agreement(mesh), after_step
-        self._calls = CallsOfStep(accumulation_steps)
+        self.calls = CallsOfStep(accumulation_steps)
         self._mesh, self._max_norm, self._is_offloaded = mesh, max_norm, cpu_offload
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
         self._partitions = Partition.all_of(mesh, mesh.layout.zero if stage else 1)
@@ -183,14 +183,14 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: all calls have been made, or gradients were written to by something other than a backward.
         """
-        self._calls.begin(is_backward=name is not None, has_factor=self.gradient_factor is not None)
-        is_first = self._calls.is_first
+        self.calls.begin(is_backward=name is not None, has_factor=self.gradient_factor is not None)
+        is_first = self.calls.is_first
         if name is not None:
             self._gradients.apply_factor()
         elif is_first and self.reducer.holds_gradients:
             self._gradients.set_aside(self._reduce)
         reducer, num_contexts = self.reducer, self.reducer.num_contexts
-        with nullcontext() if self._calls.is_last or reducer.shards_gradients else self.no_sync():
+        with nullcontext() if self.calls.is_last or reducer.shards_gradients else self.no_sync():
             is_collective = reducer.may_launch
             if is_collective and name is not None:
                 self._compare_call(name)
@@ -202,12 +202,12 @@ class ShardedOptimizer(OptimizerWrapper):
                 yield
             except BaseException:
                 if name is None and (is_first or reducer.num_contexts > num_contexts):
-                    self._calls.clear()
+                    self.calls.clear()
                     self._gradients.discard()
                 raise
             if is_collective and not reducer.shards_gradients:
                 self._reduce()
-        self._calls.end()
+        self.calls.end()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale the loss and accumulate its gradients; see `accumulate_and_reduce`."""
@@ -216,7 +216,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _before_plain_backward(self) -> None:
         """Apply the pending factor before a backward of the user adds gradients without it."""
-        self._calls.require_one_kind(has_factor=self.gradient_factor is not None)
+        self.calls.require_one_kind(has_factor=self.gradient_factor is not None)
         self._gradients.apply_factor()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -234,7 +234,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self.parameter_gather.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.finish()
         self._gradients.renew()
-        self._calls.clear()
+        self.calls.clear()
         self._agreement.clear()
         self.reducer.drop(to_zeros=not set_to_none)
 
@@ -325,7 +325,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._calls.require_all()
+        self.calls.require_all()
         self.parameter_gather.wait()
         self._require_same_parameters()
         self._compare_call("step()")
@@ -367,7 +367,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._agreement.clear()
         self.last_norm = self._gradients.norm
         self._gradients.finish()
-        self._calls.clear()
+        self.calls.clear()
         return norm
 
     def _agreed_norm(self, **arguments: float) -> float:

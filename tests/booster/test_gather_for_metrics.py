@@ -1,6 +1,7 @@
 """Metrics see every sample of the data set once and in order, and the booster has the calls of Accelerate's scripts."""
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -124,3 +125,31 @@ def call_like_accelerate() -> list[str]:
 
 def test_the_first_rank_logs_and_prints(pool: Pool) -> None:
     assert pool.run(2, call_like_accelerate) == [["step 3: loss 0.5, lr 0.001"], []]
+
+
+def accumulate_in_a_loop(accumulates: bool) -> list[Any]:
+    """Return the weights after each batch of a loop that steps for every batch, or after every second one."""
+    steps = {"gradient_accumulation_steps": 2}
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32", **steps))
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(3, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    found = []
+    for number in range(5):
+        x = torch.full((2, 3), 1.0 + number + dist.get_rank())
+        with booster.accumulate(model) if accumulates else nullcontext():
+            booster.backward((model(x) ** 2).mean(), optimizer)
+            if accumulates or number % 2:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        found.append((scheduler.get_last_lr(), booster.plugin.local_model(model).module.weight.tolist()))
+    return found
+
+
+def test_a_loop_that_steps_for_every_batch_accumulates_as_one_that_counts(pool: Pool) -> None:
+    counted, blocks = (pool.run(2, accumulate_in_a_loop, each) for each in (False, True))
+    assert counted == blocks
+    assert [each[0] for each in blocks[0]] == [[0.1], [0.05], [0.05], [0.025], [0.025]]
