@@ -173,6 +173,23 @@ class Booster:
         """
         return self.plugin.accumulate(*models)
 
+    def naming_nonfinite(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a block around a step that raises if a module computes a NaN or an infinity in it.
+
+            with booster.naming_nonfinite(model):
+                booster.execute_pipeline(batches, model, criterion, optimizer)
+
+        The error names the first module, the rank and the microbatch, on every rank. For a few steps after a loss has
+        become NaN: the block waits for the device at its end. Collective over the world.
+
+        Args:
+            model: the one that `boost` returned.
+
+        Raises:
+            FloatingPointError: at the end of the block.
+        """
+        return self.plugin.naming_nonfinite(model)
+
     def print(self, *values: Any, **settings: Any) -> None:
         """Print on the first rank, as Python's `print`."""
         if dist.get_rank() == 0:

@@ -4,6 +4,7 @@ import typer
 
 from .. import __version__
 from .checkpoint import checkpoint
+from .doctor import doctor
 from .models import models
 from .timeline import timeline
 from .verify import verify
@@ -14,6 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(doctor)
 app.command()(models)
 app.command()(timeline)
 app.command()(verify)

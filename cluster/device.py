@@ -248,3 +248,27 @@ def free_cached_memory(device: torch.device) -> None:
 def computes_in_bf16(device: torch.device) -> bool:
     """Return True for a device with kernels in bfloat16."""
     return not is_cuda(device) or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def local_devices() -> list[torch.device]:
+    """Return the accelerators that this process sees, whatever the process group; none on a machine of CPUs."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return [torch.device(accelerator.type, index) for index in range(count)]  # type: ignore[union-attr]
+
+
+def described(device: torch.device) -> str:
+    """Return what a GPU is, in words: its name, memory, compute capability, and the GPUs that it reads directly."""
+    if not is_cuda(device):
+        return str(device)
+    properties = torch.cuda.get_device_properties(device)
+    peers = [
+        str(other.index)
+        for other in local_devices()
+        if other != device and torch.cuda.can_device_access_peer(device, other)
+    ]
+    links = f"direct access to {', '.join(peers)}" if peers else "no direct access to others"
+    return (
+        f"{device}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
+        f"{properties.major}.{properties.minor}, {links}"
+    )

@@ -35,6 +35,7 @@ from ..pipeline.stage import with_known_cache_name
 from .accumulate import accumulating
 from .colossalai import Unavailable, unavailable_errors
 from .gather_samples import gather_samples
+from .nonfinite import naming_nonfinite
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Arguments = ParamSpec("Arguments")
@@ -226,6 +227,10 @@ class Plugin(ABC):
         if isinstance(dataloader, ShardedLoader):
             dataloader.on_batch = partial(setattr, self, "_num_samples")
         return dataloader
+
+    def naming_nonfinite(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a block that names the first module with a NaN; see `Booster.naming_nonfinite`."""
+        return naming_nonfinite(self.local_model(model).module, self.mesh.device, self.mesh.rank("pp"))
 
     def gather_for_metrics(self, values: Any) -> Any:
         """Return the values of all replicas, each sample once; see `Booster.gather_for_metrics`."""

@@ -1,0 +1,101 @@
+"""The first module with a NaN is named on every rank, with its rank and microbatch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon import Booster, HybridParallelPlugin
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+
+NUMBERS = torch.arange(4 * 6).view(4, 6) % 20
+BATCH = {"input_ids": NUMBERS, "labels": NUMBERS}
+
+
+def spoiled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Forward hook: a NaN where the first token of the second microbatch is."""
+    is_second = module.calls == 1  # type: ignore[attr-defined]
+    module.calls += 1  # type: ignore[assignment, operator]
+    return (
+        output.masked_fill(torch.ones_like(output, dtype=torch.bool), float("nan")) if is_second else output
+    )
+
+
+class Infinite(torch.autograd.Function):
+    """The identity, with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+def named(sizes: dict[str, int], path: str | None, is_backward: bool) -> str:
+    """Return the error of a step in which a module at this path was spoiled; "" without one."""
+    plugin = HybridParallelPlugin(precision="fp32", num_microbatches=2, **sizes)  # type: ignore[arg-type]
+    booster = Booster(plugin=plugin)
+    model: Any = ModelChoice(model_type="llama").build()
+    if path is not None:
+        module = model.get_submodule(path)
+        module.calls = 0
+        if is_backward:
+            module.register_forward_pre_hook(lambda _, args: (Infinite.apply(args[0]), *args[1:]))
+        else:
+            module.register_forward_hook(spoiled)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    try:
+        with booster.naming_nonfinite(model):
+            booster.execute_pipeline(iter([BATCH]), model, optimizer=optimizer)
+    except FloatingPointError as error:
+        return str(error)
+    optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "path", "is_backward", "words"),
+    [
+        ({}, None, False, ""),
+        (
+            {},
+            "model.layers.1.mlp.act_fn",
+            False,
+            "the output of model.layers.1.mlp.act_fn is the first that is not "
+            "finite, on rank 0 in microbatch 1: ",
+        ),
+        (
+            {"pp_size": 2},
+            "model.layers.2.mlp.act_fn",
+            False,
+            "of model.layers.2.mlp.act_fn is the first that is not finite, on rank 1 in microbatch 1; ",
+        ),
+        (
+            {"pp_size": 2},
+            "model.layers.0.mlp.act_fn",
+            False,
+            "of model.layers.0.mlp.act_fn is the first that is not "
+            "finite, on rank 0 in microbatch 1; 1 other ranks have some too: ",
+        ),
+        (
+            {"pp_size": 2},
+            "model.layers.3.mlp.act_fn",
+            True,
+            "the gradient of the output of model.layers.3.mlp.gate_proj "
+            "is the first that is not finite, on rank 1 in microbatch 0",
+        ),
+    ],
+    ids=["finite", "alone", "last stage", "first stage", "backward"],
+)
+def test_the_first_module_that_is_not_finite_is_named_on_every_rank(
+    pool: Pool, sizes: dict[str, int], path: str | None, is_backward: bool, words: str
+) -> None:
+    errors = pool.run(sizes.get("pp_size", 1), named, sizes, path, is_backward)
+    assert len(set(errors)) == 1
+    assert words in errors[0] and bool(words) == bool(errors[0])
