@@ -36,12 +36,12 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._chunks: list[Tensor] = []
-        self._chunk, self._used = 0, 0
+        self._index, self._used = 0, 0  # of the current chunk; the bytes of it that are taken
 
     @contextmanager
     def keeping(self) -> Iterator[Keep]:
         """Yield `copy`. Copies overwrite those of the previous save and are complete at the end of the block."""
-        self._chunk, self._used = 0, 0
+        self._index, self._used = 0, 0
         yield self.copy
         wait_for_stream(self._device)
 
@@ -53,14 +53,15 @@ class Copies:
 
     def _take(self, nbytes: int) -> Tensor:
         """Return unused bytes of the current chunk or the next; a chunk that is missing or too small is allocated."""
-        if self._used and self._used + nbytes > self._chunks[self._chunk].nbytes:
-            self._chunk, self._used = self._chunk + 1, 0
-        is_missing = self._chunk == len(self._chunks)
-        if is_missing or self._chunks[self._chunk].nbytes < nbytes:
-            self._chunks[self._chunk : self._chunk + 1] = [host_memory(max(nbytes, _CHUNK), self._device)]
+        if self._used and self._used + nbytes > self._chunks[self._index].nbytes:
+            self._index, self._used = self._index + 1, 0
+        is_missing = self._index == len(self._chunks)
+        if is_missing or self._chunks[self._index].nbytes < nbytes:
+            # Appends a chunk, or replaces one that an earlier save made for smaller tensors.
+            self._chunks[self._index : self._index + 1] = [host_memory(max(nbytes, _CHUNK), self._device)]
         start = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return self._chunks[self._chunk][start : start + nbytes]
+        return self._chunks[self._index][start : start + nbytes]
 
 
 class _SaveThread(threading.Thread):

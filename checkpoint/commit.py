@@ -38,10 +38,11 @@ from .tensor_file import write_small
 # Longer than the six hours that ranks wait for each other (side_group in cluster/mesh.py), since clocks may differ.
 _SILENCE = 8 * 3600
 _UNKNOWN = "0" * 12  # machine
-_OWNED = re.compile(r".*-([0-9a-f]{12})-(\d+)-(\d+)")
+_OWNER = re.compile(r".*-([0-9a-f]{12})-(\d+)-(\d+)")
 # Timeout of the lock, in seconds. Renames are fast, but a slow disk may need long to flush them.
 _PATIENCE = 600.0
-_FILES, _COMPLETE, _ORDER = "files", ".complete", "placing.json"
+_FILES = "files"  # temporary names of a save's folder are made from it; no file gets this name itself
+_COMPLETE, _PLACING = ".complete", "placing.json"
 
 
 class Replaced(NamedTuple):
@@ -115,14 +116,15 @@ def _finish_placing(path: Path) -> None:
     complete = path / _COMPLETE
     if not complete.is_dir():
         return
-    if (complete / _ORDER).exists():  # else all were placed, and only removing the folder was interrupted
-        order = json.loads((complete / _ORDER).read_text())
-        if (complete / order["place"][-1]).exists():  # placing did not end
-            _remove(path, order["entries"])
-        for name in order["place"]:
+    if (complete / _PLACING).exists():  # else all were placed, and only removing the folder was interrupted
+        placing = json.loads((complete / _PLACING).read_text())
+        entry_file = placing["place"][-1]
+        if (complete / entry_file).exists():  # else the entry file in `path` is the new one already
+            _remove(path, placing["entries"])
+        for name in placing["place"]:
             if (complete / name).exists():
                 os.replace(complete / name, path / name)
-        _remove(path, order["remove"])
+        _remove(path, placing["remove"])
     shutil.rmtree(complete)
 
 
@@ -146,9 +148,8 @@ def replace_file(path: Path, content: bytes) -> None:
 def _begin(path: Path) -> Path:
     """Complete or clean up earlier saves to a folder; return a new temporary folder in it."""
     finish_placing(path)
-    final = path / _FILES
-    remove_abandoned(unfinished_of_all(final))
-    folder = unfinished(final)
+    remove_abandoned(unfinished_of_all(path / _FILES))
+    folder = unfinished(path / _FILES)
     make_anew(folder)
     return folder
 
@@ -166,8 +167,8 @@ def _commit(path: Path, folder: Path, kind: Replaced) -> None:
 def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str]) -> None:
     """Write down which files are placed and removed, then rename the folder; both are flushed to the disk."""
     present = {file.name for pattern in (*kind.entries, *kind.others) for file in path.glob(pattern)}
-    order = {"place": written, "entries": kind.entries, "remove": sorted(present - set(written))}
-    write_small(folder / _ORDER, json.dumps(order).encode())
+    placing = {"place": written, "entries": kind.entries, "remove": sorted(present - set(written))}
+    write_small(folder / _PLACING, json.dumps(placing).encode())
     sync_folder(folder)
     try:
         os.rename(folder, path / _COMPLETE)
@@ -259,9 +260,10 @@ def owner_of(process: int) -> str:
 
 
 def _is_abandoned(path: Path) -> bool:
-    owned = _OWNED.fullmatch(path.name)
-    if owned is not None and owned[1] == _machine() != _UNKNOWN:
-        return not _is_alive(int(owned[2]), int(owned[3]))
+    """Return True if the process that writes a temporary file is dead; see [Note: unfinished]."""
+    owner = _OWNER.fullmatch(path.name)
+    if owner is not None and owner[1] == _machine() != _UNKNOWN:
+        return not _is_alive(int(owner[2]), int(owner[3]))
     return time.time() - _last_change(path) > _SILENCE
 
 

@@ -142,9 +142,9 @@ def assemble(
     queues: list[list[tuple[FilePlan, Written]]] = [[] for _ in range(group.size())]
     for plan in plans:
         queues[plan.writer] += [(plan, written) for written in plan.tensors]
-    for round_ in zip_longest(*queues):
-        sends = _begin_sends(round_, parts, group)
-        if (planned := round_[group.rank()]) is not None:
+    for next_by_writer in zip_longest(*queues):
+        sends = _begin_sends(next_by_writer, parts, group)
+        if (planned := next_by_writer[group.rank()]) is not None:
             plan, written = planned
             yield plan, written.entry, _received(written, parts, group)
         for _, send in sends:
@@ -154,11 +154,19 @@ def assemble(
 
 
 def _begin_sends(
-    round_: Sequence[tuple[FilePlan, Written] | None], parts: Parts, group: dist.ProcessGroup
+    next_by_writer: Sequence[tuple[FilePlan, Written] | None], parts: Parts, group: dist.ProcessGroup
 ) -> list[tuple[Tensor, dist.Work | None]]:
-    """Begin to send this rank's boxes of one tensor of every writer; return the sends with their memory."""
+    """Begin to send this rank's boxes of the tensors that other ranks write next.
+
+    Args:
+        next_by_writer: by rank, the next tensor that it writes; None once it has written all.
+        parts, group: see `assemble`.
+
+    Returns:
+        The sends with their memory, which must stay until they are complete.
+    """
     sends = []
-    for writer, planned in enumerate(round_):
+    for writer, planned in enumerate(next_by_writer):
         if planned is None or writer == group.rank():
             continue
         _, written = planned

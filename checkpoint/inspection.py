@@ -267,8 +267,11 @@ def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
 
 def _index_errors(folder: Path, model: Weights) -> Iterator[str]:
     """Yield the tensors that are in another file than the index says; none for a model without an index."""
-    of_several = [names for names in (SAFETENSORS, TORCH) if not (folder / names.single).is_file()]
-    indices = [folder / names.index_file for names in of_several if (folder / names.index_file).is_file()]
+    indices = [
+        folder / names.index_file
+        for names in (SAFETENSORS, TORCH)
+        if (folder / names.index_file).is_file() and not (folder / names.single).is_file()
+    ]
     if not indices:
         return
     index = indices[0]

@@ -117,8 +117,8 @@ def _local(
     parts: list[Part] = []
     start = 0
     for box in boxes:
-        of_box = memory if is_one_box else memory.view(-1)[start : start + box.numel].view(box.size)
-        parts += [Part(cut.whole, of_box[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
+        entries = memory if is_one_box else memory.view(-1)[start : start + box.numel].view(box.size)
+        parts += [Part(cut.whole, entries[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
         start += box.numel
     return LocalTensor(
         name=name,
@@ -151,8 +151,11 @@ class TensorNames(NamedTuple):
 
     def of_model(self) -> dict[str, str]:
         """Return for each needed name the original one, without the components that peft inserts."""
-        own = {name: _unwrapped(name) for name in self.needed}
-        return {name: each if self.first[each] == name else name for name, each in own.items()}
+        originals = {name: _unwrapped(name) for name in self.needed}
+        # A tensor keeps peft's name where another tensor has its original one.
+        return {
+            name: name if self.first[original] != name else original for name, original in originals.items()
+        }
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ GROUPS = "groups.pt"
 MASTER = "master"
 STATES = Replaced(entries=(INDEX,), others=(GROUPS, "rank-*.safetensors"))
 # Options that select the implementation of a step: the current run's values are kept, not the saved ones.
-_OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_KEPT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 class TrainedPiece(NamedTuple):
@@ -141,7 +141,7 @@ def _collect(trained: Trained, tensors: dict[str, LocalTensor]) -> _Report:
     scalars: dict[str, dict[str, Any]] = {}
     for piece in trained.pieces:
         for key, value in trained.inner.state.get(piece.key, {}).items():
-            if _is_piece(key, value, piece):
+            if _is_tensor_state(key, value, piece):
                 tensors[f"{key}/{piece.name}"] = piece.local(f"{key}/{piece.name}", value)
             else:
                 scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name)
@@ -216,7 +216,7 @@ def _torch_state(
     by_number: dict[int, dict[str, Any]] = {}
     count = 0
     for group, saved in zip(trained.inner.param_groups, described["groups"], strict=True):
-        kept = {name: group[name] for name in _OWN_OPTIONS if name in group}
+        kept = {name: group[name] for name in _KEPT_OPTIONS if name in group}
         numbers = {count + place: parameter for place, parameter in enumerate(group["params"])}
         by_number |= {number: states[key] for number, key in numbers.items() if states.get(key)}
         groups.append({**saved["options"], **kept, "params": list(numbers)})
@@ -279,19 +279,19 @@ def _members(groups_by_rank: Sequence[Sequence[Sequence[str]]]) -> list[list[str
 
 def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a group's options. Copied since schedulers change a tensor learning rate in place."""
-    return {name: deepcopy(value) for name, value in group.items() if name not in _OWN_OPTIONS}
+    return {name: deepcopy(value) for name, value in group.items() if name not in _KEPT_OPTIONS}
 
 
-def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
-    """Return True for a state of the parameter's shape, or of any shape if the rank has the full parameter.
+def _is_tensor_state(key: str, value: Any, piece: TrainedPiece) -> bool:
+    """Return True for a state that is saved as a tensor, in boxes; others are saved as scalars.
 
-    A state of one number counts for a scalar parameter only, and "step" not even there.
+    It has the parameter's shape, or any if the rank has the full parameter.
     """
     if not isinstance(value, Tensor):
         return False
-    if value.shape != piece.key.shape and not (piece.is_full and value.dim()):
-        return False
-    return value.dim() > 0 or key != "step"
+    if value.dim() == 0:  # of a scalar parameter, except for the counter of steps
+        return piece.key.dim() == 0 and key != "step"
+    return value.shape == piece.key.shape or piece.is_full
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,7 +299,11 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(key: str, value: Any, name: str) -> Any:
-    """Return the form in which a state of a parameter that has not its shape is saved."""
+    """Return a state of the parameter `name` in the form in which scalars are saved.
+
+    Raises:
+        ValueError: it has several entries, but not the parameter's shape.
+    """
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor):

@@ -232,9 +232,10 @@ def _renamed(
     to_convert: dict[str, Any] = {}
     for name in sorted(stored, key=dot_natural_key):  # numeric order, in which experts are joined
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
+        if target not in state and name in state:  # the model itself has the name that a rule replaces
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        if target not in state or target in known or (pattern is None and target in to_convert):
+        is_taken = target in known or (pattern is None and target in to_convert)
+        if target not in state or is_taken:
             unknown[name] = stored[name]
         elif pattern is None:
             known[target] = stored[name]

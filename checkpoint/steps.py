@@ -113,26 +113,27 @@ def _name_step(folder: Path, final: Path) -> Path:
 
 def recover(directory: Path) -> None:
     """Undo interrupted replacements: rename a replaced step back if its successor was never placed."""
-    if _nameless(directory):
+    if _interrupted_replacements(directory):
         with locked(directory):
             _recover(directory)
 
 
 def _recover(directory: Path) -> None:
-    for final, whole in _nameless(directory).items():
-        os.rename(max(whole, key=lambda each: (each / MANIFEST).stat().st_mtime), final)
+    for final, predecessors in _interrupted_replacements(directory).items():
+        newest = max(predecessors, key=lambda folder: (folder / MANIFEST).stat().st_mtime)
+        os.rename(newest, final)
 
 
-def _nameless(directory: Path) -> dict[Path, list[Path]]:
+def _interrupted_replacements(directory: Path) -> dict[Path, list[Path]]:
     """Return the steps whose replacement was interrupted, with the folders of their complete predecessors."""
     matches = [match for path in _entries(directory) if (match := _UNFINISHED.fullmatch(path.name))]
-    nameless = {}
+    predecessors = {}
     for final in {directory / match[1] for match in matches}:
         replaced = unfinished_of_all(final, _REPLACED)
         complete = [folder for folder in replaced if (folder / MANIFEST).is_file()]
         if complete and not final.exists():
-            nameless[final] = complete
-    return nameless
+            predecessors[final] = complete
+    return predecessors
 
 
 def keep_newest(directory: Path, count: int, step: int) -> None:
@@ -151,10 +152,11 @@ def keep_newest(directory: Path, count: int, step: int) -> None:
     for path in steps:
         target = path.resolve()
         if num_complete < count:
-            num_complete += target not in kept and is_complete(path)
+            if target not in kept and is_complete(path):
+                num_complete += 1
             kept.add(target)
             continue
-        if target in kept and not path.is_symlink():
+        if target in kept and not path.is_symlink():  # a kept link leads to it
             continue
         try:
             _remove(path)
@@ -186,9 +188,7 @@ def newest_first(directory: Path) -> list[Path]:
     See [Note: left behind].
     """
     steps = steps_in(directory)
-    lineages = {
-        path: _lineage(path) for path in steps
-    }  # a seal, and the seals of steps that it leaves behind
+    lineages = {path: _lineage(path) for path in steps}
     left_behind = {seal for _, seals in lineages.values() for seal in seals}
     return sorted(steps, key=lambda path: lineages[path][0] in left_behind)
 

@@ -215,7 +215,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     parts = (
         (
             part["name"],
-            *(f"{part['tensors']:,}", f"{part['entries']:,}", shown_bytes(part["bytes"])),
+            f"{part['tensors']:,}",
+            f"{part['entries']:,}",
+            shown_bytes(part["bytes"]),
             _formats(part["dtypes"]),
         )
         for part in summary["parts"]
@@ -261,13 +263,11 @@ def _difference_cells(difference: "Difference") -> tuple[str, ...]:
     if distance is None:
         return difference.part, difference.name, difference.what, "", "", ""
     return (
-        *(
-            difference.part,
-            difference.name,
-            difference.what,
-            f"{distance.absolute:.3g}",
-            f"{distance.relative:.3g}",
-        ),
+        difference.part,
+        difference.name,
+        difference.what,
+        f"{distance.absolute:.3g}",
+        f"{distance.relative:.3g}",
         f"{distance.differing:,} of {distance.entries:,}",
     )
 

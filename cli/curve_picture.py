@@ -44,11 +44,10 @@ def draw_curves(
         if level is not None:
             upper.axhline(level[1], linestyle="-.", linewidth=0.8, color="#666666", label=level[0])
         for (name, losses), colour, dash in zip(curves.items(), _COLOURS, _DASHES, strict=False):
-            away = [abs(one - other) / other for one, other in zip(losses, reference, strict=True)]
-            upper.plot(
-                steps, losses, dash, color=colour, linewidth=1.2, label=f"{name}, at most {max(away):.0e} off"
-            )
-            lower.plot(steps, away, ".", color=colour, markersize=2.5)
+            differences = [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
+            label = f"{name}, at most {max(differences):.0e} off"
+            upper.plot(steps, losses, dash, color=colour, linewidth=1.2, label=label)
+            lower.plot(steps, differences, ".", color=colour, markersize=2.5)
         upper.set_ylabel(unit)
         upper.legend(frameon=False)
         lower.set(xlabel="step", ylabel="relative difference\n(0 is not shown)", yscale="log")

@@ -122,8 +122,8 @@ def _cells(of_heads: Outcomes) -> dict[str, tuple[int, int]]:
     cells: dict[str, tuple[int, int]] = {}
     for outcomes in of_heads.values():
         for layout, agreed in outcomes.items():
-            tried, before = cells.get(layout, (0, 0))
-            cells[layout] = tried + 1, before + agreed
+            num_tried, num_agreed = cells.get(layout, (0, 0))
+            cells[layout] = num_tried + 1, num_agreed + agreed
     return cells
 
 
@@ -190,7 +190,7 @@ def _sharded_by(layout: str) -> str:
 def _sharded_cell(row: ModelRow, by: str) -> str:
     """Return the numbers of agreeing and of tested layouts of a kind; empty if none was tested."""
     cells = [row.cells[layout] for layout in row.cells if _sharded_by(layout) == by]
-    tried, agreed = (sum(cell[place] for cell in cells) for place in (0, 1))
+    tried, agreed = sum(tried for tried, _ in cells), sum(agreed for _, agreed in cells)
     return f"{agreed} of {tried}" if tried else ""
 
 

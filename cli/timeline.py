@@ -161,8 +161,10 @@ def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
         ranks = enumerate(zip(panel.timeline.spans, panel.timeline.peak_shares, strict=True))
         rows = (
             (
-                *(str(rank), ", ".join(map(str, stages_of(spans)))),
-                *(f"{rank_bubble(panel.timeline, rank):.1%}", f"{peak:.3g}"),
+                str(rank),
+                ", ".join(map(str, stages_of(spans))),
+                f"{rank_bubble(panel.timeline, rank):.1%}",
+                f"{peak:.3g}",
             )
             for rank, (spans, peak) in ranks
         )

@@ -166,15 +166,15 @@ def further_options(
             continue
         parsed = context.command.make_context("echelon verify --then", words)
         sources = {name: parsed.get_parameter_source(name) for name in parsed.params}
-        given = {name for name, source in sources.items() if getattr(source, "name", "") != "DEFAULT"}
+        set_names = {name for name, source in sources.items() if getattr(source, "name", "") != "DEFAULT"}
         errors += [
             f"--then {text!r}: --{name.replace('_', '-')} applies to the whole run: give it before --then"
             for name in OF_THE_RUN
-            if name in given
+            if name in set_names
         ]
-        of_run = {name: first[name] for name in OF_THE_RUN}
-        kept = {name: previous[name] for name in KEPT if name not in given}
-        previous = {**parsed.params, **of_run, **kept}
+        run_options = {name: first[name] for name in OF_THE_RUN}
+        kept_options = {name: previous[name] for name in KEPT if name not in set_names}
+        previous = {**parsed.params, **run_options, **kept_options}
         options_of_parts.append(previous)
     return options_of_parts, errors
 
@@ -185,9 +185,9 @@ def layout_of(options: Mapping[str, Any]) -> "Layout":
 
     sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
     sizes = {field.name: options[field.name] for field in fields(Layout) if field.name in options}
-    if sizes["dp"] is None:
-        sub_axes = [max(1, sizes[axis]) for axis in ("sp", "wp", "ep")]
-        sizes["dp"] = lcm(*sub_axes) // sub_axes[0]
+    if sizes["dp"] is None:  # sp * dp must be a multiple of wp and of ep
+        sp, wp, ep = (max(1, sizes[axis]) for axis in ("sp", "wp", "ep"))
+        sizes["dp"] = lcm(sp, wp, ep) // sp
     return Layout(**sizes, sequence=sequence)
 
 

@@ -123,10 +123,10 @@ class Agreement:
             raise StopIteration
         if kind != self._rank_kind:
             mode = "training" if kind.training_mode else "evaluation"
-            is_other = kind.training_mode != self._rank_kind.training_mode
+            has_new_mode = kind.training_mode != self._rank_kind.training_mode
             # Ranks whose call is as before never enter this.
             wait_for_all_ranks(
-                f"execute_pipeline in {mode} mode, unlike the previous call" if is_other else None
+                f"execute_pipeline in {mode} mode, unlike the previous call" if has_new_mode else None
             )
             return self._compared(batch, kind, samples)
         rename_call("execute_pipeline in training")  # a rank that evaluates has another name
@@ -268,8 +268,8 @@ class Agreement:
     def checksum_term(self) -> float | Tensor:
         """This rank's term of a sum that is 0 if the ranks of each replica agree; a Python float, or 0-d float64."""
         # Convert to float64 before adding: a code plus a float is float32, which rounds sums above 2**24.
-        parts = (self._batch * self._weight, *(deviation for deviation, _ in self._deviations))
-        return sum(part.double() if isinstance(part, Tensor) else part for part in parts)
+        terms = (self._batch * self._weight, *(deviation for deviation, _ in self._deviations))
+        return sum(term.double() if isinstance(term, Tensor) else term for term in terms)
 
     def code(self, settings: Any) -> int:
         """The checksum of the number of recorded calls and of settings, equal on all ranks; below 2**32."""

@@ -70,7 +70,8 @@ def _gather_members(attempts: dist.Store, name: str, world_size: int, timeout_se
             numbers = attempts.multi_get([*keys.values()]) if keys else []
             attempts.set(f"{name}/members", b" ".join(numbers).decode())
             return
-    absent = [rank for rank, key in keys.items() if not attempts.check([key])] or [*keys][-1:]
+    absent = [rank for rank, key in keys.items() if not attempts.check([key])]
+    absent = absent or [*keys][-1:]  # the last ones joined just after the timeout
     raise RankFailure(
         f"rank {absent[0]} did not start within {timeout_seconds:g} s, as {len(absent)} of {world_size} ranks did not: "
         "look at its own output, and at its node",

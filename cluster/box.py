@@ -106,6 +106,7 @@ def cuts_of(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Cut]:
     if not shards:
         yield Cut(whole=box, shard=box)
         return
+    # The innermost axis shards the shard of the outer ones. Cut there, then move the result back.
     *outer, (shard, rank) = shards
     dim, first, last = shard.dim, box.offset[shard.dim], box.ends()[shard.dim]
     for interval in shard.intervals_of(rank):
@@ -113,8 +114,8 @@ def cuts_of(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Cut]:
         if begin < end:
             shift = interval.whole - interval.shard
             for outer_cut in cuts_of(box.along(dim, begin + shift, end - begin), outer):
-                inside = outer_cut.shard
-                shard_box = inside.along(dim, inside.offset[dim] - shift, inside.size[dim])
+                in_outer = outer_cut.shard
+                shard_box = in_outer.along(dim, in_outer.offset[dim] - shift, in_outer.size[dim])
                 yield Cut(whole=outer_cut.whole, shard=shard_box)
 
 
@@ -129,14 +130,14 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     while start < stop:
-        first, inside = divmod(start, row)
-        if inside == 0 and stop - start >= row:
+        first, offset = divmod(start, row)
+        if offset == 0 and stop - start >= row:
             count = (stop - start) // row
             yield Box((first, *(0 for _ in shape[1:])), (count, *shape[1:]))
             start += count * row
         else:
             end = min(stop, (first + 1) * row)
-            for box in flat_boxes(inside, end - first * row, shape[1:]):
+            for box in flat_boxes(offset, end - first * row, shape[1:]):
                 yield Box((first, *box.offset), (1, *box.size))
             start = end
 
@@ -156,7 +157,7 @@ def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
     """Yield the pairs that intersect. A box is compared only with boxes that end after its start in dimension 0."""
     open_boxes: list[Box] = []
     for box in sorted(box for box in boxes if box.numel):
-        begin = box.offset[:1]
+        begin = box.offset[:1]  # empty for a scalar
         open_boxes = [other for other in open_boxes if not begin or other.ends()[:1] > begin]
         yield from ((other, box) for other in open_boxes if other.common(box) is not None)
         open_boxes.append(box)

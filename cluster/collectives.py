@@ -78,19 +78,19 @@ class InFlight(Generic[Result]):
         return replace(self, finish=finish)
 
 
-def begin_all_gather(whole: Tensor, own_slice: Tensor, group: dist.ProcessGroup) -> Handle:
+def begin_all_gather(buffer: Tensor, local_slice: Tensor, group: dist.ProcessGroup) -> Handle:
     """Start an all-gather of the ranks' 1-D slices into a 1-D buffer, in the order of ranks."""
-    if gloo.takes(whole, group):
-        return gloo.AllGather(whole, own_slice, group)
-    work: Handle = all_gather_single(whole, own_slice, group=group, async_op=True)
+    if gloo.takes(buffer, group):
+        return gloo.AllGather(buffer, local_slice, group)
+    work: Handle = all_gather_single(buffer, local_slice, group=group, async_op=True)
     return work
 
 
-def begin_reduce_scatter(own_slice: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Handle:
-    """Start a reduce-scatter: `own_slice` receives this rank's slice of the sum of all 1-D buffers."""
-    if gloo.takes(whole, group):
-        return gloo.ReduceScatter(own_slice, whole, group)
-    work: Handle = reduce_scatter_single(own_slice, whole, group=group, async_op=True)
+def begin_reduce_scatter(local_slice: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Handle:
+    """Start a reduce-scatter: `local_slice` receives this rank's slice of the sum of all 1-D buffers."""
+    if gloo.takes(buffer, group):
+        return gloo.ReduceScatter(local_slice, buffer, group)
+    work: Handle = reduce_scatter_single(local_slice, buffer, group=group, async_op=True)
     return work
 
 
@@ -188,7 +188,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of a backward, without its context where no graph of the gradients is made."""
+    """Decorate a backward as torch's `once_differentiable`, without its no-grad context where gradients are off."""
     guarded = function.once_differentiable(backward)
 
     @wraps(backward)

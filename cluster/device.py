@@ -58,7 +58,7 @@ def choose_device(
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
     kind = "cpu" if accelerator is None else accelerator.type
-    device = torch.device(kind) if given is None else _asked_for(given)
+    device = torch.device(kind) if given is None else _as_device(given)
     if backend == "nccl" and not is_cuda(device):
         raise ValueError(
             f"backend='nccl' needs a CUDA device and the device is {device}: use backend='gloo' or leave it out"
@@ -97,14 +97,14 @@ def device_errors(given: object) -> list[str]:
     ]
 
 
-def _asked_for(given: torch.device | str | int) -> torch.device:
+def _as_device(given: torch.device | str | int) -> torch.device:
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 
 
-def is_same_device(given: torch.device | str | int, own: torch.device) -> bool:
+def is_same_device(given: torch.device | str | int, device: torch.device) -> bool:
     """Return True where a device is the one that was asked for, by its kind or by its number too."""
-    asked = _asked_for(given)
-    return asked.type == own.type and asked.index in (None, own.index)
+    requested = _as_device(given)
+    return requested.type == device.type and requested.index in (None, device.index)
 
 
 def is_cuda_built() -> bool:
@@ -143,8 +143,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 def cuda_device(device: torch.device | int | str | None = None) -> torch.device:
     """The CUDA device that is meant; None is the current one."""
-    own = torch.cuda.current_device() if device is None else device
-    return torch.device("cuda", own) if isinstance(own, int) else torch.device(own)
+    return _as_device(torch.cuda.current_device() if device is None else device)
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:

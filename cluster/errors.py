@@ -48,7 +48,7 @@ def unknown_arguments(
     """Return Python's error for each name that is no argument of a function, with the nearest arguments.
 
     Args:
-        function: its signature has the arguments.
+        function: the called function.
         names: names of keyword arguments in a call.
         others: further names that it accepts.
     """
@@ -70,8 +70,10 @@ def unknown_arguments(
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return at most three names that have all words of `name`, as tp_size of tp, or only words of it."""
     words = set(name.split("_"))
-    alike = [each for each in known if words <= {*each.split("_")} or words >= {*each.split("_")}]
-    return get_close_matches(name, alike, 3, 0)
+    candidates = [
+        argument for argument in known if words <= {*argument.split("_")} or words >= {*argument.split("_")}
+    ]
+    return get_close_matches(name, candidates, 3, 0)
 
 
 def naming_arguments(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:

@@ -173,15 +173,17 @@ def all_ranks_in(action: str, **options: Any) -> Iterator[None]:
 @contextmanager
 def termination_deferred() -> Iterator[None]:
     """Defer SIGTERM to the end of the block. A user's own handler is kept."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    is_main_thread = threading.current_thread() is threading.main_thread()  # others cannot set handlers
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    deferred: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: deferred.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and sys.exc_info()[0] is None:  # an error in flight ends the process, and is more informative
+        if (
+            deferred and sys.exc_info()[0] is None
+        ):  # an error in flight ends the process, and is more informative
             os.kill(os.getpid(), signal.SIGTERM)

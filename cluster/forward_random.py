@@ -58,8 +58,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
 @not_compiled
 def torch_state(device: torch.device) -> TorchState:
     """The states of torch's CPU generator and of a device's, if it has one, without waiting for the device."""
-    own = generator_of(device)
-    return torch.default_generator.get_state(), None if own is None else own.get_state()
+    generator = generator_of(device)
+    return torch.default_generator.get_state(), None if generator is None else generator.get_state()
 
 
 @not_compiled
@@ -98,7 +98,7 @@ class _Call(NamedTuple):
 
     stream: tuple[int, int]  # the seed, and the number of the call
     first_node: int  # sequence number of the next node of autograd
-    function: ReferenceType | None  # equal for the calls in one checkpointed function; None outside
+    checkpoint_hook: ReferenceType | None  # equal for the calls in one checkpointed function; None outside
     has_graph: bool
 
 
@@ -165,16 +165,16 @@ class ForwardRandom:
         node = torch._C._current_autograd_node()
         if node is not None and (calls := self._repeated_calls(node)):
             recomputation = (torch._C._current_graph_task_id(), node._sequence_nr())
-            last, number = self._repeated
-            number = number + 1 if last == recomputation else 0
+            previous, number = self._repeated
+            number = number + 1 if recomputation == previous else 0  # it repeats its calls in their order
             self._repeated = recomputation, number
             return calls[number % len(calls)].stream
         stream = self._seed, self._num_calls
         self._num_calls += 1
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        function = None if hooks is None else ref(hooks[1])
+        checkpoint_hook = None if hooks is None else ref(hooks[1])
         self._calls.append(
-            _Call(stream, torch.autograd._get_sequence_nr(), function, torch.is_grad_enabled())
+            _Call(stream, torch.autograd._get_sequence_nr(), checkpoint_hook, torch.is_grad_enabled())
         )
         return stream
 
@@ -194,9 +194,13 @@ class ForwardRandom:
                 "checkpoint, and its random numbers are unknown: give use_reentrant=False"
             )
         last = next((call for call in reversed(self._calls) if call.first_node <= number), None)
-        if last is None or last.function is None or (function := last.function()) is None:
+        if last is None or last.checkpoint_hook is None or (hook := last.checkpoint_hook()) is None:
             return []
-        return [call for call in self._calls if call.function is not None and call.function() is function]
+        return [
+            call
+            for call in self._calls
+            if call.checkpoint_hook is not None and call.checkpoint_hook() is hook
+        ]
 
     @not_compiled
     def _seed_all(self, *entropy: int) -> None:
@@ -271,7 +275,7 @@ class SplitRandom:
 
 def device_of_call(args: tuple, kwargs: dict[str, Any]) -> torch.device:
     """The device of the first tensor among a module's arguments."""
-    return next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 @not_compiled

@@ -193,29 +193,29 @@ def raise_together(local_error: ValueError | None) -> None:
 
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     """Run `work` on the first rank and return its result on all ranks. Errors are raised as by `on_all_ranks`."""
-    done = on_all_ranks(lambda: work() if group.rank() == 0 else None, group)[0]
-    return done  # type: ignore[return-value]  # the first rank's result is set
+    result = on_all_ranks(lambda: work() if group.rank() == 0 else None, group)[0]
+    return result  # type: ignore[return-value]  # the first rank's result is set
 
 
 def joined_errors(errors: Mapping[int, BaseException], num_ranks: int | None = None) -> Exception:
     """Join the errors of several ranks in one; see `on_all_ranks`.
 
+    Each distinct text appears once, followed by its ranks unless all of several ranks raised it.
+
     Args:
         errors: errors by rank.
-        num_ranks: number of ranks that ran the work. Each distinct text appears once, followed by its ranks
-            unless all of several ranks raised it.
+        num_ranks: number of ranks that ran the work; None if unknown.
     """
     plain = {rank: _plain_error(error) for rank, error in errors.items()}
-    ranks: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, error in plain.items():
-        ranks.setdefault(str(error), []).append(rank)
-    is_common = len(ranks) == 1 and len(errors) == num_ranks != 1
-    if is_common:
-        texts = list(ranks)
+        ranks_by_text.setdefault(str(error), []).append(rank)
+    if len(ranks_by_text) == 1 and num_ranks != 1 and len(errors) == num_ranks:
+        texts = list(ranks_by_text)
     else:
         texts = [
-            f"{text} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})"
-            for text, where in ranks.items()
+            f"{text} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
+            for text, ranks in ranks_by_text.items()
         ]
     kinds = (kind for kind in _KINDS if all(isinstance(error, kind) for error in plain.values()))
     kind = next(kinds, AgreedError)

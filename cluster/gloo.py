@@ -18,33 +18,33 @@ from .traffic import one_collective
 # Shorter buffers gain nothing. Tests patch this: 0 sends slices of all buffers, infinity of none.
 MIN_BYTES: float = 2**16
 # Elements added at a time, while the next are in flight: they fit a core's cache.
-_PART = 2**18
+_CHUNK = 2**18
 _GATHER, _REDUCE = 2**20, 2**20 + 1  # message tags, different from those of ring.py
 
 
-def takes(whole: Tensor, group: dist.ProcessGroup) -> bool:
+def takes(buffer: Tensor, group: dist.ProcessGroup) -> bool:
     """Return True for a long buffer on a CPU over gloo, which is communicated in slices. Equal on all ranks."""
-    if whole.device.type != "cpu" or whole.nbytes < MIN_BYTES or group.size() == 1:
+    if buffer.device.type != "cpu" or buffer.nbytes < MIN_BYTES or group.size() == 1:
         return False
-    return bool(group._get_backend(whole.device).name() == "gloo")
+    return bool(group._get_backend(buffer.device).name() == "gloo")
 
 
 class AllGather:
     """An all-gather in flight: each rank sends its slice to all others. The constructor starts it.
 
     Args:
-        whole: the buffer; `own_slice` may be this rank's slice of it.
-        own_slice: contiguous, of the same length on all ranks.
+        buffer: filled with the slices of all ranks; `local_slice` may be this rank's slice of it.
+        local_slice: contiguous, of the same length on all ranks.
         group: every rank of it must construct one.
     """
 
-    def __init__(self, whole: Tensor, own_slice: Tensor, group: dist.ProcessGroup) -> None:
-        slices, others = whole.chunk(group.size()), _others(group)
-        with one_collective("all_gather", whole.nbytes, group):
+    def __init__(self, buffer: Tensor, local_slice: Tensor, group: dist.ProcessGroup) -> None:
+        slices, others = buffer.chunk(group.size()), _others(group)
+        with one_collective("all_gather", buffer.nbytes, group):
             self._works = [group.recv([slices[rank]], rank, _GATHER) for rank in reversed(others)]
-            self._works += [group.send([own_slice], rank, _GATHER) for rank in others]
-        _copy(own_slice, slices[group.rank()])
-        _end_when_dropped(self, self._works)
+            self._works += [group.send([local_slice], rank, _GATHER) for rank in others]
+        _copy_unless_same(local_slice, slices[group.rank()])
+        _complete_when_dropped(self, self._works)
 
     def wait(self) -> None:
         """Wait until the buffer is filled and may be written to. A second call does nothing."""
@@ -57,50 +57,51 @@ class ReduceScatter:
     16-bit formats are added up in float32.
 
     Args:
-        own_slice: receives this rank's slice of the sum. It may be that slice of `whole`; the rest is kept.
-        whole: the buffer.
+        local_slice: receives this rank's slice of the sum. It may be that slice of `buffer`; the rest is kept.
+        buffer: this rank's addends.
         group: every rank of it must construct one.
     """
 
-    def __init__(self, own_slice: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-        slices, others, length = whole.chunk(group.size()), _others(group), own_slice.numel()
-        _copy(slices[group.rank()], own_slice)
-        arrivals = _ARRIVALS.setdefault(group, _Arrivals())
-        rows = arrivals.take((len(others), length), own_slice.dtype)
-        self._own_slice: Tensor | None = own_slice
-        self._works: list[dist.Work] = []
-        self._receives: list[list[tuple[dist.Work, Tensor]]] = []  # by part of the slice, from each rank
-        with one_collective("reduce_scatter", whole.nbytes, group):
-            for start in range(0, length, _PART):
-                part = slice(start, start + _PART)
-                self._works += [group.send([slices[rank][part]], rank, _REDUCE) for rank in others]
+    def __init__(self, local_slice: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> None:
+        slices, others, length = buffer.chunk(group.size()), _others(group), local_slice.numel()
+        _copy_unless_same(slices[group.rank()], local_slice)  # the first addend
+        receive_buffer = _RECEIVE_BUFFERS.setdefault(group, _ReceiveBuffer())
+        rows = receive_buffer.take((len(others), length), local_slice.dtype)
+        self._local_slice: Tensor | None = local_slice
+        self._sends: list[dist.Work] = []
+        self._receives: list[list[tuple[dist.Work, Tensor]]] = []  # by chunk of the slice, from each rank
+        with one_collective("reduce_scatter", buffer.nbytes, group):
+            for start in range(0, length, _CHUNK):
+                chunk = slice(start, start + _CHUNK)
+                self._sends += [group.send([slices[rank][chunk]], rank, _REDUCE) for rank in others]
                 receives = []
+                # The previous rank sends to this one first.
                 for rank, row in zip(reversed(others), rows, strict=True):
-                    receives.append((group.recv([row[part]], rank, _REDUCE), row[part]))
+                    receives.append((group.recv([row[chunk]], rank, _REDUCE), row[chunk]))
                 self._receives.append(receives)
-        _end_when_dropped(self, self._works)
-        arrivals.in_flight = self
+        _complete_when_dropped(self, self._sends)
+        receive_buffer.in_flight = self
 
     def wait(self) -> None:
         """Wait until the sum is complete and the buffer may be written to. A second call does nothing."""
         self.add_up()
-        _wait_for(self._works)
+        _wait_for(self._sends)
 
     def add_up(self) -> None:
         """Wait for the slices of the other ranks and add them up, which frees the receive buffer."""
-        if self._own_slice is None:
+        if self._local_slice is None:
             return
-        own_slice, self._own_slice = self._own_slice, None
-        for part, receives in zip(own_slice.split(_PART), self._receives, strict=True):
-            total = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
+        local_slice, self._local_slice = self._local_slice, None
+        for chunk, receives in zip(local_slice.split(_CHUNK), self._receives, strict=True):
+            total = chunk.float() if chunk.dtype in (torch.bfloat16, torch.float16) else chunk
             for work, arrived in receives:
                 work.wait()
                 total.add_(arrived)
-            part.copy_(total)
+            chunk.copy_(total)
         self._receives.clear()
 
 
-class _Arrivals:
+class _ReceiveBuffer:
     """A group's receive buffer, for one reduce-scatter at a time.
 
     It is reused: allocating fresh memory takes longer than a transfer.
@@ -125,7 +126,7 @@ class _Arrivals:
 
 
 # Weak references by group: entries end with their group.
-_ARRIVALS: WeakKeyDictionary[dist.ProcessGroup, _Arrivals] = WeakKeyDictionary()
+_RECEIVE_BUFFERS: WeakKeyDictionary[dist.ProcessGroup, _ReceiveBuffer] = WeakKeyDictionary()
 
 
 def _others(group: dist.ProcessGroup) -> Sequence[int]:
@@ -133,7 +134,7 @@ def _others(group: dist.ProcessGroup) -> Sequence[int]:
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
+def _copy_unless_same(source: Tensor, target: Tensor) -> None:
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
 
@@ -143,11 +144,11 @@ def _wait_for(works: list[dist.Work]) -> None:
         works.pop().wait()
 
 
-def _end_when_dropped(handle: object, works: list[dist.Work]) -> None:
-    """Complete the sends when a handle is dropped without a wait, except at the end of the process."""
+def _complete_when_dropped(handle: object, works: list[dist.Work]) -> None:
+    """Wait for sends and receives when a handle is dropped without a wait, except at the end of the process."""
 
-    def end() -> None:
+    def complete() -> None:
         with suppress(RuntimeError):
             _wait_for(works)
 
-    finalize(handle, end).atexit = False
+    finalize(handle, complete).atexit = False

@@ -94,10 +94,10 @@ def members(group: str) -> list[int]:
 
 def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
     """The ranks that have not entered the call that a rank is in."""
-    own = beats[rank]
-    assert own is not None
-    others = [(other, beats.get(other)) for other in members(own.group) if other != rank]
-    return [other for other, beat in others if beat is None or not beat.has_come(own)]
+    waiting = beats[rank]
+    assert waiting is not None
+    others = [(other, beats.get(other)) for other in members(waiting.group) if other != rank]
+    return [other for other, beat in others if beat is None or not beat.has_come(waiting)]
 
 
 def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> UnmatchedCall | None:
@@ -131,16 +131,18 @@ def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> Unmatche
     return None
 
 
-def _has_another_batch(own: Heartbeat, beat: Heartbeat) -> bool:
+def _has_another_batch(first: Heartbeat, second: Heartbeat) -> bool:
     """Return True if two ranks of a replica are in the same call with batches of other names, shapes or dtypes."""
-    if not own.batch or not beat.batch or own.replica != beat.replica:
+    if not first.batch or not second.batch or first.replica != second.replica:
         return False
-    return (beat.calls, beat.action) == (own.calls, own.action) and beat.batch != own.batch
+    is_same_call = (second.calls, second.action) == (first.calls, first.action)
+    return is_same_call and second.batch != first.batch
 
 
-def _waits_for(beat: Heartbeat, rank: int, own: Heartbeat) -> bool:
+def _waits_for(beat: Heartbeat, rank: int, beat_of_rank: Heartbeat) -> bool:
     """Return True if a process is in a call of another group that `rank` has not entered."""
-    return beat.group != own.group and rank in members(beat.group) and not own.has_come(beat)
+    is_other_group = beat.group != beat_of_rank.group
+    return is_other_group and rank in members(beat.group) and not beat_of_rank.has_come(beat)
 
 
 def places(ranks: Iterable[int], beats: Mapping[int, Heartbeat | None]) -> str:

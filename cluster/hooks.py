@@ -1,4 +1,4 @@
-"""Telling Echelon's own hooks on a parameter from those of a user."""
+"""Marks on Echelon's hooks on a parameter, to find those of a user."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar

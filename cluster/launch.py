@@ -61,8 +61,8 @@ def launch_from_torch(
             f"the environment sets {', '.join(present)} but not {', '.join(missing)}: start the script with "
             "`torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
         )
-    is_ours = not dist.is_initialized()
-    if not is_ours:
+    starts_group = not dist.is_initialized()
+    if not starts_group:
         if device is not None and not is_same_device(device, default_device()):
             raise ValueError(
                 f"device={str(device)!r} is not {default_device()}, the device of the existing process group: give it "
@@ -77,7 +77,7 @@ def launch_from_torch(
             wait_until_all_have_connected()
         else:
             _start_group(backends, dist.HashStore(), 0, 1, timeout)
-    if start_watch() and not is_ours and may_restart(os.environ) and dist.get_rank() == 0:
+    if start_watch() and not starts_group and may_restart(os.environ) and dist.get_rank() == 0:
         _LOG.warning(
             "the script started its process group on a store that torchrun keeps, and a restart would read stale "
             "addresses: let launch_from_torch start it, or see TORCH_DISABLE_SHARE_RDZV_TCP_STORE in docs/cuda.md"

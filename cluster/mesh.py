@@ -60,7 +60,8 @@ def nccl_options(use: GroupUse, device_type: str) -> tuple[str | None, Any] | No
     options._timeout = default_timeout()  # private torch API; torch warns if it is not the group's timeout
     if use.max_ctas is not None:
         options.config.min_ctas, options.config.max_ctas = 1, use.max_ctas
-    return None if use.on_cpus else "nccl", options
+    backend = None if use.on_cpus else "nccl"  # None: those of the default group, for CPUs too
+    return backend, options
 
 
 @contextmanager
@@ -97,7 +98,8 @@ def torch_mesh(
     options: dict[Any, Any] = {}
     for dim, size in zip(dims, shape, strict=True):
         use = None if uses is None else uses[dim]
-        if use is None or not (size < prod(shape) or (size > 1 and use.is_urgent)):
+        spans_all_ranks = size == prod(shape)
+        if use is None or (spans_all_ranks and not (use.is_urgent and size > 1)):
             continue  # it uses the default group
         if (backend_options := nccl_options(use, device_type)) is not None:
             options[dim] = backend_options
@@ -246,8 +248,12 @@ class ParallelMesh:
 
     def _simplest(self, axis: str) -> str:
         """The single axis that a joined axis consists of, if all its other axes have size 1."""
-        large = [each for each in JOINED.get(axis, ()) if self.size(each) > 1]
-        return axis if axis not in JOINED or len(large) > 1 else (large or JOINED[axis])[0]
+        if axis not in JOINED:
+            return axis
+        large = [primary for primary in JOINED[axis] if self.size(primary) > 1]
+        if len(large) > 1:
+            return axis
+        return large[0] if large else JOINED[axis][0]
 
     def _new_group(
         self, axis: str, parts: Sequence[Iterable[int]], *, use: GroupUse

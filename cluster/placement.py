@@ -92,8 +92,8 @@ class Shard:
             self._pad(block, length) for block, length in zip(blocks, self._padded_blocks(), strict=True)
         ]
         count = len(blocks) // self.stretches
-        of_stretch = blocks[stretch * count : (stretch + 1) * count]
-        chunks = [block.chunk(self._shards_of_stretch, self.dim)[index] for block in of_stretch]
+        stretch_blocks = blocks[stretch * count : (stretch + 1) * count]
+        chunks = [block.chunk(self._shards_of_stretch, self.dim)[index] for block in stretch_blocks]
         return chunks[0].clone() if len(chunks) == 1 else torch.cat(chunks, self.dim)
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
@@ -108,8 +108,10 @@ class Shard:
             for first in range(0, len(split), shards)
             for index in range(count)
         ]
-        real = [block.narrow(self.dim, 0, length) for block, length in zip(blocks, self.blocks, strict=True)]
-        return torch.cat(real, self.dim)
+        unpadded = [
+            block.narrow(self.dim, 0, length) for block, length in zip(blocks, self.blocks, strict=True)
+        ]
+        return torch.cat(unpadded, self.dim)
 
     def intervals_of(self, rank: int) -> list[Interval]:
         """The intervals of the full tensor that a rank's shard consists of, in its order, without padding."""
@@ -198,21 +200,21 @@ class TiedOtherwise(ValueError):
 def _differences(*placements: Placement) -> list[str]:
     """Describe two placements by what differs between them."""
     texts = [
-        f"sharded along dim {one.dim}"
-        if isinstance(one, Shard)
-        else f"replicated, with {'partial' if isinstance(one, PartialGrad) else 'equal'} gradients"
-        for one in placements
+        f"sharded along dim {placement.dim}"
+        if isinstance(placement, Shard)
+        else f"replicated, with {'partial' if isinstance(placement, PartialGrad) else 'equal'} gradients"
+        for placement in placements
     ]
     if len(set(texts)) > 1:
         return texts
     names = [
-        each.name
-        for each in fields(placements[0])
-        if len({getattr(one, each.name) for one in placements}) > 1
+        field.name
+        for field in fields(placements[0])
+        if len({getattr(placement, field.name) for placement in placements}) > 1
     ]
     return [
-        f"{text} with {', '.join(f'{name}={getattr(one, name)}' for name in names)}"
-        for text, one in zip(texts, placements, strict=True)
+        f"{text} with {', '.join(f'{name}={getattr(placement, name)}' for name in names)}"
+        for text, placement in zip(texts, placements, strict=True)
     ]
 
 
@@ -260,7 +262,8 @@ def shard_on(tensor: Tensor, axis: str) -> Shard | None:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return True if a rank has only a shard of a tensor."""
-    return any(isinstance(each, Shard) and each.size > 1 for each in placements_of(tensor).values())
+    placements = placements_of(tensor).values()
+    return any(isinstance(placement, Shard) and placement.size > 1 for placement in placements)
 
 
 def shards_of(tensor: Tensor, layout: MeshLayout) -> tuple[PlacedShard, ...]:

@@ -28,14 +28,14 @@ def circulate(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
         x: this rank's tensor, contiguous and of one shape on all ranks; not changed.
         rings: see [Note: rings within a ring]. Every rank must iterate to the end.
     """
-    ring, within = rings[0], rings[1:]
-    inner_size = prod(inner_ring.size() for inner_ring in within)
+    ring, inner_rings = rings[0], rings[1:]
+    inner_size = prod(inner_ring.size() for inner_ring in inner_rings)
     for step, visited in _steps(x, ring):
         place = (ring.rank() - step) % ring.size()
-        if not within:
+        if not inner_rings:
             yield place, visited
         else:
-            for inner_place, inner_visited in circulate(visited, within):
+            for inner_place, inner_visited in circulate(visited, inner_rings):
                 yield place * inner_size + inner_place, inner_visited
 
 
@@ -49,14 +49,14 @@ def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) 
         rings: see [Note: rings within a ring]; every rank must call.
         visit: called with a rank's place and tensor; returns a new contiguous tensor, of one shape on all ranks.
     """
-    ring, within = rings[0], rings[1:]
+    ring, inner_rings = rings[0], rings[1:]
     total: Tensor | None = None
     in_flight: Shift | None = None
     for step, visited in _steps(x, ring):
         place = (ring.rank() - step) % ring.size()
-        result = _visit(place, visited, within, visit)
+        result = _visit(place, visited, inner_rings, visit)
         if total is None:
-            total = result  # the own result is sent to no rank
+            total = result  # of this rank's tensor: it stays here
             continue
         if in_flight is not None:
             result += in_flight.wait()
@@ -65,12 +65,12 @@ def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) 
     return total if in_flight is None else total.add_(in_flight.wait())
 
 
-def _visit(place: int, visited: Tensor, within: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The sum over a full inner ring for the visiting tensor, or this rank's result if there is none."""
-    if not within:
+def _visit(place: int, visited: Tensor, inner_rings: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The sum over the inner rings for the visiting tensor, or this rank's result if there are none."""
+    if not inner_rings:
         return visit(place, visited)
-    first = place * prod(inner_ring.size() for inner_ring in within)
-    return round_trip(visited, within, lambda inner_place, tensor: visit(first + inner_place, tensor))
+    first = place * prod(inner_ring.size() for inner_ring in inner_rings)
+    return round_trip(visited, inner_rings, lambda inner_place, tensor: visit(first + inner_place, tensor))
 
 
 def _steps(x: Tensor, ring: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:

@@ -21,21 +21,21 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self.size, self.barrier = size, Barrier(size, timeout=_TIMEOUT)
-        self._given: list[Any] = [None] * size
+        self._values: list[Any] = [None] * size
 
-    def exchange(self, rank: int, given: Any) -> list[Any]:
-        """Return what all ranks gave, by rank; a rank that has ended gives None.
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order. A rank calls it with None at the end of its work.
 
         Raises:
-            BrokenBarrierError: another rank raised, or has ended.
+            BrokenBarrierError: another rank raised, or has ended while this one has not.
         """
-        self._given[rank] = given
+        self._values[rank] = value
         self.barrier.wait()
-        received = [*self._given]
-        self.barrier.wait()
-        if given is not None and any(each is None for each in received):
+        values = [*self._values]
+        self.barrier.wait()  # until all have read, before the next exchange writes
+        if value is not None and any(other is None for other in values):
             raise BrokenBarrierError
-        return received
+        return values
 
 
 class ThreadGroup:
@@ -43,8 +43,8 @@ class ThreadGroup:
 
     group_name = "threads"
 
-    def __init__(self, own_rank: int, meeting: _Meeting) -> None:
-        self._rank, self.meeting = own_rank, meeting
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self._rank, self.meeting = rank, meeting
 
     def rank(self) -> int:
         """This thread's place in the group."""
@@ -57,41 +57,42 @@ class ThreadGroup:
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> "_Done":
         """Reduce a tensor in place, in the order of ranks."""
         (tensor,) = tensors
-        rows = torch.stack(self._received(tensor))
+        rows = torch.stack(self._exchange(tensor))
         tensor.copy_(rows.amax(0) if options.reduceOp.op.name == "MAX" else rows.sum(0))
         return _DONE
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], _: Any) -> "_Done":
         """Gather a tensor of every rank."""
-        for output, received in zip(outputs[0], self._received(inputs[0]), strict=True):
+        for output, received in zip(outputs[0], self._exchange(inputs[0]), strict=True):
             output.copy_(received)
         return _DONE
 
-    def all_gather_single(self, output: Tensor, own: Tensor, _: Any) -> "_Done":
+    def all_gather_single(self, output: Tensor, input_: Tensor, _: Any) -> "_Done":
         """Gather the ranks' slices into one tensor."""
-        output.copy_(torch.cat(self._received(own)).view_as(output))
+        output.copy_(torch.cat(self._exchange(input_)).view_as(output))
         return _DONE
 
-    def reduce_scatter_single(self, output: Tensor, own: Tensor, _: Any) -> "_Done":
+    def reduce_scatter_single(self, output: Tensor, input_: Tensor, _: Any) -> "_Done":
         """Sum the ranks' tensors, and keep this rank's slice."""
-        rows = [each.chunk(self.size())[self._rank] for each in self._received(own)]
-        output.copy_(torch.stack(rows).sum(0).view_as(output))
+        slices = [tensor.chunk(self.size())[self._rank] for tensor in self._exchange(input_)]
+        output.copy_(torch.stack(slices).sum(0).view_as(output))
         return _DONE
 
     def all_to_all_single(
-        self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], _: Any
+        self, output: Tensor, input_: Tensor, received: Sequence[int], sent: Sequence[int], _: Any
     ) -> "_Done":
         """Exchange rows; without numbers of them, slices of equal length."""
-        pieces = own.detach().clone().split([*sent] or len(own) // self.size())
-        output.copy_(torch.cat([each[self._rank] for each in self.meeting.exchange(self._rank, pieces)]))
+        pieces = input_.detach().clone().split([*sent] or len(input_) // self.size())
+        pieces_by_rank = self.meeting.exchange(self._rank, pieces)
+        output.copy_(torch.cat([pieces_of_rank[self._rank] for pieces_of_rank in pieces_by_rank]))
         return _DONE
 
     # Their names before torch 2.13
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    def _received(self, own: Tensor) -> list[Tensor]:
-        return self.meeting.exchange(self._rank, own.detach().clone())
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        return self.meeting.exchange(self._rank, tensor.detach().clone())
 
     def _get_backend(self, device: torch.device) -> "ThreadGroup":
         return self

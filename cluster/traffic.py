@@ -73,8 +73,8 @@ class Traffic(TorchDispatchMode):
         """Run the operation; count it if it communicates."""
         operation = func._schema.name.split("::")[1] if func.namespace == "c10d" else ""
         if operation in _KINDS and not Traffic.pauses:  # others, such as barriers, move no data
-            kind, place = _KINDS[operation]
-            nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
+            kind, argument = _KINDS[operation]
+            nbytes = sum(tensor.nbytes for tensor in _tensors(args[argument]))
             self.count(
                 kind, nbytes, _group_of(args), sent=_sent_unevenly(args) if operation == _UNEVEN else None
             )
@@ -96,7 +96,7 @@ class Traffic(TorchDispatchMode):
         count = self.counts[self._mesh.axis_of(group), f"small {kind}" if nbytes < SMALL_BYTES else kind]
         count.calls += 1
         count.nbytes += nbytes
-        count.sent += nbytes * _share_sent(kind, group.size()) if sent is None else sent
+        count.sent += sent if sent is not None else nbytes * _share_sent(kind, group.size())
 
 
 @contextmanager

@@ -80,9 +80,9 @@ class Watch:
         self._has_failed = False
         self._own_errors = self._num_barriers = 0
         self._reported: Event | None = None  # reported outside of calls
-        # The rank looked after, its heartbeat, and since when it has shown no other.
-        self._looked_after: tuple[int, Heartbeat | None, float] | None = None
-        self._looked = 0.0
+        # The rank that this one monitors, its latest heartbeat, and when that was first seen.
+        self._monitored: tuple[int, Heartbeat | None, float] | None = None
+        self._last_check = 0.0  # time of the last check for absent ranks
         self._given_up = ""
         self._heartbeats.show(self._heartbeat())
         self._thread = threading.Thread(target=self._run, name="echelon watch", daemon=True)
@@ -211,8 +211,8 @@ class Watch:
             while not self._stop.wait(INTERVAL_SECONDS) and default_store() is self.store:
                 self._heartbeats.show(self._heartbeat())
                 self._read()
-                self._look_after_next()
-                self._look_for_absent()
+                self._monitor_next_rank()
+                self._check_for_absent_ranks()
                 self._end_if_stuck()
             self._say_goodbye()
             return
@@ -237,7 +237,7 @@ class Watch:
             except RuntimeError:
                 self._store_is_lost = True
 
-    def _look_after_next(self) -> None:
+    def _monitor_next_rank(self) -> None:
         """Post an event if the next live rank is gone, silent or back."""
         ended = {event.rank for event in self._standing() if event.kind != "silent"}
         ranks = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
@@ -247,55 +247,68 @@ class Watch:
         beat, now = self._heartbeats.beat(rank), time.monotonic()
         if beat is None:
             return  # it has not started its watch yet
-        if self._looked_after is None or self._looked_after[:2] != (rank, beat):
+        if self._monitored is None or self._monitored[:2] != (rank, beat):
             if any(event.rank == rank for event in self._standing()):
                 self._heartbeats.post(Event(rank=rank, kind="recovered"))
-            self._looked_after = rank, beat, now
+            self._monitored = rank, beat, now
         if self._heartbeats.is_gone(rank):
             self._heartbeats.post(Event(rank=rank, kind="gone"))
             return
         is_reported = any(event.rank == rank for event in self._standing())
-        if now - self._looked_after[2] > SILENT_SECONDS and not is_reported:
+        if now - self._monitored[2] > SILENT_SECONDS and not is_reported:
             self._heartbeats.post(Event(rank=rank, kind="silent"))
 
-    def _look_for_absent(self) -> None:
+    def _check_for_absent_ranks(self) -> None:
         """Report ranks that have not entered this call; see [Note: a call that others do not make]."""
-        call, own, now = self._call, self._heartbeat(), time.monotonic()
+        call, here, now = self._call, self._heartbeat(), time.monotonic()
         pause = LOOK_SECONDS * max(1.0, self.world_size / 64)
-        if call is None or not own.group or now - call.entered < LOOK_SECONDS or now - self._looked < pause:
+        if (
+            call is None
+            or not here.group
+            or now - call.entered < LOOK_SECONDS
+            or now - self._last_check < pause
+        ):
             return
-        self._looked = now
-        beats = {**self._heartbeats.beats(members(own.group)), self.rank: own}
+        self._last_check = now
+        beats = {**self._heartbeats.beats(members(here.group)), self.rank: here}
         absent = absent_ranks(self.rank, beats)
         if absent and now - call.entered > WAITING_SECONDS and not call.is_announced:
             call.is_announced = True
-            if self.rank == min(set(members(own.group)) - set(absent)):
-                here = f"rank {self.rank} has waited {now - call.entered:.0f} s in {own.action} (call {own.calls})"
-                _say(f"{here} for ranks that have not joined: {places(absent, beats)}")
-        sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
-        error = self._absence(call, own, absent, sure) or self._mismatch(call, beats)
+            if self.rank == min(set(members(here.group)) - set(absent)):
+                waited = f"has waited {now - call.entered:.0f} s in {here.action} (call {here.calls})"
+                _say(f"rank {self.rank} {waited} for ranks that have not joined: {places(absent, beats)}")
+        # Ranks with other numbers of errors count their calls differently: one that left may have made this call.
+        comparable = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == here.errors]
+        error = self._absence(call, here, absent, comparable) or self._mismatch(call, beats)
         if error is None or call.unmatched is None:
             call.unmatched, call.since = error, now
 
     def _absence(
-        self, call: Call, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]
+        self, call: Call, here: Heartbeat, absent: Sequence[int], comparable: Sequence[int]
     ) -> RankFailure | None:
-        """The error of a call that a rank can never enter any more; `sure` are ranks whose call counts match ours."""
+        """The error of a call that a rank can never enter any more.
+
+        Args:
+            call, here: this rank's call and heartbeat.
+            absent: ranks that have not entered the call, by the counts of their calls.
+            comparable: those of them whose counts are comparable with this rank's.
+        """
         for event in self._standing():
-            if event.rank not in (sure if event.kind == "left" else absent) or event.kind == "silent":
+            candidates = comparable if event.kind == "left" else absent
+            if event.kind == "silent" or event.rank not in candidates:
                 continue
             # A failed rank may have handled its error and still come; closed connections report earlier.
             is_over = event.kind in ("left", "gone") or self._heartbeats.is_gone(event.rank)
             waited = time.monotonic() - max(call.entered, event.heard)
             if is_over or (self._is_certain(event) and waited > STUCK_SECONDS / 2):
-                return self._failure(own.action or "", event=event)
+                return self._failure(here.action or "", event=event)
         return None
 
     def _mismatch(self, call: Call, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
         """The error of a call that a rank never makes, once two checks found both ranks unchanged."""
         error = unmatched_call(self.rank, beats)
-        before, call.suspected = call.suspected, str(error)  # with the calls and batches of both
-        return error if call.suspected == before else None
+        previous, call.suspected = call.suspected, str(error)  # with the calls and batches of both
+        return error if call.suspected == previous else None
 
     def _end_if_stuck(self) -> None:
         """End the process if the rank that it waits for certainly failed; see [Note: end of a stuck process]."""
@@ -308,18 +321,19 @@ class Watch:
             _say(f"{cause}; rank {self.rank} is {self.here} and may wait for it: see docs/cuda.md")
         if call is None:
             return
-        # The earliest of two clocks counts, since the end of another rank may free nobody here.
-        starts = [max(call.entered, cause.heard)] if cause is not None and is_certain else []
-        error = self._failure(self.here.action or "") if starts else call.unmatched
+        # The times since when this process is stuck, by a failed rank and by an unmatched call. The earliest counts,
+        # since the end of another rank may free nobody here.
+        stuck_since = [max(call.entered, cause.heard)] if cause is not None and is_certain else []
+        error = self._failure(self.here.action or "") if stuck_since else call.unmatched
         if call.unmatched is not None and now - call.since > BRIEF_SECONDS:
             # One process ends first; its connections close, which frees others.
-            starts.append(call.since + self.rank * 4 * INTERVAL_SECONDS)
-        if not starts:
+            stuck_since.append(call.since + self.rank * 4 * INTERVAL_SECONDS)
+        if not stuck_since:
             return
         if not call.is_reported:
             call.is_reported = True
             _say(str(error))
-        if now - min(starts) > STUCK_SECONDS:
+        if now - min(stuck_since) > STUCK_SECONDS:
             if call.unmatched is not None:
                 self.fail(call.unmatched)
             _say(f"rank {self.rank} could not be interrupted and exits")

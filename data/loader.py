@@ -336,5 +336,5 @@ def seed_cpu(seed: int) -> None:
 
 def _samples(dataset: Any, indices: list[int]) -> list[Any]:
     """Return samples of a data set, with one call of `__getitems__` if it has one, as torch's DataLoader does."""
-    several = getattr(dataset, "__getitems__", None)
-    return several(indices) if several else [dataset[index] for index in indices]
+    get_samples = getattr(dataset, "__getitems__", None)
+    return get_samples(indices) if get_samples else [dataset[index] for index in indices]

@@ -167,12 +167,12 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
     def _share(self, first: Position) -> Tensor:
         """Return this rank's samples of an epoch, from a position on."""
         order = self._order(first.epoch)
-        left = order[first.samples :]
-        missing = -len(left) % self.num_replicas
+        remaining = order[first.samples :]
+        missing = -len(remaining) % self.num_replicas
         if missing and not self.drop_last:
-            left = torch.cat([left, order.repeat(math.ceil(missing / len(order)))[:missing]])
-        even = len(left) - len(left) % self.num_replicas
-        return left[self.rank : even : self.num_replicas]
+            remaining = torch.cat([remaining, order.repeat(math.ceil(missing / len(order)))[:missing]])
+        stop = len(remaining) - len(remaining) % self.num_replicas  # equally many samples for every replica
+        return remaining[self.rank : stop : self.num_replicas]
 
     def _draws(
         self, first: Position, samples: Tensor, batch_size: int, num_batches: int
@@ -254,17 +254,18 @@ class ForeignSampler(StatefulSampler):
         self._drop_last = drop_last
         self._has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self.position = Reached(0, 0, None)
-        self._goes_on = True  # the next pass continues at the position
+        self._continues = True  # the next pass continues at the position
 
     def begin(self, batch_size: int) -> BegunPass:
         """Begin a pass over the batches of the sampler."""
         total = self._num_batches(batch_size)
         epoch, first, state = self.position
-        if not self._goes_on or (first and first == total):
+        is_complete = first > 0 and first == total
+        if not self._continues or is_complete:
             epoch, first, state = epoch + 1, 0, None
         if state is None and self._has_state:
-            state = self._own_state()
-        self.position, self._goes_on = Reached(epoch, first, state), False
+            state = self._sampler_state()
+        self.position, self._continues = Reached(epoch, first, state), False
         batches = BatchSampler(self._sampler, batch_size, self._drop_last)
         return BegunPass(epoch, None if total is None else total - first, self._draws(batches, epoch, first))
 
@@ -276,7 +277,8 @@ class ForeignSampler(StatefulSampler):
         """
         self._require_state()
         epoch, batches, state = self.position
-        return {"sampler": self._own_state() if state is None else state, "epoch": epoch, "batches": batches}
+        sampler_state = self._sampler_state() if state is None else state
+        return {"sampler": sampler_state, "epoch": epoch, "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the sampler's state and the position in the pass.
@@ -287,14 +289,14 @@ class ForeignSampler(StatefulSampler):
         self._require_state()
         raise_errors(key_errors(state, ("sampler", "epoch", "batches")))
         self._sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
-        self.position, self._goes_on = Reached(state["epoch"], state["batches"], state["sampler"]), True
+        self.position, self._continues = Reached(state["epoch"], state["batches"], state["sampler"]), True
 
     def _draws(self, batches: BatchSampler, epoch: int, first: int) -> Iterator[tuple[Draw, Reached]]:
         for number, indices in enumerate(batches, first):
             draw = Draw(number, indices, (self._seed, epoch, number, self._rank))
-            yield draw, Reached(epoch, number + 1, self._own_state() if self._has_state else None)
+            yield draw, Reached(epoch, number + 1, self._sampler_state() if self._has_state else None)
 
-    def _own_state(self) -> Any:
+    def _sampler_state(self) -> Any:
         return copy.deepcopy(self._sampler.state_dict())  # type: ignore[attr-defined]
 
     def _num_batches(self, batch_size: int) -> int | None:

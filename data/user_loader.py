@@ -67,7 +67,7 @@ class SamplerGenerators:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that determines the next draws."""
-        return {
+        return {  # by the names in checkpoints
             "apart": self.isolated,
             "own": _global_state() if self._copies is None else self._copies,
             "given": [_ACCESS[type(generator)].read(generator) for generator in self._generators],
@@ -255,36 +255,37 @@ class ShardedSampler(Sampler[int], StatefulSampler):
         samples, size = position.samples, batch_size * self.num_replicas
         with self._generators.drawing():
             order = iter(self.sampler)
-        drawn = self._next(order, max(samples, self.num_replicas))
-        first = drawn[: self.num_replicas]
-        batch, number = self._batch(order, drawn[samples:], size), 0
-        while batch:
+        # Skip the samples that were taken, and keep the first ones, which fill up an incomplete last batch.
+        skipped = self._take(order, max(samples, self.num_replicas))
+        first = skipped[: self.num_replicas]
+        batch, number = self._batch(order, skipped[samples:], size), 0
+        while batch:  # the next one is drawn ahead, since the position after the last one is the next pass
             entropy = (position.entropy, position.epoch, samples + self.rank)
             samples, num_samples = samples + len(batch), len(batch)
-            following = self._batch(order, [], size)
-            if following:
+            next_batch = self._batch(order, [], size)
+            if next_batch:
                 after = position._replace(samples=samples)
             else:
                 after = self._next_pass(position.epoch + 1, position.entropy)
                 self._generators.release()
             batch += islice(cycle(first), -len(batch) % self.num_replicas)
             yield Draw(number, batch[self.rank :: self.num_replicas], entropy, num_samples), after
-            batch, number = following, number + 1
+            batch, number = next_batch, number + 1
 
-    def _batch(self, order: Iterator[int], ahead: list[int], size: int) -> list[int]:
-        """Return the samples of the next batch of all replicas together; empty at the end."""
-        batch = ahead + self._next(order, size - len(ahead))
+    def _batch(self, order: Iterator[int], drawn: list[int], size: int) -> list[int]:
+        """Return the next batch of all replicas together, which begins with `drawn`; empty at the end."""
+        batch = drawn + self._take(order, size - len(drawn))
         return [] if self.drop_last and len(batch) < size else batch
 
-    def _next(self, order: Iterator[int], count: int) -> list[int]:
+    def _take(self, order: Iterator[int], count: int) -> list[int]:
         with self._generators.drawing():
             return [*islice(order, count)]
 
     def _num_batches(self, batch_size: int, samples: int) -> int | None:
         if not isinstance(self.sampler, Sized):
             return None
-        left, size = len(self.sampler) - samples, batch_size * self.num_replicas
-        return num_parts(left, size, drop_last=self.drop_last)
+        remaining, size = len(self.sampler) - samples, batch_size * self.num_replicas
+        return num_parts(remaining, size, drop_last=self.drop_last)
 
 
 _LOG = logging.getLogger("echelon")
@@ -313,10 +314,10 @@ def shard_user_loaders(loaders: Any, *, rank: int, size: int) -> Any:
     Raises:
         ValueError: loaders cannot be sharded, or differ between ranks; on every rank.
     """
-    several = type(loaders) in (list, tuple)
+    is_collection = type(loaders) in (list, tuple)
     by_name = (
         {f"dataloader[{number}]": loader for number, loader in enumerate(loaders)}
-        if several
+        if is_collection
         else {_NAME: loaders}
     )
     errors = {name: [] if _is_sharded(loader) else loader_errors(loader) for name, loader in by_name.items()}
@@ -341,7 +342,7 @@ def shard_user_loaders(loaders: Any, *, rank: int, size: int) -> Any:
         loader if name in unsharded else _sharded(loader, name, number, rank=rank, size=size)
         for number, (name, loader) in enumerate(by_name.items())
     ]
-    return type(loaders)(sharded) if several else sharded[0]
+    return type(loaders)(sharded) if is_collection else sharded[0]
 
 
 def _sharded(loader: DataLoader, name: str, number: int, *, rank: int, size: int) -> ShardedLoader:
@@ -408,14 +409,9 @@ def _is_sharded(loader: Any) -> bool:
 
 def _generators(loader: DataLoader) -> list[Any]:
     """Return the generators of the loader, its sampler and samplers inside of that, without duplicates."""
-    inside = _attributes(getattr(loader.batch_sampler, "sampler", None))
-    return [
-        *{
-            id(generator): generator
-            for generator in (loader.generator, *inside)
-            if type(generator) in _ACCESS
-        }.values()
-    ]
+    attributes = _attributes(getattr(loader.batch_sampler, "sampler", None))
+    by_identity = {id(value): value for value in (loader.generator, *attributes) if type(value) in _ACCESS}
+    return [*by_identity.values()]
 
 
 def _attributes(sampler: Any) -> Iterator[Any]:

@@ -77,7 +77,7 @@ def small_copy(
                 return candidate
             except Exception as error:
                 errors.append(described(error))
-                if not inputs.adapt(error):
+                if not inputs.adapt(error):  # the next attempt has other inputs
                     break
     raise ValueError(" | ".join(dict.fromkeys(errors)))
 
@@ -95,11 +95,11 @@ def described(error: Exception) -> str:
 
 def _of_class(config: PreTrainedConfig, kind: type[nn.Module]) -> PreTrainedConfig:
     """Return the config, or the one in it, that a model class takes."""
-    wanted: Any = getattr(kind, "config_class", None)
-    if wanted is None or isinstance(config, wanted):
+    config_class: Any = getattr(kind, "config_class", None)
+    if config_class is None or isinstance(config, config_class):
         return config
     inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
-    return next((each for each in inner if isinstance(each, wanted)), config)
+    return next((inner_config for inner_config in inner if isinstance(inner_config, config_class)), config)
 
 
 def _require_small(kind: type[nn.Module], config: PreTrainedConfig) -> None:

@@ -26,11 +26,12 @@ class StaysDouble(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
-        if any(each is torch.float32 for each in (*args, *kwargs.values())) and any(
-            isinstance(each, Tensor) and each.dtype is torch.float64 for each in tree_leaves((args, kwargs))
+        asks_for_float32 = any(value is torch.float32 for value in (*args, *kwargs.values()))
+        if asks_for_float32 and any(
+            isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in tree_leaves((args, kwargs))
         ):
-            args = tuple(_double(each) for each in args)
-            kwargs = {name: _double(each) for name, each in kwargs.items()}
+            args = tuple(map(_with_double, args))
+            kwargs = {name: _with_double(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -71,8 +72,8 @@ def gradient_departure(name: str, whole: Tensor, others: Sequence[Tensor]) -> st
         others: all of them must equal it.
     """
     largest, *distances = (
-        float(each.abs().max()) if each.numel() else 0.0
-        for each in (whole, *(other - whole for other in others))
+        float(values.abs().max()) if values.numel() else 0.0
+        for values in (whole, *(other - whole for other in others))
     )
     if all(distance <= _tolerance(whole) * largest + 1e-12 for distance in distances):
         return None
@@ -86,5 +87,5 @@ def _tolerance(tensor: Tensor) -> float:
     return TOLERANCES.get(tensor.dtype, TOLERANCES[torch.float32])
 
 
-def _double(given: Any) -> Any:
-    return torch.float64 if given is torch.float32 else given
+def _with_double(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 LENGTH, TARGETS = 16, 8  # tokens
+_WIDTH = 64  # of a small text model: errors may count features in numbers
 # B samples, S tokens, F frequencies, T times
 _TEXT = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 _CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION")
@@ -67,6 +68,7 @@ class Inputs:
     def adapt(self, error: Exception) -> bool:
         """Change what `make` returns, as an error of the forward asks for; return False if nothing is left to try."""
         text = f"{type(error).__name__}: {error}"
+        # Each is given once, but for the unnamed one, which gives another count of placeholders each time.
         answers: tuple[tuple[str, Callable[[], bool]], ...] = (
             ("", lambda: self._fill_places(text)),
             ("side", lambda: self._resize(text)),
@@ -250,8 +252,8 @@ class Inputs:
 
     @property
     def _vocabulary(self) -> int:
-        both = (_first(each, "vocab_size", "n_vocab", default=None) for each in (self.text, self.config))
-        return int(next((each for each in both if each), 256))
+        sizes = (_first(config, "vocab_size", "n_vocab", default=None) for config in (self.text, self.config))
+        return int(next((size for size in sizes if size), 256))
 
     def _ids(self, length: int = LENGTH, *, placeholders: bool = True) -> Tensor:
         """Return tokens (B, S), of the upper part of the vocabulary, with the placeholders after the second."""
@@ -286,11 +288,11 @@ class Inputs:
         token = self._placeholder(text)
         if counts is None or token is None:
             return False
-        present, features = int(counts[1]), int(counts[2])
-        # Features are counted in rows, in vectors, or in numbers.
-        tokens = self.places.get(token, 0) * self.samples
-        by = max(1, present // tokens) if tokens else 1
-        for count in (features // self.samples // by, features // self.samples // WIDTHS):
+        reported, features = int(counts[1]), int(counts[2])
+        # Features are counted in rows, in vectors, or in numbers: so many for each placeholder of the batch.
+        placeholders = self.places.get(token, 0) * self.samples
+        per_token = max(1, reported // placeholders) if placeholders else 1
+        for count in (features // self.samples // per_token, features // self.samples // _WIDTH):
             key = f"{count} of {token}"
             if 0 < count <= 600 and key not in self._tried:
                 self._tried.add(key)
@@ -302,7 +304,7 @@ class Inputs:
         """Return the id of the placeholder token of the modality that an error names, else of images."""
         modality = "audio" if "udio" in text else "video" if "ideo" in text else "image"
         suffixes = ("_token_id", "_token_index", "_token", "_patch_id")
-        names = [f"{each}{suffix}" for each in (modality, "image", "im") for suffix in suffixes]
+        names = [f"{prefix}{suffix}" for prefix in (modality, "image", "im") for suffix in suffixes]
         configs = (self.config, self.text, _inner(self.config, "vlm_config"))
         ids = [
             getattr(config, name, None)
@@ -342,15 +344,11 @@ class Inputs:
 
     def _leave_out_modalities(self) -> bool:
         """Give text alone."""
-        modalities = {"input_ids"} <= self.names.keys() and [
-            name for name in _MODALITIES if name in self.names
-        ]
-        self.without |= set(modalities or ())
+        takes_text = "input_ids" in self.names
+        modalities = [name for name in _MODALITIES if name in self.names] if takes_text else []
+        self.without |= set(modalities)
         self.places = {}
         return bool(modalities)
-
-
-WIDTHS = 64  # of a small text model: features may be counted in numbers
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -387,7 +385,7 @@ def still(model: nn.Module) -> nn.Module:
 
 def _first(config: Any, *names: str, default: Any) -> Any:
     """Return the first of these settings that is not None."""
-    return next((each for name in names if (each := getattr(config, name, None)) is not None), default)
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
 def _one(value: Any) -> int:
@@ -397,7 +395,8 @@ def _one(value: Any) -> int:
 def _inner(config: Any, *names: str) -> Any:
     """Return the first of these nested configs, or the config itself."""
     return next(
-        (each for name in names if isinstance(each := getattr(config, name, None), PreTrainedConfig)), config
+        (inner for name in names if isinstance(inner := getattr(config, name, None), PreTrainedConfig)),
+        config,
     )
 
 

@@ -71,10 +71,11 @@ def _use_in(kind: type[nn.Module], settings: _Settings, head: str) -> LogitsUse:
 def _traced_use(copy: Copy, head: str) -> LogitsUse:
     """Run a forward of a copy, and return its use of the logits."""
     model: Any = copy.model
-    loss_function, follower, reached = model.loss_function, _Follower(), list[bool]()
+    loss_function, follower = model.loss_function, _Follower()
+    gets_logits: list[bool] = []  # by call of the loss
 
     def loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        reached.append(follower.follows(logits))
+        gets_logits.append(follower.follows(logits))
         with torch._C.DisableTorchFunction():
             return loss_function(logits, *args, **kwargs)
 
@@ -83,7 +84,7 @@ def _traced_use(copy: Copy, head: str) -> LogitsUse:
     with follower:
         outputs = model(**copy.batch)
     returned = outputs[1] if isinstance(outputs, tuple) else outputs.logits
-    is_followed = reached == [True] and follower.follows(returned)
+    is_followed = gets_logits == [True] and follower.follows(returned)
     return follower.use if is_followed else LogitsUse.OTHER
 
 
@@ -112,8 +113,9 @@ class _Follower(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(map(self.follows, inputs)):
-            name, others = func.__name__, [each for each in inputs if not self.follows(each)]
-            if name in _SCALING and isinstance(result, Tensor) and all(each.numel() == 1 for each in others):
+            name, others = func.__name__, [tensor for tensor in inputs if not self.follows(tensor)]
+            has_scalars = all(tensor.numel() == 1 for tensor in others)
+            if name in _SCALING and isinstance(result, Tensor) and has_scalars:
                 self._followed.append(result)
                 self.use = LogitsUse.SCALED if self.use is LogitsUse.UNCHANGED else self.use
             elif name not in _DESCRIBING or isinstance(result, (Tensor, torch.Size)):

@@ -166,7 +166,7 @@ class _Small:
                 name in defaults and (defaults[name] is not None or _TOKEN.fullmatch(name))
             ):
                 small = self.value(name, value, config)
-                if small != value or value != defaults.get(name):
+                if small != value or value != defaults.get(name):  # otherwise the class has this default
                     chosen[name] = small
         stages = getattr(config, "_out_indices", None)  # of a backbone, which counts its stem
         if stages and max(stages) > LAYERS:
@@ -183,13 +183,13 @@ class _Small:
         if _TOKEN.fullmatch(name) and not isinstance(value, dict):
             return self.token(name, value)
         if isinstance(value, dict):
-            inside = {
-                key: each if key in _KEPT_INSIDE else self.value(key, each, config)
-                for key, each in value.items()
+            small = {
+                key: inner if key in _KEPT_INSIDE else self.value(key, inner, config)
+                for key, inner in value.items()
             }
-            return inside | (
-                {"mrope_section": _sections(HEAD_DIM, value)} if value.get("mrope_section") else {}
-            )
+            if value.get("mrope_section"):
+                small["mrope_section"] = _sections(HEAD_DIM, value)
+            return small
         if isinstance(value, (list, tuple)):
             return self.sequence(name, value)
         return self.number(name, value, config) if isinstance(value, int) else value
@@ -197,7 +197,7 @@ class _Small:
     def token(self, name: str, value: Any) -> Any:
         """Return a token of the small vocabulary, the same for all settings of a name."""
         if isinstance(value, (list, tuple)):
-            return [self.token(f"{name}{place or ''}", each) for place, each in enumerate(value)]
+            return [self.token(f"{name}{place or ''}", token) for place, token in enumerate(value)]
         key = re.sub(r"(_token)?(_ids?|_index)(\d*)$", r"\3", name)
         known = {
             "pad": 0,
@@ -210,15 +210,15 @@ class _Small:
     def sequence(self, name: str, value: Any) -> Any:
         """Return a small list: depths of groups of layers, places of layers, sides of an image."""
         if name in _DEPTHS and not self.depth_only:
-            return [min(each, 2) if isinstance(each, int) else each for each in value]
+            return [min(depth, 2) if isinstance(depth, int) else depth for depth in value]
         if name == "backbone_out_indices" and max(value) >= LAYERS:
             return list(range(LAYERS))[-len(value) :]
         if _PLACES.fullmatch(name):
             # A deepstack has a feature for each place, and a pipeline sends as many as the small copy has.
             keeps_number = name.startswith("deepstack") and len(value) > LAYERS // 2
             return list(range(1, LAYERS, 1 if keeps_number else 2))[: len(value)]
-        if _IMAGE.fullmatch(name) and all(isinstance(each, int) for each in value) and not self.depth_only:
-            return type(value)(min(each, 32) for each in value)
+        if _IMAGE.fullmatch(name) and all(isinstance(side, int) for side in value) and not self.depth_only:
+            return type(value)(min(side, 32) for side in value)
         return value
 
     def number(self, name: str, value: int, config: PreTrainedConfig) -> int:
@@ -231,20 +231,22 @@ class _Small:
             return min(value, 2)
         if _OFFSET.fullmatch(name):
             return min(value, 1)
-        grouped = any(
-            isinstance(getattr(config, each, None), (list, tuple)) for each in ("depths", "hidden_sizes")
+        has_groups = any(  # of layers
+            isinstance(getattr(config, key, None), (list, tuple)) for key in ("depths", "hidden_sizes")
         )
         if _IMAGE.fullmatch(name):
-            return min(value, 64 if grouped else 32)
+            return min(value, 64 if has_groups else 32)
         if _KEY_VALUE.fullmatch(name):
-            heads = next(
-                (each for key in _QUERY if isinstance(each := getattr(config, key, None), int)), value
+            query_heads = next(
+                (heads for key in _QUERY if isinstance(heads := getattr(config, key, None), int)), value
             )
-            return value if value <= 1 else min(value, HEADS if value == heads else HEADS // 2)
+            if value <= 1:
+                return value
+            return min(value, HEADS if value == query_heads else HEADS // 2)  # grouped queries stay grouped
         limit = next((limit for pattern, limit in _LIMITS if pattern.fullmatch(name)), value)
-        groups = getattr(config, "num_heads", None)
-        if limit == WIDTH and isinstance(groups, (list, tuple)) and isinstance(groups[0], int):
-            limit = HEAD_DIM * groups[0]  # of the first group of layers
+        group_heads = getattr(config, "num_heads", None)  # perhaps a number for each group of layers
+        if limit == WIDTH and isinstance(group_heads, (list, tuple)) and isinstance(group_heads[0], int):
+            limit = HEAD_DIM * group_heads[0]
         return min(value, limit)
 
 
@@ -262,8 +264,8 @@ _DEPTHS = (
 
 def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a config and all configs inside it."""
-    inside = [each for each in vars(config).values() if isinstance(each, PreTrainedConfig)]
-    return [config, *(inner for each in inside for inner in configs_in(each))]
+    inner_configs = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(nested for inner in inner_configs for nested in configs_in(inner))]
 
 
 def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -296,7 +298,7 @@ def depths_of(config: PreTrainedConfig) -> dict[str, int]:
 
 def _depth(config: PreTrainedConfig) -> int | None:
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    return next((each for name in names if isinstance(each := vars(config).get(name), int)), None)
+    return next((depth for name in names if isinstance(depth := vars(config).get(name), int)), None)
 
 
 def _chosen_layers(config: PreTrainedConfig) -> list[int]:
@@ -306,7 +308,9 @@ def _chosen_layers(config: PreTrainedConfig) -> list[int]:
     """
     depth = _depth(config)
     lists = [
-        each for each in _settings(config).values() if isinstance(each, (list, tuple)) and len(each) == depth
+        value
+        for value in _settings(config).values()
+        if isinstance(value, (list, tuple)) and len(value) == depth
     ]
     if depth is None or depth < 2 or not lists:
         return []
@@ -325,7 +329,7 @@ def _fit_state_space(config: PreTrainedConfig, chosen: dict[str, Any]) -> None:
         ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
         ("mamba_num_heads", "mamba_head_dim", "expand"),
     ):
-        if all(isinstance(vars(config).get(each), int) for each in (heads, size, expand)):
+        if all(isinstance(vars(config).get(name), int) for name in (heads, size, expand)):
             width = chosen.get("hidden_size", getattr(config, "hidden_size", WIDTH))
             chosen[size] = HEAD_DIM
             chosen[heads] = max(1, getattr(config, expand) * width // HEAD_DIM)
@@ -333,8 +337,8 @@ def _fit_state_space(config: PreTrainedConfig, chosen: dict[str, Any]) -> None:
 
 def _with_sections(config: PreTrainedConfig) -> PreTrainedConfig:
     """Give every config with rotary embeddings sections of three axes, of which some classes have a default."""
-    for each in configs_in(config):
-        if isinstance(rope := getattr(each, "rope_parameters", None), dict):
+    for inner in configs_in(config):
+        if isinstance(rope := getattr(inner, "rope_parameters", None), dict):
             rope.setdefault("mrope_section", [])
     return config
 
@@ -346,17 +350,17 @@ def _trainable(config: PreTrainedConfig) -> PreTrainedConfig:
         and getattr(config, "decoder_start_token_id", None) is None
     ):
         config.decoder_start_token_id = 0
-    for part in configs_in(config):
-        rope = getattr(part, "rope_parameters", None)
-        ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+    for inner in configs_in(config):
+        rope = getattr(inner, "rope_parameters", None)
+        ropes = [rope, *rope.values()] if isinstance(rope, dict) else []  # one, or one for each kind of layer
         for settings in ropes:
             if isinstance(settings, dict) and "mrope_section" in settings:
-                settings["mrope_section"] = _sections(_head_dim(part), settings)
+                settings["mrope_section"] = _sections(_head_dim(inner), settings)
     if getattr(config, "use_cache", False):
         config.use_cache = False
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        if getattr(part, "pad_token_id", None) is None:
-            part.pad_token_id = 0
+    for with_tokens in (config, config.get_text_config()):
+        if getattr(with_tokens, "pad_token_id", None) is None:
+            with_tokens.pad_token_id = 0
     return config
 
 

@@ -114,10 +114,12 @@ def _joined_plan(
     Raises:
         ValueError: there is no such module, or it returns outputs of several layers, or what cannot travel.
     """
+    # A module before the second list, whose plan computes it on the first stage or sends its output along.
     module = next((path for path in (*second.leading, *second.sent) if is_within(first.layers, path)), None)
     output = next((call.output for call in calls if call.path == module), None)
-    inner = {tensor for call in stacks[first.layers][:-1] for tensor in tensors_in(call.output)}
-    if module is None or not inner.isdisjoint(tensors_in(output)):
+    # Outputs of all layers but the last exist on earlier stages only.
+    early_outputs = {tensor for call in stacks[first.layers][:-1] for tensor in tensors_in(call.output)}
+    if module is None or not early_outputs.isdisjoint(tensors_in(output)):
         raise ValueError(f"{first.layers} are no layers of a module before {second.layers}")
 
     def inside(paths: Sequence[str]) -> tuple[str, ...]:
@@ -321,9 +323,10 @@ def _is_placeholder(call: Call, first: Call) -> bool:
     """Return True if a Placeholder has the shape of a module's output: that of ids, or of the first layer's output."""
     if not isinstance(call.output, Tensor) or not call.inputs:
         return False
-    arrived = next(tensors_in(first.output)).shape
-    given = call.inputs[0]
-    return call.output.shape == (*(arrived[:-1] if given.is_floating_point() else given.shape), arrived[-1])
+    layer_shape = next(tensors_in(first.output)).shape
+    first_input = call.inputs[0]
+    leading_shape = layer_shape[:-1] if first_input.is_floating_point() else first_input.shape
+    return call.output.shape == (*leading_shape, layer_shape[-1])
 
 
 def _arity(layers: Sequence[Call]) -> int:
@@ -400,17 +403,32 @@ def _stages(copy: Copy, plan: StagePlan) -> list[Stage]:
 def _backward(
     sent: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], received: tuple[Tensor, ...], loss: Tensor
 ) -> str | None:
-    """Run the backward of all stages, from the last to the first."""
+    """Run the backward of all stages, from the last to the first.
+
+    Args:
+        sent: by stage, except for the last: the outputs that it sent, and the inputs that it had received.
+        received: the inputs of the last stage.
+        loss: of the last stage.
+
+    Returns:
+        An error if a stage gets no gradient; None if all do.
+    """
     loss.backward()
-    for place, (outputs, inputs) in reversed([*enumerate(sent)]):
-        pairs = [(out, into.grad) for out, into in zip(outputs, received, strict=True) if out.requires_grad]
+    next_inputs = received
+    for index, (outputs, inputs) in reversed([*enumerate(sent)]):
+        # A stage's inputs are the outputs of the one before, detached from its graph.
+        pairs = [
+            (output, next_input.grad)
+            for output, next_input in zip(outputs, next_inputs, strict=True)
+            if output.requires_grad
+        ]
         if all(gradient is None for _, gradient in pairs):
-            return f"no gradient comes back to layer {place}"
+            return f"no gradient comes back to layer {index}"
         torch.autograd.backward(
-            [out for out, _ in pairs],
-            [torch.zeros_like(out) if into is None else into for out, into in pairs],
+            [output for output, _ in pairs],
+            [torch.zeros_like(output) if gradient is None else gradient for output, gradient in pairs],
         )
-        received = inputs
+        next_inputs = inputs
     return None
 
 
@@ -424,13 +442,13 @@ def _gradient_departure(whole: nn.Module, plan: StagePlan, stages: Sequence[Stag
     for parameter, aliases in names.items():
         owners = {stage for name in aliases for stage in plan.stages_of(whole, name, bounds)}
         total = torch.zeros_like(parameter)
-        for place, parameters in enumerate(local):
-            own = next((parameters[name] for name in aliases if name in parameters), None)
-            if own is None or own.grad is None:
+        for stage, parameters in enumerate(local):
+            stage_parameter = next((parameters[name] for name in aliases if name in parameters), None)
+            if stage_parameter is None or stage_parameter.grad is None:
                 continue
-            if place not in owners:
-                return f"{aliases[0]} gets a gradient on the stage of layer {place}, which does not own it"
-            total += own.grad
+            if stage not in owners:
+                return f"{aliases[0]} gets a gradient on the stage of layer {stage}, which does not own it"
+            total += stage_parameter.grad
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if error := gradient_departure(aliases[0], expected, [total]):
             return error

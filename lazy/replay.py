@@ -72,7 +72,7 @@ class Call:
 
     def reads(self) -> list[Read]:
         """Return the lazy tensors that the call reads."""
-        return [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, Read)]
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Read)]
 
     def run(self, tensor_of: Callable[[Read], Tensor]) -> list[Tensor]:
         """Repeat the call, without changing the state of the random generator.
@@ -102,29 +102,29 @@ class Value:
     Args:
         num_bytes: size of the memory.
         call: the call; None for the content of an existing tensor.
-        there: the existing tensor, for example of a file; it must not be written.
+        existing: the existing tensor, for example of a file; it must not be written.
         returned: index of the returned tensor in this memory, and its geometry; None for a call that writes in place.
         before: the value before a call that writes in place; None if the call overwrites all of it.
     """
 
     num_bytes: int
     call: Call | None = None
-    there: Tensor | None = None
+    existing: Tensor | None = None
     returned: tuple[int, Geometry] | None = None
     before: "Value | None" = None
 
     def needs(self) -> list["Value"]:
         """Return the values from which this one is computed, without duplicates."""
-        read = [] if self.call is None else [each.value for each in self.call.reads()]
-        return [each for each in dict.fromkeys([self.before, *read]) if each is not None]
+        read_values = [] if self.call is None else [read.value for read in self.call.reads()]
+        return [value for value in dict.fromkeys([self.before, *read_values]) if value is not None]
 
 
 def fingerprint(value: Value) -> int:
     """Return a hash of a value's calls, their arguments and random states, and samples of the files."""
     codes: dict[Value | None, int] = {None: 0}
     for step in in_order(value):
-        if step.there is not None:
-            codes[step] = batch_hash([tuple(step.there.shape), _samples(step.there)])
+        if step.existing is not None:
+            codes[step] = batch_hash([tuple(step.existing.shape), _samples(step.existing)])
             continue
         assert step.call is not None
         arguments = tree_map(lambda leaf: _described(leaf, codes), (step.call.args, dict(step.call.kwargs)))
@@ -182,7 +182,7 @@ def make(value: Value) -> UntypedStorage:
         RuntimeError: a repeated call failed; names the operator.
     """
     storage = borrow(value)
-    return storage if value.there is None else storage.clone()
+    return storage if value.existing is None else storage.clone()
 
 
 def borrow(value: Value) -> UntypedStorage:
@@ -196,20 +196,20 @@ def borrow(value: Value) -> UntypedStorage:
             uses[need] -= 1
             if not uses[need]:
                 del computed[need]
-        computed[step] = _made_of(step, needs, is_kept=step.before in computed)
+        computed[step] = _made_of(step, needs, is_kept=step.before in computed)  # a later step needs it too
     return computed[value]
 
 
 def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool) -> UntypedStorage:
     """Compute a value from the values that it needs. An in-place call reuses the old memory, unless that is kept."""
-    if value.there is not None:
-        return value.there.untyped_storage()
+    if value.existing is not None:
+        return value.existing.untyped_storage()
     assert value.call is not None
     if value.returned is not None:
         return _returned(value.call, *value.returned, value.num_bytes, needs)
     if value.before is None:
         storage = UntypedStorage(value.num_bytes, device="cpu")
-    elif is_kept or value.before.there is not None:
+    elif is_kept or value.before.existing is not None:
         storage = needs[value.before].clone()
     else:
         storage = needs[value.before]

@@ -33,7 +33,7 @@ _OVERWRITING = (
     _ops.zero_.default,
 )
 # In-place calls that write nothing and only change the shape and strides of the tensor.
-_TURNING = (
+_RESHAPING = (
     _ops.squeeze_.default,
     _ops.squeeze_.dim,
     _ops.t_.default,
@@ -137,7 +137,7 @@ def allocate(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devic
 def lazily(tensor: Tensor) -> Tensor:
     """Return a lazy tensor with the content of an existing one (from a file, for example), which is never written."""
     storage = UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
-    _set_content(storage, Content(Value(num_bytes=storage.nbytes(), there=tensor), _CPU))
+    _set_content(storage, Content(Value(num_bytes=storage.nbytes(), existing=tensor), _CPU))
     return _wrapped(Geometry.of(tensor).of_memory(storage))
 
 
@@ -154,11 +154,12 @@ def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _returned(function, args, kwargs, device=kwargs.get("device") or first.device)
     if not lazy:
         return _computed(function, args, kwargs)
-    if function in _TURNING:
+    if function in _RESHAPING:
         with torch._C._DisableTorchDispatch():
             return function(*args, **kwargs)
-    is_alone = len(written) == 1 and any(argument is lazy[0] for argument in args)
-    if not is_alone or torch.Tag.inplace_view in function.tags:
+    writes_one_argument = len(written) == 1 and any(argument is lazy[0] for argument in args)
+    changes_geometry = torch.Tag.inplace_view in function.tags
+    if not writes_one_argument or changes_geometry:
         raise ValueError(
             f"lazy initialization cannot record {function} on a tensor of shape {tuple(lazy[0].shape)}: build the "
             "model without LazyInitContext, or do this after LazyInitContext.materialize(model)"
@@ -193,8 +194,8 @@ def _write(function: OpOverload, args: tuple, kwargs: dict[str, Any], target: La
         _computed(function, args, kwargs, tensor_of)  # advances the generator for the next call
     reads_itself = sum(read.value is None for read in call.reads()) > 1
     covers_storage = target.is_contiguous() and target.numel() * target.itemsize == before.num_bytes
-    forgets = is_overwriting and covers_storage and not reads_itself
-    value = Value(num_bytes=before.num_bytes, call=call, before=None if forgets else before)
+    overwrites_all = is_overwriting and covers_storage and not reads_itself
+    value = Value(num_bytes=before.num_bytes, call=call, before=None if overwrites_all else before)
     _set_content(storage, Content(value, content.device))
 
 
@@ -219,7 +220,7 @@ def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devi
     outlines = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
     storages = [outlined.untyped_storage() for outlined in outlines]
     returns_input = any(storage is other for storage in storages for other in input_storages)
-    if not outlines or returns_input:
+    if not outlines or returns_input:  # no tensors, or memory of an input that is not lazy
         return _computed(function, args, kwargs)
     if device == _META:
         return returned
@@ -246,10 +247,10 @@ def _computed(
     function: OpOverload,
     args: tuple,
     kwargs: dict[str, Any],
-    numbers_of: Callable[[LazyTensor], Tensor] = real,
+    values_of: Callable[[LazyTensor], Tensor] = real,
 ) -> Any:
     """Run a call with the values of its lazy arguments and return the results."""
-    real_args, real_kwargs = tree_map_only(LazyTensor, numbers_of, (args, kwargs))
+    real_args, real_kwargs = tree_map_only(LazyTensor, values_of, (args, kwargs))
     return function(*real_args, **real_kwargs)
 
 

@@ -214,17 +214,16 @@ def image_text(choice: ModelChoice, num_samples: int, generator: Generator) -> B
         return {"input_ids": tokens, "attention_mask": mask}
     targets, target_mask = _tokens(num_samples, TARGET_LENGTH, generator)
     places = torch.full((num_samples, NUM_QUERIES), IMAGE_TOKEN)
-    labels = {
-        True: targets.masked_fill(target_mask == 0, -100),
-        False: torch.cat([torch.full_like(places, -100), tokens.masked_fill(mask == 0, -100)], 1),
-    }
-    own: Batch = {"labels": labels[choice.is_encoder_decoder]}
-    return {
+    if choice.is_encoder_decoder:
+        labels = targets.masked_fill(target_mask == 0, -100)
+    else:
+        labels = torch.cat([torch.full_like(places, -100), tokens.masked_fill(mask == 0, -100)], 1)
+    batch = {
         **image(choice, num_samples, generator),
         "input_ids": torch.cat([places, tokens], 1),
         "attention_mask": torch.cat([torch.ones_like(places), mask], 1),
-        **(own if choice.head_name != "zero_shot_image" else {}),
     }
+    return batch if choice.head_name == "zero_shot_image" else batch | {"labels": labels}
 
 
 def image_and_text(choice: ModelChoice, num_samples: int, generator: Generator) -> dict[str, Any]:
@@ -254,14 +253,13 @@ def image_in_text(choice: ModelChoice, num_samples: int, generator: Generator) -
         "causal": around(tokens.masked_fill(mask == 0, -100), torch.full_like(places, -100)),
         "classification": torch.randint(0, 3, (num_samples,), generator=generator),
     }
-    own = {"labels": labels[choice.head_name]} if choice.head_name in labels else {}
-    return {
+    batch = {
         **image(choice, num_samples, generator),
         "input_ids": around(tokens, places),
         "attention_mask": around(mask, torch.ones_like(places)),
         "token_type_ids": around(torch.zeros_like(tokens), torch.ones_like(places)),
-        **own,
     }
+    return batch | {"labels": labels[choice.head_name]} if choice.head_name in labels else batch
 
 
 # By model type.

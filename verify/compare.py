@@ -97,7 +97,7 @@ def compare_float32(
             and the reference; a gradient of the first step by twice that distance. Of a run only its distances are
             kept.
     """
-    effects = [[_distances(*both) for both in zip(run, expected, strict=True)] for run in rounded]
+    effects = [[_distances(*pair) for pair in zip(run, expected, strict=True)] for run in rounded]
     compared: list[StepComparison] = []
     shares = dict(rounding or {})
     for index, (step, reference) in enumerate(zip(actual, expected, strict=True)):
@@ -115,7 +115,7 @@ def compare_float32(
             for name, weight in reference.weights.items()
         }
         norm_allowed = 1e-5 * reference.norm
-        for effect in () if exact else (each[index] for each in effects):
+        for effect in () if exact else (run_effects[index] for run_effects in effects):
             if index == 0:
                 _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING_AT_FIRST)
                 continue
@@ -138,11 +138,10 @@ def compare_float32(
 def _allowed_gradients(reference: StepRecord, *, exact: bool) -> dict[str, float]:
     """Return the allowed distance of each gradient in float32, see `compare_float32`; 0 if they must be exact."""
     peaks, noise = _peaks_and_noise(reference)
+    if exact:
+        return dict.fromkeys(peaks, 0.0)
     least = 1e-3 * max(peaks.values())
-    return {
-        name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, least)
-        for name, peak in peaks.items()
-    }
+    return {name: noise if peak < noise else 1e-5 * max(peak, least) for name, peak in peaks.items()}
 
 
 def _add_update_errors(
@@ -200,22 +199,24 @@ def compare_16_bit(
     compared = []
     gradient_floor, weight_floor = 0.0, 2 * learning_rate
     for index, (step, reference) in enumerate(zip(actual, expected, strict=True)):
-        same = [
+        references = [
             reference,
             *(run[index] for run in nearby if run[index].rounded.skipped == reference.rounded.skipped),
         ]
-        step, same = _with_idle_experts(step, same)
-        rounded, exact = same[0]
-        before = same if index else same[:1]
-        loss = _near("loss", step, before, rounding * abs(exact.loss))
+        step, references = _with_idle_experts(step, references)
+        rounded, exact = references[0]
+        # The quantities before the first update are compared with the reference only.
+        before_update = references if index else references[:1]
+        loss = _near("loss", step, before_update, rounding * abs(exact.loss))
         if not isfinite(exact.norm):
             compared.append(_compare_skipped(loss, actual, rounded, index))
             continue
-        gradient = _near_together("gradient", step, before, max(rounding * exact.norm, gradient_floor))
-        weight = _near_together("weight", step, same, weight_floor)
-        gradient_floor = max(gradient_floor, _apart(rounded.gradients, exact.gradients))
-        weight_floor = max(weight_floor, _apart(rounded.weights, exact.weights))
-        norm = _near("norm", step, before, rounding * exact.norm)
+        floor = max(rounding * exact.norm, gradient_floor)
+        gradient = _near_together("gradient", step, before_update, floor)
+        weight = _near_together("weight", step, references, weight_floor)
+        gradient_floor = max(gradient_floor, _total_distance(rounded.gradients, exact.gradients))
+        weight_floor = max(weight_floor, _total_distance(rounded.weights, exact.weights))
+        norm = _near("norm", step, before_update, rounding * exact.norm)
         measures = (loss, gradient, norm, weight)
         compared.append(_comparison(measures, step, rounded, index))
     return compared
@@ -226,10 +227,10 @@ def _with_idle_experts(
 ) -> tuple[StepRecord, list[Reference]]:
     """Add gradients of zeros where some references lack one: of an expert whose only token is near a tie."""
     records = [record for reference in references for record in reference]
-    every = {name: gradient for record in records for name, gradient in record.gradients.items()}
+    all_gradients = {name: gradient for record in records for name, gradient in record.gradients.items()}
     idle = {
         name: torch.zeros_like(gradient)
-        for name, gradient in every.items()
+        for name, gradient in all_gradients.items()
         if any(name not in record.gradients for record in records)
     }
 
@@ -310,12 +311,15 @@ def _near_together(
         for reference in references
     ]
     distances = {name: (tensors[name].float() - tensor).norm().item() for name, tensor in exact.items()}
-    usual = {name: max((one[name] - other[name]).norm().item() for one, other in pairs) for name in exact}
-    usual_together = max(floor, *(_apart(one, other) for one, other in pairs))
-    share = usual_together / len(usual) ** 0.5
+    usual = {
+        name: max((rounded[name] - float32[name]).norm().item() for rounded, float32 in pairs)
+        for name in exact
+    }
+    usual_together = max(floor, *(_total_distance(rounded, float32) for rounded, float32 in pairs))
+    share = usual_together / len(usual) ** 0.5  # of one tensor, if all have equal distances
     for name, distance in distances.items():
         allowed = STRAY * max(usual[name], share)
-        if not distance <= allowed:
+        if not distance <= allowed:  # also for NaN
             return Measure(quantity=quantity, name=name, distance=distance, allowed=allowed)
     worst = max(distances, key=lambda name: distances[name])
     together = hypot(*distances.values())
@@ -326,7 +330,7 @@ def _tensors(quantity: Literal["gradient", "weight"], record: StepRecord) -> Map
     return record.gradients if quantity == "gradient" else record.weights
 
 
-def _apart(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+def _total_distance(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """Return the norm of the difference, over all tensors together."""
     return hypot(*((reference[name] - tensor).norm().item() for name, tensor in exact.items()))
 
@@ -358,8 +362,8 @@ class _Distances(NamedTuple):
 def _distances(rounded: StepRecord, expected: StepRecord) -> _Distances:
     """Return the distances of a reference with moved weights from the reference itself, which has the same tensors."""
     gradients, weights = (
-        {name: _distance(near[name], tensor) for name, tensor in tensors.items()}
-        for near, tensors in (
+        {name: _distance(moved[name], tensor) for name, tensor in tensors.items()}
+        for moved, tensors in (
             (rounded.gradients, expected.gradients),
             (rounded.weights, expected.weights),
         )

@@ -376,25 +376,25 @@ class ModelChoice:
         return AutoConfig.for_model(self.model_type, **chosen)
 
     def _chosen(
-        self, model_type: str, blank: PretrainedConfig, own: Mapping[str, object]
+        self, model_type: str, blank: PretrainedConfig, further: Mapping[str, object]
     ) -> dict[str, object]:
-        """Return the settings of a config and its nested configs; `blank` has transformers' defaults."""
-        settings = self._wished()
+        """Return the settings of a config, `further` ones first, and of nested configs; `blank` has the defaults."""
+        common = self._common()
         if hasattr(blank, "kv_lora_rank"):  # every head has its own keys and values
-            settings["num_key_value_heads"] = settings["num_attention_heads"]
-        own = {
+            common["num_key_value_heads"] = common["num_attention_heads"]
+        special = {
             **SETTINGS.get(model_type, {}),
             **HEAD_SETTINGS.get((model_type, self.head_name), {}),
-            **own,
+            **further,
         }
         known = {
             # Older releases check some of them under the config's own names.
             blank.attribute_map.get(name, name): value
-            for name, value in settings.items()
+            for name, value in common.items()
             if name == "num_labels"
             or (
                 hasattr(blank, name)
-                and blank.attribute_map.get(name) not in own
+                and blank.attribute_map.get(name) not in special
                 and not _is_derived(blank, name)
             )
         }
@@ -407,19 +407,19 @@ class ModelChoice:
             **known,
             **dropouts,
             "classifier_dropout": 0.0,
-            **own,
+            **special,
         }
         for name in blank.sub_configs:
             inner = getattr(blank, name) or blank.sub_configs[name]()
-            given = cast(Mapping[str, Any], chosen.get(name, {}))
+            inner_further = cast(Mapping[str, Any], chosen.get(name, {}))
             # In older releases some nested configs have no type, or one for which no config can be looked up.
-            own_type = inner.model_type or f"{model_type}_{name.removesuffix('_config')}"
-            inner_type = given.get("model_type", own_type)
-            inner = type(inner)() if inner_type == own_type else AutoConfig.for_model(inner_type)
-            chosen[name] = {**self._chosen(inner_type, inner, given), "model_type": inner_type}
+            usual_type = inner.model_type or f"{model_type}_{name.removesuffix('_config')}"
+            inner_type = inner_further.get("model_type", usual_type)
+            inner = type(inner)() if inner_type == usual_type else AutoConfig.for_model(inner_type)
+            chosen[name] = {**self._chosen(inner_type, inner, inner_further), "model_type": inner_type}
         return chosen
 
-    def _wished(self) -> dict[str, object]:
+    def _common(self) -> dict[str, object]:
         """Return the settings that apply to every config with such a name."""
         return dict(
             vocab_size=VOCABULARY,

@@ -23,9 +23,8 @@ def optimizers_of(
 ) -> list[Optimizer]:
     """Return the optimizers that together update a model: AdamW or Adafactor, or Muon for matrices beside AdamW."""
     parameters = list(model.parameters())
-    matrices, vectors = (
-        [parameter for parameter in parameters if (parameter.ndim > 1) == large] for large in (True, False)
-    )
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
     if kind == "adafactor":
         return [torch.optim.Adafactor(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE)]
     if kind == "adamw":

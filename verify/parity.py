@@ -229,8 +229,8 @@ def _compare_16_bit(
     """Compare all steps, some of them in 16 bits, with one process in both formats."""
 
     def references(model: nn.Module) -> list[Reference]:
-        both = zip(train(dtypes, model), train([torch.float32] * len(dtypes), model), strict=True)
-        return [Reference(*each) for each in both]
+        rounded, exact = train(dtypes, model), train([torch.float32] * len(dtypes), model)
+        return [Reference(*step) for step in zip(rounded, exact, strict=True)]
 
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     compare = partial(compare_16_bit, records, references(model), dtype=coarsest, learning_rate=rate)
@@ -247,7 +247,7 @@ def _counted(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float
 
 
 def _samples(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float:
-    return len(next(each for each in microbatch.values() if isinstance(each, Tensor) and each.dim()))
+    return len(next(value for value in microbatch.values() if isinstance(value, Tensor) and value.dim()))
 
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
@@ -367,7 +367,7 @@ def gather_full(
         return of_stage
     full: dict[str, Tensor] = {}
     for stage in gather_objects({name: tensor.cpu() for name, tensor in of_stage.items()}, mesh.group("pp")):
-        full = {**stage, **full}
+        full = {**stage, **full}  # of a tied tensor, that of the first stage
     return full if mesh.rank("pp") == 0 else {}
 
 
@@ -403,13 +403,13 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
     Compares parameters and their master weights, over data ranks, tensor ranks and stages.
     """
     mesh, masters = boosted.mesh, optimizer.masters()
-    own = {}
+    local_hashes = {}  # by name and index of the shard, which replicas have in common
     for name, parameter in boosted.local_parameters.items():
-        place = tuple(rank // shard.replicas for shard, rank in shards_of(parameter, mesh.layout))
-        own[name, place] = batch_hash([parameter.detach(), masters.get(name)])
+        shard_index = tuple(rank // shard.replicas for shard, rank in shards_of(parameter, mesh.layout))
+        local_hashes[name, shard_index] = batch_hash([parameter.detach(), masters.get(name)])
     hashes: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-    for of_rank in gather_objects(own):
-        for key, code in of_rank.items():
+    for hashes_of_rank in gather_objects(local_hashes):
+        for key, code in hashes_of_rank.items():
             hashes.setdefault(key, set()).add(code)
     return tuple(dict.fromkeys(name for (name, _), codes in hashes.items() if len(codes) > 1))
 
@@ -439,5 +439,5 @@ def _is_shared(model: nn.Module) -> bool:
     is_tied = len(with_duplicates) > len(set(with_duplicates))
     if is_tied or plan is None:
         return is_tied
-    several = any(len(plan.layers_of(model, name)) > 1 for name, _ in model.named_parameters())
-    return several or plan.collects(model)  # then outputs of layers have several uses
+    layers_share = any(len(plan.layers_of(model, name)) > 1 for name, _ in model.named_parameters())
+    return layers_share or plan.collects(model)  # then outputs of layers have several uses

@@ -88,11 +88,13 @@ def train(
             worker = computing_copy(masters, dtype)
             scale = loss_scale if dtype is torch.float16 else 1.0
             scale = float32_scale if dtype is torch.float32 else scale
+        if weigh is not None:
+            microbatches = list(chain.from_iterable(replicas))
+        else:  # each with the samples of all replicas
+            microbatches = [_joined(of_replicas) for of_replicas in zip(*replicas, strict=True)]
         loss, gradients = _gradients(
             worker,
-            list(chain.from_iterable(replicas))
-            if weigh is not None
-            else [_joined(each) for each in zip(*replicas, strict=True)],
+            microbatches,
             criterion=criterion,
             scale=scale,
             overflows=index == overflow_step,
@@ -105,8 +107,8 @@ def train(
             skipped += 1
         weights = _copy_weights(masters, worker)
         record = StepRecord(loss=loss, norm=norm, gradients=gradients, weights=weights)
-        reported = 1.0 if dtype is torch.float32 else scale
-        records.append(replace(record, loss_scale=reported, skipped=skipped))
+        reported_scale = 1.0 if dtype is torch.float32 else scale
+        records.append(replace(record, loss_scale=reported_scale, skipped=skipped))
         if dtype is torch.float16 and not isfinite(norm):
             scale /= 2
     return records
@@ -171,9 +173,10 @@ def _loss_and_weight(
         weight = float(1.0 if weigh is None else weigh(batch, divisors))
         loss_sum = returned.float() * weight
     if weigh is None and (auxiliary := _auxiliary(outputs)) is not None:
-        apart = [_auxiliary(worker(**converted(microbatch, like))) for microbatch in microbatches]
+        by_microbatch = [_auxiliary(worker(**converted(microbatch, like))) for microbatch in microbatches]
         config: Any = worker.config
-        change = torch.stack(apart).mean() - auxiliary  # type: ignore[arg-type]  # they have it if the batch has
+        # In place of that of the batch at once.
+        change = torch.stack(by_microbatch).mean() - auxiliary  # type: ignore[arg-type]  # they have it if the batch has
         loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
     return loss_sum, weight
 
@@ -249,21 +252,21 @@ _COUNTS = {
 }
 
 
-def converted(part: Mapping[str, Any], own: Tensor) -> dict[str, Any]:
+def converted(batch: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return a batch on the device of a parameter, and floating-point tensors in its format."""
     return {
-        name: value.to(own if value.is_floating_point() else own.device)
+        name: value.to(parameter if value.is_floating_point() else parameter.device)
         if isinstance(value, Tensor)
         else value
-        for name, value in part.items()
+        for name, value in batch.items()
     }
 
 
-def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return one batch of all samples; parts without images have None, or no such tensor."""
+def _joined(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return one batch of all samples; batches without images have None, or no such tensor."""
     joined: dict[str, Tensor] = {}
-    for name in dict.fromkeys(chain.from_iterable(parts)):
-        values = [part[name] for part in parts if part.get(name) is not None]
+    for name in dict.fromkeys(chain.from_iterable(batches)):
+        values = [batch[name] for batch in batches if batch.get(name) is not None]
         joined[name] = torch.cat(values) if isinstance(values[0], Tensor) and values[0].dim() else values[0]
     return joined
 
@@ -319,10 +322,10 @@ def _cast_tables(worker: Any, dtype: torch.dtype) -> None:
     if not isinstance(worker, PreTrainedModel):
         return
     with torch.device("meta"):
-        anew = type(worker)._from_config(copy.deepcopy(worker.config), dtype=dtype)
-    formats = {name: buffer.dtype for name, buffer in anew.named_buffers()}
+        outline = type(worker)._from_config(copy.deepcopy(worker.config), dtype=dtype)
+    formats = {name: buffer.dtype for name, buffer in outline.named_buffers()}
     for name in formats.keys() - worker.state_dict().keys():
-        path, _, place = name.rpartition(".")
+        path, _, attribute = name.rpartition(".")
         module = worker.get_submodule(path)
-        if module._buffers[place].ndim > 1:
-            module._buffers[place] = module._buffers[place].to(formats[name])
+        if module._buffers[attribute].ndim > 1:
+            module._buffers[attribute] = module._buffers[attribute].to(formats[name])

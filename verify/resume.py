@@ -284,11 +284,11 @@ def differing(saved: Contents, loaded: Contents) -> list[str]:
 
 def _expected(name: str, saved: Contents, loaded: Tensor | None) -> Tensor:
     """Return the expected tensor of a name: the saved one, or in another format its rounded master weight."""
-    present = saved.tensors[name]
-    if loaded is None or loaded.dtype is present.dtype:
-        return present
+    saved_tensor = saved.tensors[name]
+    if loaded is None or loaded.dtype is saved_tensor.dtype:
+        return saved_tensor
     master = MASTER + name.removeprefix(PARAMETER) if name.startswith(PARAMETER) else name
-    return saved.tensors.get(master, present).to(loaded.dtype)
+    return saved.tensors.get(master, saved_tensor).to(loaded.dtype)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -323,17 +323,20 @@ def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], 
     """
     names: dict[str, set[str]] = {}  # names of parameters by kind of state, over all ranks
     numbers: dict[str, set[float]] = {}  # by "STATE/NAME"
-    for tensors, scalars in gather_objects(_own_states(optimizer)):
+    for tensors, scalars in gather_objects(_local_states(optimizer)):
         for kind, name in tensors:
             names.setdefault(kind, set()).add(name)
         for key, number in scalars:
             numbers.setdefault(key, set()).add(number)
-    return {f"{kind}/": _gathered(optimizer, kind, of) for kind, of in sorted(names.items())}, numbers
+    states = {
+        f"{kind}/": _gathered(optimizer, kind, names_of_kind) for kind, names_of_kind in sorted(names.items())
+    }
+    return states, numbers
 
 
 def _full_states(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """Return the tensor states of full parameters on global rank 0, from their owners. Collective over the world."""
-    own = {
+    local = {
         f"{kind}/{slot.managed.name}": value.cpu()
         for bucket in optimizer.buckets
         if bucket.is_full
@@ -341,13 +344,13 @@ def _full_states(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
         for kind, value in _state(optimizer, slot).items()
         if isinstance(value, Tensor) and value.dim()
     }
-    every = gather_objects(own)
+    by_rank = gather_objects(local)
     if dist.get_rank():
         return {}
-    return {name: value for of_rank in every for name, value in of_rank.items()}
+    return {name: value for states in by_rank for name, value in states.items()}
 
 
-def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], list[tuple[str, float]]]:
+def _local_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], list[tuple[str, float]]]:
     """Return kind and parameter of this rank's tensor states, and names and values of its scalar states."""
     tensors, scalars = [], []
     for bucket in optimizer.buckets:
@@ -365,8 +368,8 @@ def _gathered(optimizer: ShardedOptimizer, kind: str, names: set[str]) -> dict[s
     """Gather the states of a kind in the shapes of their parameters. Collective over the data axis."""
     states: dict[str, Tensor] = {}
     for bucket in optimizer.buckets:
-        whole = bucket.partition.gathered(_flat(optimizer, bucket, kind))
-        states |= {name: state for name, state in bucket.unflattened(whole).items() if name in names}
+        unsharded = bucket.partition.gathered(_flat(optimizer, bucket, kind))
+        states |= {name: state for name, state in bucket.unflattened(unsharded).items() if name in names}
     return states
 
 

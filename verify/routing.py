@@ -62,7 +62,7 @@ class RoutingCheck:
             plain = materialize(copy.deepcopy(model)).to(default_device())
             self._alone = reference.computing_copy(plain, DTYPES[layout.precision])
             self._sizes = {
-                path: getattr(each, kind.counts[0]) for path, (each, kind) in _experts(model).items()
+                path: getattr(module, kind.counts[0]) for path, (module, kind) in _experts(model).items()
             }
             self._choices: dict[str, list[Tensor]] = {}
 
@@ -90,13 +90,15 @@ class RoutingCheck:
         axis = next(filter(None, map(axis_of, model.module.modules())), None) if mesh.size("sp") > 1 else None
         total = flipped = 0
         for path in self._choices if mesh.rank("tp") == 0 else ():  # its neighbours have the same tokens
-            for choices, alone, batch in zip(self._choices[path], expected[path], microbatches, strict=False):
+            for choices, expected_NK, batch in zip(
+                self._choices[path], expected[path], microbatches, strict=False
+            ):
                 if axis is not None:
-                    alone_BSK = alone.unflatten(0, (batch_size(batch), -1))
-                    alone = axis.shard(alone_BSK, 1, padding=_PADDING).flatten(0, 1)
-                is_token = (alone != _PADDING).all(-1)
+                    expected_BSK = expected_NK.unflatten(0, (batch_size(batch), -1))
+                    expected_NK = axis.shard(expected_BSK, 1, padding=_PADDING).flatten(0, 1)
+                is_token = (expected_NK != _PADDING).all(-1)
                 total += int(is_token.sum())
-                flipped += int(((choices != alone).any(-1) & is_token).sum())
+                flipped += int(((choices != expected_NK).any(-1) & is_token).sum())
         counts = gather_objects((total, flipped))
         return Routing(
             num_tokens=sum(tokens for tokens, _ in counts), num_flipped=sum(flips for _, flips in counts)

@@ -42,9 +42,7 @@ class GradientState(Enum):
     """State of a bucket's gradients: NONE → LOCAL → REDUCING → REDUCED, and back to LOCAL or NONE."""
 
     NONE = auto()  # dropped, and none accumulated since
-    LOCAL = (
-        auto()
-    )  # local gradients accumulate; the mean of earlier ones is kept, and added by the next reduction
+    LOCAL = auto()  # local gradients accumulate; the next reduction adds the mean of earlier ones
     REDUCING = auto()  # their mean over the replicas is in flight
     REDUCED = auto()  # this rank's slice holds the mean
 
@@ -174,10 +172,10 @@ class Bucket:
 
     @property
     def holds_gradients(self) -> bool:
-        """Return True if gradients were computed or assigned since the last drop; its zeros do not count."""
+        """Return True if gradients were computed or assigned since the last `drop`, whose zeros do not count."""
         if self.state is not GradientState.NONE:
             return any(slot.has_gradient for slot in self.slots)
-        # The zeros of a drop are the views into the bucket; an assigned gradient is another tensor.
+        # `drop` sets gradients of zeros as views into the bucket; an assigned gradient is another tensor.
         return any(
             slot.local_gradient is not None and slot.local_gradient is not slot.gradient
             for slot in self.slots
@@ -252,9 +250,10 @@ class Bucket:
         self._previous_slice = None
         self.state = GradientState.NONE
         for slot in self.slots:
-            has_gradient = slot.has_gradient
-            slot.was_reduced = to_zeros and has_gradient and self.shards_gradients
-            slot.set_grad(slot.gradient if to_zeros and has_gradient and not self.shards_gradients else None)
+            becomes_zero = to_zeros and slot.has_gradient
+            # Without memory for a gradient of zeros (stage 2) only this flag records that the parameter has one.
+            slot.was_reduced = becomes_zero and self.shards_gradients
+            slot.set_grad(slot.gradient if becomes_zero and not self.shards_gradients else None)
         if self.shards_gradients:
             self.gradient_slice.zero_()
             self._return_buffer()
@@ -324,7 +323,7 @@ class Bucket:
         """Make a parameter a view of the flat memory from the element `start` on, and return its slot."""
         parameter, stop = managed.parameter, start + managed.parameter.numel()
         weight = view_like(self.parameters, parameter, start)
-        # None: autograd accumulates gradients of any format, here of the activations' into the bucket's float32.
+        # None lets autograd add gradients in the format of the activations to the bucket's float32 view.
         parameter.grad_dtype = None
         parameter.data = weight
         slice_start = self.partition.index * self.masters.numel()
@@ -351,8 +350,8 @@ class Bucket:
     def _ranges_of(self, *, primary: bool) -> Iterator[Tensor]:
         """Yield views of `gradient_slice`: runs of parameters whose primary rank this is, or those where it is not."""
         local = [slot for slot in self.slots if slot.in_slice.start < slot.in_slice.stop]
-        for key, run in groupby(local, key=lambda slot: slot.managed.is_primary):
-            if key == primary:
+        for is_primary, run in groupby(local, key=lambda slot: slot.managed.is_primary):
+            if is_primary == primary:
                 slots = list(run)
                 yield self.gradient_slice[slots[0].in_slice.start : slots[-1].in_slice.stop]
 

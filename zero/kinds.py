@@ -38,10 +38,8 @@ _KNOWN_FULL = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
 _SHAPE = (160, 144)
 _SIZE = 160 * 144
 _ONE_MATRIX = [_SHAPE]
-_TWO_SLICES = [
-    (10_000,),
-    (_SIZE - 10_000,),
-]  # the first ends inside a row, so that rows and columns are cut too
+_FIRST_SLICE = 10_000  # ends inside a row, so that rows and columns are cut too
+_TWO_SLICES = [(_FIRST_SLICE,), (_SIZE - _FIRST_SLICE,)]
 _STEPS = 3
 
 
@@ -179,7 +177,7 @@ def _trial_updates(
     torch.manual_seed(0)
     for _ in range(_STEPS):
         gradient = torch.randn(sum(sizes), dtype=torch.float32, generator=generator)
-        gradient[prod(_TWO_SLICES[0]) :] *= 100  # so that the slices, and two matrices, have different norms
+        gradient[_FIRST_SLICE:] *= 100  # so that the slices, and two matrices, have different norms
         for parameter, piece in zip(parameters, gradient.split(sizes), strict=True):
             parameter.grad = piece.clone().view(parameter.shape)
         for trial in trials:

@@ -201,6 +201,7 @@ class ShardedOptimizer(OptimizerWrapper):
             try:
                 yield
             except BaseException:
+                # A later call that fails before any backward leaves the gradients of earlier calls complete.
                 if name is None and (is_first or reducer.num_contexts > num_contexts):
                     self.calls.clear()
                     self._gradients.discard()
@@ -232,8 +233,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """Drop the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
         if not set_to_none:
             self.parameter_gather.wait()  # a gradient of zeros is of a parameter's shape
-        self._gradients.finish()
-        self._gradients.renew()
+        self._gradients.reset()
         self.calls.clear()
         self._agreement.clear()
         self.reducer.drop(to_zeros=not set_to_none)
@@ -259,7 +259,7 @@ class ShardedOptimizer(OptimizerWrapper):
         else:
             self.parameter_gather.wait()  # for parameters that no forward used; they may be given gradients
             self.reducer.reduce()
-            self._gradients.renew()
+            self._gradients.begin_reduced()
 
     @naming_failures("optimizer.clip_grad_by_norm")
     @torch.no_grad()
@@ -365,7 +365,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """Return the norm for a step, and end the calls that it uses. One all-reduce over the world."""
         norm = self._agreed_norm()
         self._agreement.clear()
-        self.last_norm = self._gradients.norm
+        self.last_norm = self._gradients.norm  # `norm` may include clipping by the user
         self._gradients.finish()
         self.calls.clear()
         return norm
@@ -392,7 +392,7 @@ class ShardedOptimizer(OptimizerWrapper):
             if bucket.was_written:
                 bucket.refresh_()
             bucket.offload_gradients()
-        if any(self._gradients.flags):
+        if any(self._gradients.flags):  # of `OwnedParameters.flags`: some rank's parameters were written to
             self._owned.refresh()
         self._owned.collect_gradients()
         for slot, has_gradient in zip(self.reducer.slots, self._gradients.has_gradients, strict=True):

@@ -106,7 +106,7 @@ class OwnedParameters:
         device: torch.device,
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.is_owned]
-        self.slots: list[Slot] = []  # those that this rank owns
+        self.slots: list[Slot] = []  # of the parameters that this rank owns
         if not self.buckets:
             return
         assert team is not None
@@ -305,11 +305,14 @@ def _placed_boxes(bucket: Bucket, slot: Slot, layout: MeshLayout) -> Iterator[Pl
     length = bucket.masters.numel()
     slice_start = bucket.partition.slice_index_of(layout.coordinate("data")) * length
     begin, end = max(slot.start, slice_start), min(slot.stop, slice_start + length)
+    if begin >= end:
+        return
     shards = shards_of(slot.parameter, layout)
-    for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape) if begin < end else ():
+    offset = begin - slice_start  # of the flat box in the slice
+    for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape):
         for cut in cuts_of(flat, shards):
-            yield PlacedBox(slot, bucket, cut.whole, begin - slice_start, flat.size, cut.shard.within(flat))
-        begin += flat.numel
+            yield PlacedBox(slot, bucket, cut.whole, offset, flat.size, cut.shard.within(flat))
+        offset += flat.numel
 
 
 def _add(exchange: _Exchange, team_rank: int, holder: int, owner: int, boxes: list[PlacedBox]) -> None:

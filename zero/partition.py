@@ -180,6 +180,7 @@ class Partition:
         num_replicas = data_size // stride
         num_slices = num_replicas
         if zero_size not in (-1, 0):
+            # Of `zero_size` neighbors one in `stride` is a replica. That number may not divide all replicas.
             num_slices = gcd(max(1, zero_size // stride), num_replicas)
         replicas = [range(first, data_size, stride) for first in range(stride)]
         neighbors = [

@@ -73,7 +73,7 @@ class ReducedGradients:
     def set_aside(self, reduce: Callable[[], None]) -> None:
         """Reduce the gradients of earlier calls and keep them, before a call whose gradients get another factor.
 
-        `renew` adds them to those of the call.
+        `begin_reduced` adds them to those of the call.
 
         Args:
             reduce: reduces all gradients; collective over the data axis.
@@ -82,8 +82,8 @@ class ReducedGradients:
         self._earlier = _EarlierGradients(*self._reducer.take_reduced(), self.factor)
         self.factor = None
 
-    def renew(self) -> None:
-        """Reset norm and clipping after new gradients were reduced, and add those that were set aside."""
+    def begin_reduced(self) -> None:
+        """Begin with newly reduced gradients: they are neither measured nor clipped. Add those that were set aside."""
         self.norm = None
         self._unclip = 1.0
         if self._earlier is None:
@@ -115,8 +115,13 @@ class ReducedGradients:
                 self.factor = earlier.factor
 
     def finish(self) -> None:
-        """Forget the pending factor, the gradients set aside and the norm, at the end of a step or in `zero_grad`."""
+        """Forget the pending factor, the gradients set aside and the norm, once a step has measured them."""
         self.factor = self._earlier = self.norm = None
+
+    def reset(self) -> None:
+        """Forget everything about the gradients, which are dropped."""
+        self.finish()
+        self._unclip = 1.0
 
     def measure(
         self,
@@ -135,7 +140,7 @@ class ReducedGradients:
             code, share, flags: see `norm_over_all_ranks`. The results become `is_agreed` and `flags`.
         """
         assert self._reducer.is_reduced
-        norm, is_agreed, *sums = norm_over_all_ranks(
+        norm, is_agreed, *flag_sums = norm_over_all_ranks(
             self._counted,
             self._counted_elsewhere,
             norm_type=norm_type,
@@ -147,13 +152,13 @@ class ReducedGradients:
         factor = 1.0 if self.factor is None else self.factor
         if not isinstance(factor, Tensor):
             (factor,) = numbers_on(self._device, [factor], torch.float64)
-        numbers = torch.cat([torch.stack([norm, factor, is_agreed, *sums]), self._reducer.has_gradients])
-        read_norm, read_factor, read_agreed, *rest = numbers.tolist()
-        flag_sums, has_gradients = rest[: len(flags)], rest[len(flags) :]
+        # One copy to the host reads all of them.
+        numbers = torch.cat([torch.stack([norm, factor, is_agreed, *flag_sums]), self._reducer.has_gradients])
+        read_norm, read_factor, read_agreed, *others = numbers.tolist()
         if flags:
-            self.flags = flag_sums
+            self.flags = others[: len(flags)]
         self.is_agreed = read_agreed > 0
-        self.has_gradients = [number > 0 for number in has_gradients]
+        self.has_gradients = [number > 0 for number in others[len(flags) :]]
         self._reducer.multiply(read_factor)
         self.factor = None
         # The reducer's factor now has both: it removes the loss scale, and applies the factor.
@@ -231,7 +236,7 @@ def norm_over_all_ranks(
     codes = numbers_on(device, [code, code if dist.get_rank() == 0 else 0, 0, *flags], torch.float64)
     codes[2] += share
     norms = torch.stack([codes.new_zeros(()), *_norms(counted, norm_type)])
-    if watched:
+    if watched:  # times 0: a finite norm adds 0, an infinite one NaN
         norms = torch.cat([norms, torch.stack(_norms(watched, norm_type)) * 0])
     if isinf(norm_type):
         # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
@@ -239,11 +244,12 @@ def norm_over_all_ranks(
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         dist.all_reduce(codes)
     else:
-        figures = torch.cat([norms.pow(norm_type).sum().view(1), codes])
-        dist.all_reduce(figures)
-        norm, codes = figures[0].pow(1 / norm_type), figures[1:]
-    total, first, shares, *sums = codes.unbind()
-    return norm, (total == first * dist.get_world_size()) & (shares == 0), *sums
+        message = torch.cat([norms.pow(norm_type).sum().view(1), codes])
+        dist.all_reduce(message)
+        norm, codes = message[0].pow(1 / norm_type), message[1:]
+    total_code, first_code, shares, *flag_sums = codes.unbind()
+    is_agreed = (total_code == first_code * dist.get_world_size()) & (shares == 0)
+    return norm, is_agreed, *flag_sums
 
 
 def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
@@ -251,7 +257,7 @@ def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
 
     A float32 sum over 16M entries would lose 6e-4.
     """
-    parts = [
-        part for x in tensors for part in ([x] if is_cuda(x.device) else x.split(_CHUNK)) if part.numel()
+    chunks = [
+        chunk for x in tensors for chunk in ([x] if is_cuda(x.device) else x.split(_CHUNK)) if chunk.numel()
     ]
-    return list(torch._foreach_norm(parts, norm_type, dtype=torch.float64)) if parts else []
+    return list(torch._foreach_norm(chunks, norm_type, dtype=torch.float64)) if chunks else []

@@ -111,9 +111,9 @@ class Reducer:
         self._in_flight: deque[Bucket] = deque()
         # Weakly: the garbage collector cannot follow the hooks of a tensor that is referenced elsewhere, too. A cycle
         # through such a hook would never free this memory and its process groups.
-        for place, (slot, _) in enumerate(self._slots_and_buckets):
-            before = _weak_hook(Reducer._before_accumulation, ref(self), place)
-            after = _weak_hook(Reducer._after_accumulation, ref(self), place)
+        for index, (slot, _) in enumerate(self._slots_and_buckets):
+            before = _weak_hook(Reducer._before_accumulation, ref(self), index)
+            after = _weak_hook(Reducer._after_accumulation, ref(self), index)
             slot.parameter.register_hook(before)
             slot.parameter.register_post_accumulate_grad_hook(after)
 
@@ -145,11 +145,11 @@ class Reducer:
             self.begin_accumulation()
         in_backward = None if parameters is None else set(parameters)
         for bucket in self._buckets:
-            is_complete = in_backward is None or all(slot.parameter in in_backward for slot in bucket.slots)
-            if not bucket.sum_groups and is_complete:
+            is_covered = in_backward is None or all(slot.parameter in in_backward for slot in bucket.slots)
+            if not bucket.sum_groups and is_covered:
                 bucket.begin_accumulation()
                 self._slots_awaited[bucket] = set(bucket.slots)
-        with self.accumulating():
+        with self.accumulating():  # includes the launches below in the writes that it accepts at its end
             with self._running(_Backward.LAUNCHING):
                 yield
             for bucket in [*self._slots_awaited]:  # parameters without a gradient will get none
@@ -314,11 +314,11 @@ class Reducer:
         self._zeroed_slots = [slot for slot in self.slots if slot.has_gradient] if to_zeros else []
 
     def drop_since_zeros(self) -> None:
-        """Drop all gradients that were not reduced; those that the last drop set to zeros are zeros again."""
-        zeros = self._zeroed_slots
+        """Return to the state after the last drop: gradients of zeros where it left them, and no others."""
+        zeroed_slots = self._zeroed_slots
         self.drop(to_zeros=False)
-        for slot in zeros:
-            slot.was_reduced = True
+        for slot in zeroed_slots:
+            slot.was_reduced = True  # counts as a gradient, which the next drop sets to zeros
         self.drop(to_zeros=True)
 
     def require_untouched(self) -> None:
@@ -382,21 +382,21 @@ class Reducer:
         bucket.begin_accumulation()
         bucket.borrow_buffer()
 
-    def _before_accumulation(self, place: int, gradient: Tensor | None) -> None:
-        """Hook before autograd adds a gradient to `parameter.grad`.
+    def _before_accumulation(self, index: int, gradient: Tensor | None) -> None:
+        """Prepare a bucket for a gradient that autograd will add to `parameter.grad`: a hook of the parameter.
+
+        autograd.grad runs this hook too, without adding a gradient.
 
         Args:
-            place: index in `_slots_and_buckets`.
-            gradient: None if backward computes none here, because a weight gradient is deferred (zbh1, zbv).
+            index: of the parameter in `_slots_and_buckets`.
+            gradient: None if this backward adds none, because a schedule defers it (zbh1, zbv).
         """
-        slot, bucket = self._slots_and_buckets[place]
+        slot, bucket = self._slots_and_buckets[index]
         if self._backward is _Backward.OUTSIDE:
             if not _accumulates(slot.parameter):
                 return
-            if self.writes.begin_plain_backward():
-                self._before_plain_backward()
-                self.begin_accumulation()
-        if gradient is None:
+            self._enter_plain_backward()
+        if gradient is None:  # nothing to prepare for
             self._record_last_gradient(slot, bucket)
             return
         if self.is_reduced or not bucket.can_accumulate:
@@ -404,12 +404,18 @@ class Reducer:
         if self.shards_gradients:
             slot.set_grad(slot.local_gradient)  # autograd cannot add to a placeholder
 
-    def _after_accumulation(self, place: int, parameter: Parameter) -> None:
-        """Hook after autograd added a gradient: collect it, and launch buckets that are complete.
+    def _enter_plain_backward(self) -> None:
+        """Begin to accumulate before the first gradient of a backward that the optimizer does not run."""
+        if self.writes.begin_plain_backward():
+            self._before_plain_backward()
+            self.begin_accumulation()
+
+    def _after_accumulation(self, index: int, parameter: Parameter) -> None:
+        """Collect a gradient that autograd has added, and launch complete buckets: a hook of the parameter.
 
         If a hook of the user runs later and may change the gradient, its bucket is launched at the end of backward.
         """
-        slot, bucket = self._slots_and_buckets[place]
+        slot, bucket = self._slots_and_buckets[index]
         if self._backward is _Backward.OUTSIDE:
             self.writes.record_unscaled()
         slot.collect()
@@ -469,17 +475,17 @@ def _accumulates(parameter: Parameter) -> bool:
         return False
 
 
-def _weak_hook(method: Callable[..., None], reference: ref, place: int) -> Callable[[Any], None]:
-    """Return a hook that calls a method with `place` and the hook's argument, and does not keep its object alive.
+def _weak_hook(method: Callable[..., None], reference: ref, index: int) -> Callable[[Any], None]:
+    """Return a hook that calls a method with `index` and the hook's argument, and does not keep its object alive.
 
     Args:
         method: a method of a class, not bound.
         reference: to the object; once it is gone, the hook does nothing.
-        place: the first argument of the method.
+        index: the first argument of the method.
     """
 
     def call(argument: Any) -> None:
         if (owner := reference()) is not None:
-            method(owner, place, argument)
+            method(owner, index, argument)
 
     return mark_internal(call)

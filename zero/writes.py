@@ -105,8 +105,10 @@ class WriteWatch:
         if self._versions is None:
             return
         for bucket, version in zip(self._buckets, self._versions, strict=True):
-            is_same = version is None or _version(bucket) in (version, None)
-            if not is_same and bucket.gradients is not None and bucket.gradients.any():
+            had_no_buffer, gradients = version is None, bucket.gradients
+            if had_no_buffer or gradients is None or gradients._version == version:
+                continue
+            if gradients.any():
                 names = ", ".join(slot.managed.name for slot in bucket.slots[:3])
                 raise RuntimeError(
                     f"gradients ({names}, …) were written to between backward and step, before they are unscaled and "

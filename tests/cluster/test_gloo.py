@@ -39,7 +39,7 @@ def test_sums_and_gathers_are_those_of_the_whole_buffers(
     pool.run(ranks, with_slices, slices, check_collectives, dtype)
 
 
-@patch.object(gloo, "_PART", 100)  # buffers have several parts, and a shorter last one
+@patch.object(gloo, "_CHUNK", 100)  # buffers have several chunks, and a shorter last one
 def check_collectives(dtype: torch.dtype) -> None:
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     given, expected = buffers(dtype), sums(dtype)

@@ -41,31 +41,31 @@ def own_slice_alone(self: Any) -> None:
         for work, _ in receives:
             work.wait()
     self._receives.clear()
-    self._own_slice = None
+    self._local_slice = None
 
 
 def losing(make: Callable[..., None]) -> Callable[..., None]:
     """Discard the slices of the other rank after they have arrived."""
 
-    def made(self: Any, whole: Tensor, own_slice: Tensor, group: Any) -> None:
-        make(self, whole, own_slice, group)
+    def made(self: Any, buffer: Tensor, local_slice: Tensor, group: Any) -> None:
+        make(self, buffer, local_slice, group)
         for work in self._works:
             work.wait()
         self._works.clear()
-        whole.chunk(group.size())[1 - group.rank()].zero_()
+        buffer.chunk(group.size())[1 - group.rank()].zero_()
 
     return made
 
 
-def not_summed(own_slice: Tensor, whole: Tensor, group: Any) -> InFlight[Tensor]:
+def not_summed(local_slice: Tensor, buffer: Tensor, group: Any) -> InFlight[Tensor]:
     """Return the local slice of the local buffer."""
-    own_slice.copy_(whole.chunk(group.size())[group.rank()])
-    return InFlight(None, own_slice)
+    local_slice.copy_(buffer.chunk(group.size())[group.rank()])
+    return InFlight(None, local_slice)
 
 
-def not_gathered(whole: Tensor, own_slice: Tensor, group: Any) -> InFlight[Tensor]:
+def not_gathered(buffer: Tensor, local_slice: Tensor, group: Any) -> InFlight[Tensor]:
     """Return the buffer unchanged."""
-    return InFlight(None, whole)
+    return InFlight(None, buffer)
 
 
 FAULTS = {
