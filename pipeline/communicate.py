@@ -154,7 +154,8 @@ class _ScheduleBuilder:
             self._placed.add(first)
             rank = self._ranks[first.stage]
             # A rank that waits at its last send has not passed it: the receive is placed before this send.
-            self.ordered[rank].insert(len(self.ordered[rank]) - self._waits(rank), first)
+            last_send = 1 if self._waits(rank) else 0
+            self.ordered[rank].insert(len(self.ordered[rank]) - last_send, first)
             was_placed = True
         return was_placed
 

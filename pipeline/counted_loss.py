@@ -226,7 +226,7 @@ def _evaluate(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor 
     if arguments.get("label_smoothing"):
         return function(**{**arguments, "reduction": "sum"}) / torch.where(count > 0, count, 1), count
     loss = function(**arguments)
-    # The kernels skip ignored labels in backward, so that a gradient of 0 stays one.
+    # For ignored labels the kernels write gradients of 0, although the mean of none is NaN.
     return _ZeroIfEmpty.apply(loss, count) if function in _WITH_LABELS else loss, count
 
 

@@ -127,7 +127,8 @@ class ScheduleRun:
 
     def __post_init__(self) -> None:
         self._trains = False
-        # From a computation or receive until the result is used, by the stage that computes it, here or elsewhere:
+        # From a computation or receive until the result is used. Keys: the stage that computes it, perhaps on another
+        # rank, and the microbatch.
         self._stage_outputs: dict[_StageAndMicrobatch, tuple[Tensor, ...] | PendingTransfer] = {}  # detached
         self._gradients: dict[_StageAndMicrobatch, tuple[Tensor, ...] | PendingTransfer] = {}  # of its inputs
         # From a forward until its backward. An output's graph is kept by its edge, so that the memory of the output

@@ -123,7 +123,7 @@ def assign_layers(
     if are_alike and num_layers % num_stages == 0:
         return [num_layers // num_stages] * num_stages
     size = cache(stage_size or (lambda start, stop: stop - start))
-    limit = _smallest_largest_stage(num_layers, num_stages, size)
+    limit = _least_largest_stage(num_layers, num_stages, size)
     # By the number of layers of the previous stages: the best assignment, as (unevenness, layers at the ends, counts).
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
@@ -140,17 +140,17 @@ def assign_layers(
     return list(best[num_layers][-1])
 
 
-def _smallest_largest_stage(num_layers: int, num_stages: int, size: StageSize) -> int:
+def _least_largest_stage(num_layers: int, num_stages: int, size: StageSize) -> int:
     """Return the size of the largest stage in an assignment of layers that makes it as small as possible."""
-    # By the number of layers of the previous stages: the smallest possible size of the largest of these stages.
-    largest = {0: 0}
+    # By the number of layers that are assigned so far: the smallest possible size of the largest stage.
+    best_by_stop = {0: 0}
     for stage in range(num_stages):
         stops = range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
-        largest = {
-            stop: min(max(previous, size(start, stop)) for start, previous in largest.items() if start < stop)
+        best_by_stop = {
+            stop: min(max(best, size(start, stop)) for start, best in best_by_stop.items() if start < stop)
             for stop in stops
         }
-    return largest[num_layers]
+    return best_by_stop[num_layers]
 
 
 def layer_bounds(counts: Sequence[int]) -> list[int]:

@@ -145,7 +145,8 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
 def _with_heads(table: Table, layers: Sequence[nn.Module], config: Any) -> Table:
     """Return the table with the sharding of attention heads added: which numbers the ranks must divide.
 
-    If it is known which projections have key-value heads, these may be replicated, and query heads padded.
+    If it is known which projections have key-value heads, these may be replicated, and query heads padded: `divisible`
+    is for attention that cannot be padded.
     """
 
     def has_groups(path: str) -> bool:

@@ -184,17 +184,20 @@ class LayerSplit:
         ]
 
     def _adapter_errors(self) -> list[str]:
-        """List errors of peft modules around sharded modules that are not linear layers."""
+        """List errors of peft modules that would be sharded, in a region or around its modules, and are not linear."""
         table = self._table
         regions = active_regions(self.layer, table)
         linear = (*table.column, *table.row, *table.gathered, *table.scattered)
+
+        def is_sharded(name: str) -> bool:
+            contains_sharded = any(is_within(path, name) for path in table.modules)
+            return contains_sharded or table.region_of(name) in regions
+
         return [
             f"peft's {type(module).__qualname__} around {name} cannot be sharded: leave it out of "
             "target_modules, target_parameters and modules_to_save, or use tp_size=1"
             for name, module in adapted(self.layer)
-            if name not in linear
-            and not is_any_within(name, table.whole)
-            and (table.region_of(name) in regions or any(is_within(path, name) for path in table.modules))
+            if name not in linear and not is_any_within(name, table.whole) and is_sharded(name)
         ]
 
     def _sequence_shard_errors(self) -> list[str]:

@@ -125,7 +125,7 @@ class ActivationOffload:
         offloaded = _Offloaded(host_copy, self._last)
         # The buffer returns to the pool when autograd releases the saved tensor.
         finalize(offloaded, self._buffers.give_back, buffer).atexit = False
-        self._last = ref(offloaded)
+        self._last = ref(offloaded)  # the next one links to it, by which backward prefetches
         return offloaded
 
     def _fetch(self, saved: Tensor | _Offloaded) -> Tensor:
@@ -135,7 +135,7 @@ class ActivationOffload:
         while self._being_offloaded:
             self._release_oldest()
         fetched, self._prefetch = self._prefetch, None
-        if fetched is not None:  # also after a wrong prefetch, before its memory is freed
+        if fetched is not None:  # a wrong prefetch is waited for too, since its memory is freed here
             _, _, event = fetched
             self._stream.wait(event)
         if fetched is None or fetched[0] is not saved:

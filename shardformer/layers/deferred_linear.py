@@ -153,11 +153,11 @@ class _EnterOverlapped(Function):
         weight_gradients = list(gradients[num_crossings:])
         while ctx.deferred:
             index, deferred = ctx.deferred.popitem()
-            # Skip gradients of a backward that computed other gradients and never reached this node.
+            # An earlier autograd.grad, which never reached this node, may have left entries that belong to it.
             if deferred.backward == torch._C._current_graph_task_id():
-                product, other = deferred.begin().wait(), weight_gradients[index]
-                weight_gradients[index] = product if other is None else other + product
-        input_gradients = [None if crossing is None else crossing.wait() for crossing in in_flight]
+                product, accumulated = deferred.begin().wait(), weight_gradients[index]
+                weight_gradients[index] = product if accumulated is None else accumulated + product
+        input_gradients = [None if handle is None else handle.wait() for handle in in_flight]
         return None, None, *input_gradients, *weight_gradients
 
 

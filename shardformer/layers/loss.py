@@ -250,8 +250,8 @@ def _causal_lm_loss(
     A mean over the labels, or their sum over `num_items_in_batch`. The keyword-only arguments are those of
     `route_causal_loss`; `of_full_logits` computes the loss of calls with full logits.
     """
-    has_full_logits = getattr(*switch)
-    if has_full_logits:
+    owner, name = switch  # an object, and its attribute that is True while logits are gathered
+    if getattr(owner, name):
         return of_full_logits(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )

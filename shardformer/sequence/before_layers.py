@@ -70,7 +70,9 @@ class PartTensor(Tensor):
         part_tensor._has_graph = torch.is_grad_enabled()
         if part.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                part_tensor.register_hook(_refuse_gradient)
+                part_tensor.register_hook(
+                    _refuse_gradient
+                )  # the first layer takes `part`: this one's would be lost
         return part_tensor
 
     @property

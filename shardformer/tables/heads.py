@@ -105,6 +105,7 @@ class Heads:
         if self.padded_group == self.group:
             blocks, padded = (self.query * width,), (self.padded_query * width,)
             return Cut(blocks=blocks * num_blocks, padded=padded * num_blocks)
+        # Key-value heads are replicated: a stretch for each, of its queries, its key and its value.
         return Cut(
             blocks=self._repeat_by_key_value(self.group * width),
             padded=(self.padded_group * width,) * self.padded_key_value,
@@ -132,8 +133,9 @@ class Heads:
                 blocks=(self.query * width, *(self.key_value * width,) * 2),
                 padded=(self.padded_query * width, *(self.padded_key_value * width,) * 2),
             )
-        if self.replicas == 1:  # between key-value heads
+        if self.replicas == 1:  # between key-value heads, each with its queries
             return Cut(blocks=(features,), padded=(features // self.key_value * self.padded_key_value,))
+        # Key-value heads are replicated: a stretch for each, of its queries, its key and its value.
         return Cut(
             blocks=self._repeat_by_key_value(self.group * width, width, width),
             padded=(self.padded_group * width, width, width) * self.padded_key_value,
