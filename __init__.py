@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does
         clip_grad_norm_,
         shard_model,
     )
+    from .trainer import Trainer
     from .zero.combined import CombinedOptimizer
     from .zero.muon import Muon
 
@@ -40,6 +41,7 @@ __all__ = [
     "ShardFormer",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "Trainer",
     "clip_grad_norm_",
     "launch_from_torch",
     "shard_model",
@@ -61,6 +63,7 @@ _HOMES = {
     "ShardFormer": "shardformer",
     "TorchDDPPlugin": "plugins",
     "TorchFSDPPlugin": "plugins",
+    "Trainer": "trainer",
     "clip_grad_norm_": "shardformer",
     "launch_from_torch": "cluster.launch",
     "shard_model": "shardformer",
@@ -73,6 +76,7 @@ _PACKAGES = (
     "pipeline",
     "plugins",
     "shardformer",
+    "trainer",
     "verify",
     "zero",
 )

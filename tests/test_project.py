@@ -25,7 +25,7 @@ LAYERS = (
     ("checkpoint",),
     ("plugins",),
     ("booster",),
-    ("verify",),
+    ("verify", "trainer"),
     ("echelon",),  # __init__.py: the public names
     ("cli",),
     ("__main__",),
