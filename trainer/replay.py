@@ -32,7 +32,7 @@ class _Recorded(BaseException):
 
 
 class ModelStandIn:
-    """What `compute_loss` calls as its model; all else is read from the model itself.
+    """Stand-in for the model of a `compute_loss`: its calls are answered, all else is read from the model.
 
     Args:
         model: the transformers model, or peft's wrapper of it.
