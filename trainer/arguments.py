@@ -154,7 +154,7 @@ def prepared_plugin(
     given |= {name: getattr(config, name) for name in ("num_microbatches", "gradient_checkpoint_config")}
     raise_errors([*_option_errors(args, given), *_device_errors(args, plugin)])
     implied = {name: value for name, value in implied_options(args).items() if given.get(name) is None}
-    plugin.config = replace(config, **implied)
+    plugin.config, plugin.has_default_precision = replace(config, **implied), False
     return plugin
 
 

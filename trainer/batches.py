@@ -52,6 +52,16 @@ def without_labels_from(batch: Mapping[str, Any], first: int, label_names: list[
     return changed
 
 
+def with_rows(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a batch that copies of its first sample complete to a number of rows."""
+    return {
+        name: torch.cat([value, value[:1].expand(number - len(value), *value.shape[1:])])
+        if isinstance(value, Tensor) and value.dim()
+        else value
+        for name, value in batch.items()
+    }
+
+
 class ReplicaStream(IterableDataset[Any]):
     """One replica's rows of a stream, of which all replicas together take consecutive samples.
 

@@ -28,7 +28,7 @@ from ..checkpoint.tensor_file import read_values
 from ..cluster.collectives import all_gather
 from ..cluster.gathering import run_or_raise_together
 from ..cluster.mesh import ParallelMesh
-from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, without_labels_from
+from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, with_rows, without_labels_from
 from .boosted import BoostedTraining
 
 _OPTIMIZER, _SCHEDULER, _RANDOM, _LAYOUT = "optimizer", "scheduler.pt", "random", "layout.json"
@@ -237,19 +237,20 @@ class TrainerInternals(Trainer):
 
     def completed(self, batch: Any, batch_size: int) -> Any:
         """Return the batch that a loader has just yielded, its completing rows without labels."""
-        state = self.accelerator.gradient_state
-        loader, size = state.active_dataloader, self.plugin.mesh.size("dp")
-        num_copies = batch.pop(PADDING, 0) if isinstance(batch, dict) or hasattr(batch, "pop") else 0
-        total = batch_size * size
-        if num_copies:
-            loader.remainder = total - num_copies
-        elif state.end_of_dataloader and not isinstance(loader.dataset, ReplicaStream):
-            # Not `loader.remainder`, which is wrong after `skip_first_batches`.
-            num_copies = -len(loader.dataset) % total if not loader._drop_last else 0
-        first = total - num_copies - batch_size * self.plugin.mesh.rank("dp")
-        if first >= batch_size or (size == 1 and not isinstance(loader.dataset, ReplicaStream)):
-            return batch
-        return without_labels_from(batch, max(first, 0), self.label_names)
+        loader, mesh = self.accelerator.gradient_state.active_dataloader, self.plugin.mesh
+        total, missing = batch_size * mesh.size("dp"), 0
+        if isinstance(loader.dataset, ReplicaStream):
+            missing = batch.pop(PADDING, 0)
+            loader.remainder = total - missing if missing else -1
+        elif loader.end_of_dataloader and not loader._drop_last:
+            # Not from `loader.remainder`, which is wrong after `skip_first_batches`.
+            missing = -len(loader.dataset) % total
+            if mesh.size("dp") == 1:  # accelerate does not complete it
+                if batch_size - missing >= (self.plugin.config.num_microbatches or 1):
+                    return batch
+                batch = with_rows(batch, batch_size)
+        first = total - missing - batch_size * mesh.rank("dp")
+        return batch if first >= batch_size else without_labels_from(batch, max(first, 0), self.label_names)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         super()._track_num_input_tokens(inputs.real() if isinstance(inputs, CompletedBatch) else inputs)

@@ -207,7 +207,7 @@ def result(trainer: Any, run: Run) -> dict[str, Any] | None:
         "weights": {k: v for path in sorted(final.glob("*.safetensors")) for k, v in load_file(path).items()},
         "best": None if best is None else (Path(best).name, trainer.state.best_metric),
         "steps": sorted(path.name for path in Path(run.folder).glob("checkpoint-*")),
-        "files": sorted(path.name for path in final.iterdir()),
+        "files": sorted(path.name for path in final.iterdir() if path.name != "README.md"),  # peft's card
         "predicted": None if predicted is None else (predicted.predictions, without_times(predicted.metrics)),
     }
 

@@ -19,7 +19,7 @@ class Tried(NamedTuple):
 
 LAYOUTS = {
     "tp2": Tried(2, 1, dict(tp_size=2)),
-    "pp2": Tried(2, 1, dict(pp_size=2, num_microbatches=3)),
+    "pp2": Tried(2, 1, dict(pp_size=2, num_microbatches=4)),  # more than a last batch has samples
     "dp2 zero1": Tried(2, 2, dict(zero_stage=1, num_microbatches=2)),
     "tp2 pp2": Tried(4, 1, dict(tp_size=2, pp_size=2, num_microbatches=2)),
     "tp2 pp2 dp2 zero1": Tried(8, 2, dict(tp_size=2, pp_size=2, num_microbatches=2, zero_stage=1)),
