@@ -119,7 +119,11 @@ class BoostedTraining:
 
     def scale_gradients(self, loss: Tensor) -> None:
         """Multiply the last call's gradients by the derivative of `loss` by the loss that `run` returned."""
-        assert self._loss is not None
+        if self._loss is None:
+            raise ValueError(
+                "training_step gives accelerator.backward a loss that is not of self.compute_loss: call that once for "
+                "each batch, and compute other losses in it"
+            )
         if loss is not self._loss:
             factor = torch.autograd.grad(loss, self._loss)[0]
             if not self._is_deferred and self._num_calls and factor.item() != 1:

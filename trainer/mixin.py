@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class EchelonTrainerMixin(TrainerInternals):
             arguments = kwargs["args"] = TrainingArguments(output_dir="tmp_trainer")
         self.plugin = prepared_plugin(arguments, plugin)
         self._returns_outputs = True
+        # On the object, so that it comes before the `compute_loss` of classes derived from this one, too.
+        self.compute_loss = self.pipelined_loss
         super().__init__(*args, **kwargs)
 
     def boost(self) -> BoostedTraining:
@@ -63,13 +66,12 @@ class EchelonTrainerMixin(TrainerInternals):
 
     @property
     def _own_compute_loss(self) -> Any:
-        """The next `compute_loss` behind this one; None if the model's own loss is all that it returns."""
-        native = super().compute_loss
-        if self.compute_loss_func is None and self.label_smoother is None:
-            return None if native.__func__ is Trainer.compute_loss else native
-        return native
+        """The class's `compute_loss`; None if the model's own loss is all that it returns."""
+        own: Any = type(self).compute_loss  # type: ignore[misc]
+        has_other_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        return None if own is Trainer.compute_loss and not has_other_loss else MethodType(own, self)
 
-    def compute_loss(
+    def pipelined_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
@@ -78,7 +80,8 @@ class EchelonTrainerMixin(TrainerInternals):
     ) -> Any:
         """Run the batch, with backward if gradients are enabled; return the loss of the global batch.
 
-        The `compute_loss` of the trainer itself is run on the last stage for each microbatch; see [Note: replay].
+        It takes the place of the class's `compute_loss`, which is run on the last stage for each microbatch; see
+        [Note: replay].
         """
         boosted, count = self.boost(), num_items_in_batch
         compute, criterion = self._own_compute_loss, None

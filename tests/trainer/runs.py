@@ -157,8 +157,8 @@ def trained(run: Run, plugin: Mapping[str, Any] | None, dp: int = 1) -> dict[str
         from echelon.trainer import EchelonTrainerMixin
 
         mixins = (EchelonTrainerMixin,)
-    native = type("Native", (transformers.Trainer,), dict(kind.methods))
-    trainer_class = type("Tried", (*mixins, native), {})
+    trainer_class: Any = type("Tried", (*mixins, transformers.Trainer), {})
+    trainer_class = type("Native", (trainer_class,), dict(kind.methods))  # as a script derives its own
     torch.manual_seed(0)
     arguments = dict(
         output_dir=run.folder,
