@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does
         clip_grad_norm_,
         shard_model,
     )
+    from .trainer import Trainer
     from .zero.combined import CombinedOptimizer
     from .zero.muon import Muon
 
@@ -42,6 +43,7 @@ __all__ = [
     "ShardFormer",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "Trainer",
     "clip_grad_norm_",
     "launch_from_torch",
     "shard_model",
@@ -63,6 +65,7 @@ _HOMES = {
     "ShardFormer": "shardformer",
     "TorchDDPPlugin": "plugins",
     "TorchFSDPPlugin": "plugins",
+    "Trainer": "trainer",
     "clip_grad_norm_": "shardformer",
     "launch_from_torch": "cluster.launch",
     "shard_model": "shardformer",
@@ -75,6 +78,7 @@ _PACKAGES = (
     "pipeline",
     "plugins",
     "shardformer",
+    "trainer",
     "verify",
     "zero",
 )

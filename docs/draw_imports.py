@@ -23,6 +23,7 @@ IGNORANCE = {
     "checkpoint": "no schedule",
     "plugins": "the composition of all below",
     "booster": "the user's face",
+    "trainer": "transformers' Trainer on top",
     "verify": "a reference that imports nothing of Echelon",
     "cli": "its help imports no torch",
 }

@@ -26,7 +26,7 @@ LAYERS = (
     ("checkpoint",),
     ("plugins",),
     ("booster",),
-    ("verify",),
+    ("verify", "trainer"),
     ("echelon",),  # __init__.py: the public names
     ("cli",),
     ("__main__",),

@@ -1,0 +1,246 @@
+"""One run of a Trainer: on one process by transformers' own, or under a layout by Echelon's, on workers of the pool."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+VOCAB, LENGTH = 64, 12
+_SKIPPED = ("runtime", "per_second", "preparation_time")  # times
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is asked to do.
+
+    Args:
+        folder: of its checkpoints.
+        batch_size: of all replicas together.
+        arguments: of TrainingArguments.
+        kind: a name of `KINDS`.
+        samples: of the training set; 13 for evaluation.
+        resume: the checkpoint to resume from.
+        predicts: predict at the end.
+        early_stopping: stop at the first evaluation that is not better.
+    """
+
+    folder: str
+    batch_size: int = 8
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "causal"
+    samples: int = 43
+    resume: str | None = None
+    predicts: bool = False
+    early_stopping: bool = False
+
+
+def texts(number: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return texts of one length, of which different numbers of tokens count."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(number):
+        length = int(torch.randint(4, LENGTH, (), generator=draw))
+        ids = torch.randint(0, VOCAB, (LENGTH,), generator=draw)
+        is_text = torch.arange(LENGTH) < length
+        rows.append(
+            dict(input_ids=ids, labels=ids.where(is_text, -100), attention_mask=is_text.long(), length=length)
+        )
+    return rows
+
+
+def classified(number: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return texts with a class each."""
+    return [
+        dict(
+            input_ids=row["input_ids"],
+            attention_mask=row["attention_mask"],
+            labels=int(row["input_ids"].sum() % 3),
+        )
+        for row in texts(number, seed)
+    ]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream of samples."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4
+        )
+    )
+
+
+def bert() -> Any:
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
+    dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForSequenceClassification(BertConfig(vocab_size=VOCAB, num_labels=3, **sizes, **dropout))
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Return how many tokens, or samples, are predicted, and how many there are."""
+    logits, labels = prediction.predictions, prediction.label_ids
+    if logits.ndim == 3:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    counted = labels != -100
+    return {
+        "accuracy": float(((logits.argmax(-1) == labels) & counted).sum() / counted.sum()),
+        "rows": len(labels),
+    }
+
+
+def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A `compute_loss_func`: the sum over the number of items, as Trainer asks for."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+def weighted_mean(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    """A subclass's `compute_loss`: a mean by class weights, which knows nothing of other microbatches."""
+    labels = inputs.pop("labels")
+    outputs = model(**inputs)
+    loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))(outputs.logits, labels)
+    return (loss, outputs) if return_outputs else loss
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Model, data and loss of a run, with further methods of the trainer."""
+
+    model: Callable[[], Any] = llama
+    rows: Callable[[int, int], list[Any]] = texts
+    wrapped: Callable[[list[Any]], Any] = list
+    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    methods: Mapping[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "causal": Kind(),
+    "stream": Kind(wrapped=Stream),
+    "bert": Kind(model=bert, rows=classified),
+    "loss function": Kind(trainer_arguments={"compute_loss_func": summed_loss}),
+    "compute_loss": Kind(
+        model=bert,
+        rows=classified,
+        methods={"compute_loss": weighted_mean, "loss_is_scaled_for_ga": False},
+    ),
+}
+
+
+def trained(run: Run, plugin: Mapping[str, Any] | None, dp: int = 1) -> dict[str, Any] | None:
+    """Train, on one process without `plugin`; return the numbers of the run on the first rank."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if plugin is None:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    import transformers
+
+    kind = KINDS[run.kind]
+    mixins: tuple[type, ...] = ()
+    if plugin is not None:
+        from echelon.trainer import EchelonTrainerMixin
+
+        mixins = (EchelonTrainerMixin,)
+    trainer_class: Any = type("Tried", (*mixins, transformers.Trainer), {})
+    trainer_class = type("Native", (trainer_class,), dict(kind.methods))  # as a script derives its own
+    torch.manual_seed(0)
+    arguments = dict(
+        output_dir=run.folder,
+        per_device_train_batch_size=run.batch_size // dp,
+        per_device_eval_batch_size=run.batch_size // dp,
+        num_train_epochs=2,
+        logging_steps=1,
+        eval_strategy="epoch",
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    args = transformers.TrainingArguments(**{**arguments, **run.arguments})
+    trainer = trainer_class(
+        kind.model(),
+        args,
+        train_dataset=kind.wrapped(kind.rows(run.samples, 1)),
+        eval_dataset=kind.wrapped(kind.rows(13, 2)),
+        compute_metrics=accuracy,
+        **kind.trainer_arguments,
+        **({} if plugin is None else {"plugin": dict(plugin)}),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    if run.early_stopping:
+        trainer.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=1))
+    return result(trainer, run)
+
+
+def result(trainer: Any, run: Run) -> dict[str, Any] | None:
+    """Train, save, and return the numbers on the first rank."""
+    trainer.train(resume_from_checkpoint=run.resume)
+    predicted = trainer.predict(trainer.eval_dataset) if run.predicts else None
+    final = Path(run.folder) / "final"
+    trainer.save_model(str(final))
+    if dist.is_initialized():
+        dist.barrier()
+    if not trainer.is_world_process_zero():
+        return None
+    from safetensors.torch import load_file
+
+    best = trainer.state.best_model_checkpoint
+    return {
+        "history": [without_times(entry) for entry in trainer.state.log_history],
+        "weights": {k: v for path in sorted(final.glob("*.safetensors")) for k, v in load_file(path).items()},
+        "best": None if best is None else (Path(best).name, trainer.state.best_metric),
+        "steps": sorted(path.name for path in Path(run.folder).glob("checkpoint-*")),
+        "files": sorted(path.name for path in final.iterdir() if path.name != "README.md"),  # peft's card
+        "predicted": None if predicted is None else (predicted.predictions, without_times(predicted.metrics)),
+    }
+
+
+def without_times(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in entry.items() if not any(word in k for word in _SKIPPED)}
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], *, tolerance: float) -> list[str]:
+    """List the numbers of two runs that differ by more than a relative tolerance."""
+    found = [
+        f"{name} is {other[name]!r} instead of {one[name]!r}"
+        for name in ("steps", "files")
+        if name in one and one[name] != other[name]
+    ]
+    if len(one["history"]) != len(other["history"]):
+        return [*found, f"{len(other['history'])} log entries instead of {len(one['history'])}"]
+    pairs = [
+        (f"{name} of entry {index}", a[name], b.get(name))
+        for index, (a, b) in enumerate(zip(one["history"], other["history"], strict=True))
+        for name in a
+    ]
+    pairs += [(name, one["weights"][name], other["weights"].get(name)) for name in one["weights"]]
+    if one.get("best"):
+        found += (
+            []
+            if one["best"][0] == other["best"][0]
+            else [f"best is {other['best']} instead of {one['best']}"]
+        )
+    if one.get("predicted"):
+        pairs += [("predictions", one["predicted"][0], other["predicted"][0])]
+    return found + [
+        f"{name}: {a if np.size(a) == 1 else ''} {b if np.size(b) == 1 else ''}"
+        for name, a, b in pairs
+        if b is None or not np.allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+    ]

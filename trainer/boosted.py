@@ -1,0 +1,186 @@
+"""The boosted model of a Trainer, as Trainer sees it: one model with the global batch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..booster import Booster
+from ..pipeline.image_rows import image_rows
+from ..pipeline.microbatch import split
+from ..plugins import HybridParallelPlugin
+from .fused_head import remove_fused_head
+from .replay import ModelInputs, ReplayedLoss, address, rows
+
+
+class BoostedTraining:
+    """A boosted model with its optimizer, in the place of the model that Trainer trains and evaluates.
+
+    Boosts model and optimizer; collective over the world.
+
+    Args:
+        model: transformers' model, or peft's wrapper of it; changed in place.
+        optimizer: over its parameters; None for evaluation alone.
+        plugin: the layout.
+
+    Attributes:
+        model: what `boost` returned.
+        stands_for: transformers' model, or peft's wrapper of it.
+        num_parameters: those of the full model without embeddings.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plugin: HybridParallelPlugin
+    ) -> None:
+        self.stands_for, self.plugin = model, plugin
+        self.num_parameters: int = model.num_parameters(exclude_embeddings=True)  # type: ignore[operator]
+        _undo_checkpointing(model)
+        remove_fused_head(model)
+        self.booster = Booster(plugin=plugin)
+        self.model: Any
+        self.optimizer: Any
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self._loss: Tensor | None = None
+        self._num_skipped = self._num_calls = 0  # steps in all; calls in this step
+        self._is_deferred = False
+
+    # Trainer's calls of a model.
+
+    def train(self, mode: bool = True) -> "BoostedTraining":
+        """Set the mode of the boosted model, and of peft's wrapper."""
+        self.model.train(mode)
+        self.stands_for.train(mode)
+        return self
+
+    def eval(self) -> "BoostedTraining":
+        """Set the mode of evaluation."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._num_calls = 0
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return this rank's parameters."""
+        return self.model.parameters()
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Return the model's outputs for a batch of this replica, on every rank. Collective over the world."""
+        return self.run(inputs, criterion=None, returns_loss=False, returns_outputs=True)[1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stands_for, name)
+
+    # The pipeline.
+
+    def run(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        criterion: Callable[..., Any] | None,
+        returns_loss: bool,
+        returns_outputs: bool,
+        will_be_scaled: bool = False,
+    ) -> tuple[Tensor | None, Any]:
+        """Run a batch, with backward if gradients are enabled. Collective over the world.
+
+        Args:
+            inputs: the batch of this replica, by the model's arguments.
+            criterion: see `Booster.execute_pipeline`.
+            returns_loss, returns_outputs: what is returned.
+            will_be_scaled: `scale_gradients` will multiply by another factor than 1. Gradients are then averaged over
+                the replicas behind it, since those of several calls are added when they are averaged.
+
+        Returns:
+            The loss of the global batch, to be given to `scale_gradients` in training; and the outputs for this
+            replica's batch. None each if not requested.
+        """
+        trains = torch.is_grad_enabled() and returns_loss
+        self._is_deferred = trains and will_be_scaled
+        deferring = self.booster.no_sync(self.model, self.optimizer) if self._is_deferred else nullcontext()
+        with torch.set_grad_enabled(trains), deferring:
+            result = self.booster.execute_pipeline(
+                iter([dict(inputs)]),
+                self.model,
+                criterion,
+                self.optimizer if trains else None,
+                return_loss=returns_loss,
+                return_outputs="all_ranks" if returns_outputs else False,
+            )
+        if not returns_loss:
+            return None, result["outputs"]
+        loss = result["loss"].detach().as_subclass(Tensor)
+        self._loss = loss.clone().requires_grad_() if trains else loss
+        return self._loss, result["outputs"]
+
+    def scale_gradients(self, loss: Tensor) -> None:
+        """Multiply the last call's gradients by the derivative of `loss` by the loss that `run` returned."""
+        if self._loss is None:
+            raise ValueError(
+                "training_step gives accelerator.backward a loss that is not of self.compute_loss: call that once for "
+                "each batch, and compute other losses in it"
+            )
+        if loss is not self._loss:
+            factor = torch.autograd.grad(loss, self._loss)[0]
+            if not self._is_deferred and self._num_calls and factor.item() != 1:
+                raise ValueError(
+                    f"training_step multiplies the loss by {factor.item():g} behind compute_loss, where gradients of "
+                    "several calls are added already: multiply in compute_loss, or set loss_is_scaled_for_ga=False"
+                )
+            self.optimizer.gradient_factor = self.optimizer.gradient_factor * factor
+        self._loss = None
+        self._num_calls += 1
+
+    def was_skipped(self) -> bool:
+        """Return True if the optimizer has skipped a step since the last question."""
+        before, self._num_skipped = self._num_skipped, self.optimizer.skipped_steps
+        return self._num_skipped > before
+
+    def replayed(
+        self,
+        compute: Callable[..., Any],
+        call: ModelInputs,
+        inputs: Mapping[str, Any],
+        count: Any,
+        count_labels: Callable[[Mapping[str, Any]], Tensor | int],
+    ) -> tuple[dict[str, Any], ReplayedLoss]:
+        """Return the batch of the pipeline, and the criterion that computes `compute_loss` on its microbatches.
+
+        Raises:
+            ValueError: the model is called with other rows than those of the batch.
+        """
+        cutting: Any = self.plugin.config.cutting
+        model_inputs = self.model.engine.to_compute(call.inputs)  # once, so that slices have one address
+        if rows(model_inputs) != rows(inputs) and cutting != {"num_microbatches": 1, "microbatch_size": None}:
+            raise ValueError(
+                f"compute_loss calls the model with {rows(model_inputs)} rows for a batch of {rows(inputs)}, so "
+                "microbatches cannot be computed on their own: use num_microbatches=1"
+            )
+        image = image_rows(call.inputs, self.model.module.config)
+        parts = split(model_inputs, rows=image, **cutting)
+        native = [dict(inputs)] if len(parts) == 1 else split(dict(inputs), rows=image, **cutting)
+        mesh = self.plugin.mesh
+        criterion = ReplayedLoss(
+            compute,
+            self.stands_for,
+            {address(part): own for part, own in zip(parts, native, strict=True)},
+            count,
+            num_losses=len(parts) * mesh.size("dp"),
+            other_call=None if mesh.size("pp") > 1 else self.model.module,
+            count_labels=count_labels,
+        )
+        return model_inputs, criterion
+
+
+def _undo_checkpointing(model: nn.Module) -> None:
+    """Turn off transformers' recomputation, which Trainer turns on before it wraps: the plugin has its own."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        # Two names: the first is new in transformers 5.2x.
+        names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
+        getattr(model, next(name for name in names if hasattr(model, name)))()
+    if getattr(model, "_require_grads_hook", None) or getattr(model, "_require_grads_hooks", None):
+        model.disable_input_require_grads()  # type: ignore[operator]

@@ -1,0 +1,338 @@
+"""All that depends on the inside of transformers' Trainer (5.24) and of accelerate (1.15), with the reasons.
+
+Trainer reaches processes through its `accelerator` alone, and model and optimizer through `_wrap_model`. So a
+`ReplicaAccelerator` shows it one process with the global batch, and `_wrap_model` boosts. Saving and loading have no
+documented hook below `_save_checkpoint`, so their parts are replaced here.
+"""
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from ..checkpoint.local import TensorNames
+from ..checkpoint.model import ADAPTER_SAFETENSORS
+from ..checkpoint.step import nearest_rank, random_file, random_state, restore_random_state
+from ..checkpoint.tensor_file import read_values
+from ..cluster.collectives import all_gather
+from ..cluster.gathering import run_or_raise_together
+from ..cluster.mesh import ParallelMesh
+from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, with_rows, without_labels_from
+from .boosted import BoostedTraining
+
+_OPTIMIZER, _SCHEDULER, _RANDOM, _LAYOUT = "optimizer", "scheduler.pt", "random", "layout.json"
+
+
+class ReplicaAccelerator(Accelerator):
+    """An Accelerator whose processes are the replicas: it shards batches over them, and gathers from them.
+
+    Args:
+        accelerator: the one that Trainer made, whose settings it takes over.
+        mesh: all ranks.
+    """
+
+    def __init__(self, accelerator: Accelerator, mesh: ParallelMesh) -> None:
+        self.__dict__.update(vars(accelerator))
+        self.mesh = mesh
+        self.boosted: BoostedTraining | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """1: losses are those of the global batch, which a subclass must not scale by the number of processes."""
+        return 1
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Shard dataloaders over the replicas. Return all else as it is, since `_wrap_model` has boosted it."""
+        prepared = [self.prepare_data_loader(arg) if isinstance(arg, DataLoader) else arg for arg in args]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        """Move another model than the trained one, as a reference model, to the device."""
+        return model if hasattr(model, "stands_for") else model.to(self.device)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Return a dataloader of this replica's rows of the batches that one process would have."""
+        rank, size = self.mesh.rank("dp"), self.mesh.size("dp")
+        if isinstance(data_loader, DataLoaderShard):
+            return data_loader
+        settings = dict(
+            use_seedable_sampler=self.use_seedable_sampler, data_seed=self.dataloader_config.data_seed
+        )
+        worker_init = data_loader.worker_init_fn
+        if isinstance(worker_init, partial) and "rank" in worker_init.keywords:  # equal in a replica
+            data_loader.worker_init_fn = partial(worker_init.func, **{**worker_init.keywords, "rank": rank})
+        if isinstance(data_loader.dataset, IterableDataset):
+            data_loader, size, rank = self._stream(data_loader), 1, 0
+        elif isinstance(data_loader.sampler, LengthGroupedSampler):
+            data_loader.sampler.batch_size *= size
+        return prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=size,
+            process_index=rank,
+            put_on_device=self.device_placement,
+            rng_types=None,  # the ranks draw the same numbers, since they have the same seed
+            dispatch_batches=False,
+            non_blocking=self.non_blocking,
+            **settings,
+        )
+
+    def _stream(self, data_loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a dataloader of this replica's rows of a stream."""
+        dataset, batch_size = data_loader.dataset, data_loader.batch_size
+        assert batch_size is not None
+        stream = ReplicaStream(
+            dataset,
+            batch_size,
+            rank=self.mesh.rank("dp"),
+            size=self.mesh.size("dp"),
+            drop_last=data_loader.drop_last,
+        )
+        names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+        kept = {
+            name: getattr(data_loader, name) for name in (*names, "prefetch_factor", "persistent_workers")
+        }
+        return DataLoader(stream, batch_size, collate_fn=MarkPadding(data_loader.collate_fn), **kept)
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of the replicas along dim 0. Collective over dp."""
+        if self.mesh.size("dp") == 1:
+            return recursively_apply(lambda x: x.reshape(1) if x.dim() == 0 else x, tensor)
+        group = self.mesh.group("dp")
+
+        def gathered(x: Tensor) -> Tensor:
+            return all_gather((x.reshape(1) if x.dim() == 0 else x).contiguous(), group, 0)
+
+        return recursively_apply(gathered, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Concatenate tensors of the replicas, without the rows that complete the last batch. Collective over dp."""
+        state = self.gradient_state
+        is_last = state.end_of_dataloader and state.remainder > 0
+        num_real = state.remainder if is_last else None
+        batch_rows = self._total_batch_size()
+
+        def real_rows(x: Tensor) -> Tensor:
+            return x[:num_real] if len(x) == batch_rows else x
+
+        return recursively_apply(real_rows, self.gather(input_data))
+
+    def _total_batch_size(self) -> int:
+        loader = self.gradient_state.active_dataloader
+        if loader is None:
+            return -1
+        if isinstance(loader.dataset, ReplicaStream):
+            return int(loader.batch_size) * self.mesh.size("dp")
+        return int(loader.total_batch_size)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad tensors along a dim to the longest of the replicas. Collective over dp."""
+        if self.mesh.size("dp") == 1:
+            return tensor
+
+        def padded(x: Tensor) -> Tensor:
+            if dim >= x.dim():
+                return x
+            sizes = self.gather(torch.tensor([x.shape[dim]], device=self.device))
+            missing = int(sizes.max()) - x.shape[dim]
+            filling = x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), pad_index)
+            return torch.cat([filling, x] if pad_first else [x, filling], dim)
+
+        return recursively_apply(padded, tensor, error_on_other_type=True)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """Nothing: gradients of several calls are added when they are reduced."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale the gradients that the pipeline has computed by what was done to its loss since."""
+        assert self.boosted is not None
+        self.boosted.scale_gradients(loss)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the gradients of all ranks to a norm. Collective over the world."""
+        assert self.boosted is not None
+        return self.boosted.optimizer.clip_grad_by_norm(max_norm, norm_type)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """True if the last step was skipped for gradients that overflowed."""
+        assert self.boosted is not None
+        return self.boosted.was_skipped()
+
+    def unwrap_model(
+        self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """Return the transformers model that a boosted one, or a stand-in, stands for."""
+        return getattr(model, "stands_for", model)
+
+
+class TrainerInternals(Trainer):
+    """Overrides of Trainer's internal methods; see the head of this file. `EchelonTrainerMixin` has the others."""
+
+    boosted: BoostedTraining | None = None
+    plugin: Any
+    accelerator: Any
+    optimizer: Any
+
+    def boost(self) -> BoostedTraining:
+        raise NotImplementedError
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # Otherwise accelerate makes a GradScaler, which CPUs refuse, and autocasts.
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and have it see replicas."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = ReplicaAccelerator(self.accelerator, self.plugin.mesh)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Nothing: boost moves this rank's shard alone."""
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        # Called with the optimizer made, in training and before an evaluation: the only place for both.
+        return self.boost()
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the number of labels in these batches of all replicas."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if count is None or (self.args.world_size > 1 and self.args.average_tokens_across_devices):
+            return count
+        return self.accelerator.gather(torch.as_tensor(count)).sum()
+
+    def label_count(self, inputs: Any) -> Tensor | int:
+        """Return the labels that a loss counts in these inputs, or their rows if there are none."""
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return next(len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim())
+        if self._loss_shifts_labels and "shift_labels" not in inputs:
+            labels = labels[..., 1:]
+        return labels.ne(-100).sum()
+
+    def divides_loss(self, count: Any) -> bool:
+        """Return True if Trainer's `training_step` divides the loss by the number of accumulated batches."""
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_scaled = (
+                self.model_accepts_loss_kwargs and count is not None
+            ) or self.compute_loss_func is not None
+        return not is_scaled and getattr(self, "current_gradient_accumulation_steps", 1) > 1
+
+    def completed(self, batch: Any, batch_size: int) -> Any:
+        """Return the batch that a loader has just yielded, its completing rows without labels."""
+        loader, mesh = self.accelerator.gradient_state.active_dataloader, self.plugin.mesh
+        total, missing = batch_size * mesh.size("dp"), 0
+        if isinstance(loader.dataset, ReplicaStream):
+            missing = batch.pop(PADDING, 0)
+            loader.remainder = total - missing if missing else -1
+        elif loader.end_of_dataloader and not loader._drop_last:
+            # Not from `loader.remainder`, which is wrong after `skip_first_batches`.
+            missing = -len(loader.dataset) % total
+            if mesh.size("dp") == 1:  # accelerate does not complete it
+                if batch_size - missing >= (self.plugin.config.num_microbatches or 1):
+                    return batch
+                batch = with_rows(batch, batch_size)
+        first = total - missing - batch_size * mesh.rank("dp")
+        return batch if first >= batch_size else without_labels_from(batch, max(first, 0), self.label_names)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(inputs.real() if isinstance(inputs, CompletedBatch) else inputs)
+
+    # Checkpoints: the folder has Trainer's names for model, scheduler and trainer_state.json, and folders of Echelon.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        boosted = self.boost()
+        boosted.booster.save_optimizer(boosted.optimizer, Path(output_dir) / _OPTIMIZER)
+        boosted.booster.save_lr_scheduler(self.lr_scheduler, Path(output_dir) / _SCHEDULER)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: the loss scale is in the optimizer's folder."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        mesh, folder = self.plugin.mesh, Path(output_dir) / _RANDOM
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / random_file(mesh.global_rank)).write_bytes(
+                random_state(mesh, self.boost().model.random)
+            )
+            if mesh.global_rank == 0:
+                (folder / _LAYOUT).write_text(json.dumps(mesh.layout.sizes))
+
+        run_or_raise_together(write, mesh.side_group())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / _RANDOM / _LAYOUT).is_file():
+            return
+        folder, mesh = Path(checkpoint) / _RANDOM, self.plugin.mesh
+
+        def restore() -> None:
+            rank = nearest_rank(mesh, json.loads((folder / _LAYOUT).read_text()))
+            restore_random_state(read_values(folder / random_file(rank)), mesh, self.boost().model.random)
+
+        run_or_raise_together(restore, mesh.side_group())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing: weights are loaded behind boost, each rank its own, by `_load_optimizer_and_scheduler`."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        boosted = self.boost()
+        self.load_weights(checkpoint)
+        if not (Path(checkpoint) / _OPTIMIZER).is_dir():
+            return  # saved with save_only_model
+        boosted.booster.load_optimizer(boosted.optimizer, Path(checkpoint) / _OPTIMIZER)
+        boosted.booster.load_lr_scheduler(self.lr_scheduler, Path(checkpoint) / _SCHEDULER)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: the loss scale is in the optimizer's folder."""
+
+    def _load_best_model(self) -> None:
+        self.load_weights(self.state.best_model_checkpoint)
+
+    def load_weights(self, folder: str) -> None:
+        """Load weights, or the adapters of a model with adapters. Collective over the world."""
+        boosted = self.boost()
+        local = boosted.booster.plugin.local_model(boosted.model)
+        if not local.adapters:
+            boosted.booster.load_model(boosted.model, folder)
+            return
+        for adapter in local.adapters:
+            tensors = adapter.local(local.tensors)
+            names = TensorNames(needed=tuple(adapter.names), first={name: name for name in adapter.names})
+            of_adapter = replace(local, tensors=tensors, names=names, adapters=())
+            file = Path(folder) / adapter.folder / ADAPTER_SAFETENSORS.single
+            boosted.booster.plugin.checkpoints.load_model(of_adapter, file, strict=True)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write what belongs to a saved model: weights by all ranks, all else as Trainer does on the first."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        boosted = self.boost()
+        if boosted.model.adapters:
+            boosted.booster.save_lora_as_pretrained(boosted.model, folder)
+        else:
+            boosted.booster.save_model(boosted.model, folder, shard=True, size_per_shard=5 * 1024)
+        if not self.args.should_save:
+            return
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, Path(folder) / "training_args.bin")

@@ -1,0 +1,158 @@
+"""Trainer under a plugin, by its documented hooks; what depends on its internals stands in internals.py."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from ..cluster.objects import broadcast_object
+from .arguments import prepared_plugin
+from .batches import CompletedBatch
+from .boosted import BoostedTraining
+from .internals import TrainerInternals
+from .replay import recorded_call
+
+
+class EchelonTrainerMixin(TrainerInternals):
+    """transformers' Trainer, or a subclass of it, that trains under a plugin, with the numbers of one process.
+
+        class MyTrainer(EchelonTrainerMixin, SFTTrainer): ...
+        MyTrainer(model, args, train_dataset=data, plugin=HybridParallelPlugin(tp_size=2))
+
+    The batch of a step is per_device_train_batch_size × gradient_accumulation_steps × the plugin's replicas. Every
+    rank calls the same methods. See docs/coming-from-trainer.md.
+
+    Args:
+        args, kwargs: those of the trainer.
+        plugin: a HybridParallelPlugin or LowLevelZeroPlugin, or the options of a HybridParallelPlugin as a dict; None
+            is data parallelism.
+
+    Raises:
+        ValueError: TrainingArguments that cannot be honoured, or that contradict the plugin; all at once, on every
+            rank.
+    """
+
+    def __init__(self, *args: Any, plugin: Any = None, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        arguments = given.get("args") or next(
+            (value for value in args if isinstance(value, TrainingArguments)), None
+        )
+        if arguments is None:
+            arguments = kwargs["args"] = TrainingArguments(output_dir="tmp_trainer")
+        self.plugin = prepared_plugin(arguments, plugin)
+        self._returns_outputs = True
+        # On the object, so that it comes before the `compute_loss` of classes derived from this one, too.
+        self.compute_loss = self.pipelined_loss
+        super().__init__(*args, **kwargs)
+
+    def boost(self) -> BoostedTraining:
+        """Boost the model and its optimizer, unless that was done. Collective over the world.
+
+        Without a training data set, the model alone.
+        """
+        if self.boosted is not None and self.boosted.stands_for is self.model:
+            return self.boosted
+        if self.train_dataset is not None and self.optimizer is None:
+            self.create_optimizer()
+        self._set_signature_columns_if_needed()  # of the forward, before it is replaced
+        self.boosted = self.accelerator.boosted = BoostedTraining(self.model, self.optimizer, self.plugin)
+        self.optimizer, self.model_wrapped = self.boosted.optimizer, self.boosted
+        return self.boosted
+
+    @property
+    def _own_compute_loss(self) -> Any:
+        """The class's `compute_loss`; None if the model's own loss is all that it returns."""
+        own: Any = type(self).compute_loss  # type: ignore[misc]
+        has_other_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        return None if own is Trainer.compute_loss and not has_other_loss else MethodType(own, self)
+
+    def pipelined_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Run the batch, with backward if gradients are enabled; return the loss of the global batch.
+
+        It takes the place of the class's `compute_loss`, which is run on the last stage for each microbatch; see
+        [Note: replay].
+        """
+        boosted, count = self.boost(), num_items_in_batch
+        compute, criterion = self._own_compute_loss, None
+        if compute is not None:
+            call = recorded_call(compute, boosted.stands_for, inputs, count)
+            batch, criterion = boosted.replayed(compute, call, inputs, count, self.label_count)
+        else:
+            batch = dict(inputs)
+            if count is not None and self.model_accepts_loss_kwargs:
+                batch["num_items_in_batch"] = count
+        returns_outputs = return_outputs and self._returns_outputs
+        loss, outputs = boosted.run(
+            batch,
+            criterion=criterion,
+            returns_loss=True,
+            returns_outputs=returns_outputs,
+            will_be_scaled=self.divides_loss(count),
+        )
+        return (loss, outputs if returns_outputs else {}) if return_outputs else loss
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Return the next batches of this replica, and the number of labels in those of all replicas."""
+        batches = []
+        for _ in range(num_batches):
+            if (batch := next(epoch_iterator, None)) is None:
+                break
+            batches.append(self.completed(batch, self._train_batch_size))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Evaluate a batch; the loss is that of the global batch, outputs are those of this replica, on all ranks."""
+        inputs = self.completed(inputs, self.args.eval_batch_size)
+        self._returns_outputs = not prediction_loss_only
+        try:
+            return super().prediction_step(self.boost(), inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            self._returns_outputs = True
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the samples of a step."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.plugin.dp_size)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return the operations of a batch of this replica, on its first rank alone, since Trainer adds up ranks."""
+        mesh, name = self.plugin.mesh, getattr(self.model, "main_input_name", "input_ids")
+        if any(mesh.rank(axis) for axis in ("tp", "pp", "sp")) or name not in inputs:
+            return 0
+        inputs = inputs.real() if isinstance(inputs, CompletedBatch) else inputs
+        return int(6 * inputs[name].numel() * self.boost().num_parameters)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log on every rank; metrics that TRL's `compute_loss` collects come from the last stage."""
+        mesh = self.plugin.mesh
+        if mesh.size("pp") > 1 and hasattr(self, "_metrics"):
+            last = self.plugin.config.stage_ranks[-1]
+            values = {name: getattr(self, name, None) for name in ("_metrics", "_total_train_tokens")}
+            for name, value in broadcast_object(values, last, mesh.group("pp"), mesh.device).items():
+                setattr(self, name, value)
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder for `from_pretrained`, or for peft the adapters. Collective over the world."""
+        Path(self.args.output_dir if output_dir is None else output_dir).mkdir(parents=True, exist_ok=True)
+        super().save_model(output_dir, _internal_call=_internal_call)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ValueError: ranks do not search together."""
+        raise ValueError(
+            "hyperparameter_search is not available under a plugin: run one Trainer for each set of values"
+        )
