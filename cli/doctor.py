@@ -220,9 +220,11 @@ def _added(rank: int) -> float:
     import torch
     import torch.distributed as dist
 
-    number = torch.tensor(float(rank))
-    dist.all_reduce(number)
-    return float(number)
+    from ..cluster.collectives import all_reduce
+
+    group = dist.group.WORLD
+    assert group is not None  # run_on_processes
+    return float(all_reduce(torch.tensor(float(rank)), group))
 
 
 def _installed(package: str) -> str | None:

@@ -185,13 +185,11 @@ class LayerSplit:
 
     def _adapter_errors(self) -> list[str]:
         """List errors of peft modules that would be sharded, in a region or around its modules, and are not linear."""
-        table = self._table
-        regions = active_regions(self.layer, table)
+        table, regions = self._table, active_regions(self.layer, self._table)
         linear = (*table.column, *table.row, *table.gathered, *table.scattered)
 
         def is_sharded(name: str) -> bool:
-            contains_sharded = any(is_within(path, name) for path in table.modules)
-            return contains_sharded or table.region_of(name) in regions
+            return table.region_of(name) in regions or any(is_within(path, name) for path in table.modules)
 
         return [
             f"peft's {type(module).__qualname__} around {name} cannot be sharded: leave it out of "
