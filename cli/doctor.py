@@ -108,7 +108,7 @@ def device_findings() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    from ..cluster.device import described, local_devices
+    from ..cluster.device import described, is_cuda, local_devices
     from ..shardformer.fused_code import compiler_errors
     from ..zero.precision import default_precision
 
@@ -126,7 +126,7 @@ def device_findings() -> list[Finding]:
         )
     for name in ("gloo", "nccl"):
         has_it = getattr(dist, f"is_{name}_available")()
-        is_needed = name == ("nccl" if device.type == "cuda" else "gloo")
+        is_needed = name == ("nccl" if is_cuda(device) else "gloo")
         text = "available" if has_it else "this build of torch has none"
         state = GOOD if has_it else BAD if is_needed else HINT
         findings.append(Finding(f"backend {name}", state, text))
@@ -217,14 +217,9 @@ def collective_findings(processes: int) -> list[Finding]:
 
 def _added(rank: int) -> float:
     """Return the sum of all ranks' numbers, by a collective."""
-    import torch
-    import torch.distributed as dist
+    from ..cluster.gathering import gather_integers
 
-    from ..cluster.collectives import all_reduce
-
-    group = dist.group.WORLD
-    assert group is not None  # run_on_processes
-    return float(all_reduce(torch.tensor(float(rank)), group))
+    return float(sum(number for (number,) in gather_integers((rank,))))
 
 
 def _installed(package: str) -> str | None:

@@ -33,7 +33,7 @@ def split(model_type: str) -> dict[str, Any]:
             "split": "refused",
             "why": errors[-1],
         }  # behind the errors of transformers' plan, that of the trial
-    if table_for(model_type) is not None:
+    if table_for(model.config.model_type) is not None:
         return {"split": "table"}
     is_proposed = vars(policy)["_is_proposed"]
     return {"split": "proposed" if is_proposed else "transformers' plan", "seconds": seconds}
