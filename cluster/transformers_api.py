@@ -8,7 +8,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -213,21 +212,8 @@ def _router_loss_names(model_class: type) -> dict[str, Any] | None:
 
 def adds_router_loss(model: Any) -> bool:
     """Return True if the config of a model with an auxiliary loss adds it to the loss."""
-    return any(getattr(config, ROUTER_LOGITS, False) for config in _router_configs(model.config))
-
-
-def without_router_loss(config: Any) -> Any:
-    """Return a copy of a config that leaves the auxiliary loss out of the loss."""
-    config = deepcopy(config)
-    for part in _router_configs(config):
-        if getattr(part, ROUTER_LOGITS, False):
-            setattr(part, ROUTER_LOGITS, False)
-    return config
-
-
-def _router_configs(config: Any) -> tuple[Any, Any]:
-    """Return the configs that may have the setting `ROUTER_LOGITS`."""
-    return config, config.get_text_config()
+    configs = (model.config, model.config.get_text_config())
+    return any(getattr(config, ROUTER_LOGITS, False) for config in configs)
 
 
 def routing_sizes(model: Any) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 
 import torch
 import transformers
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..cluster.forward_random import generators_put_back
-from ..cluster.transformers_api import without_router_loss
+from ..cluster.transformers_api import ROUTER_LOGITS
 from ..pipeline.plan import StagePlan
 from .build import Copy, small_copy
 from .double import in_double
@@ -46,7 +47,11 @@ def copy_of(model: nn.Module) -> Copy:
         raise ValueError(
             f"a {kind.__name__} has no config of transformers, from which a small copy could be built"
         )
-    return small_copy(kind, without_router_loss(config), task_of(kind))
+    config = deepcopy(config)
+    for part in (config, config.get_text_config()):
+        if getattr(part, ROUTER_LOGITS, False):
+            setattr(part, ROUTER_LOGITS, False)
+    return small_copy(kind, config, task_of(kind))
 
 
 @contextmanager

@@ -45,7 +45,6 @@ PRELOADED = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "transformers.trainer",
 )
 CLEANUP_SECONDS = 10.0
 _CONSEQUENCE = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket")

@@ -54,6 +54,14 @@ def _named(node: ast.AST) -> Iterator[str]:
     return (word for word in words if word in NAMES)
 
 
+# Files that know transformers' Trainer, beside the one that knows its models.
+OF_TRAINER = {
+    "echelon.trainer.arguments": "names of TrainingArguments",
+    "echelon.trainer.boosted": "switches off what Trainer has switched on in a model",
+    "echelon.trainer.internals": "the inside of Trainer",
+}
+
+
 def test_only_one_small_file_names_internals_of_transformers() -> None:
     assert names_of_transformers(HOME.read_text()) and HOME.read_text().count("\n") <= 300
     found = {
@@ -61,7 +69,7 @@ def test_only_one_small_file_names_internals_of_transformers() -> None:
         for path in package_sources()
         if path != HOME and (names := names_of_transformers(path.read_text()))
     }
-    assert found == {}
+    assert found.keys() == OF_TRAINER.keys()
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,12 @@ from echelon import (
 )
 from echelon.pipeline.action import Action, Op
 
-from ..plugins import test_experts
+from ..booster import test_gather_for_metrics, test_nonfinite
+from ..cli import test_doctor
+from ..migration import test_names
+from ..plugins import test_deepspeed, test_experts
 from ..pool import Pool
+from ..trainer import test_trainer
 from . import test_model_features, test_old_checkpoints, test_parity, test_refusals
 from .script import LLAMA, Script, shard_former
 
@@ -144,6 +148,16 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     ],
     "LoRA": [test_adapters_are_saved_as_peft_reads_them],
     "errors": [test_refusals.test_unsupported_calls_are_refused],
+    "transformers' Trainer": [test_trainer.test_losses_norms_metrics_and_weights_are_those_of_one_process],
+    "scripts of other frameworks": [
+        test_names.test_a_name_with_a_counterpart_is_that,
+        test_gather_for_metrics.test_every_sample_is_gathered_once_in_its_order,
+        test_deepspeed.test_a_plugin_of_a_configuration_trains,
+    ],
+    "explaining": [
+        test_nonfinite.test_the_first_module_that_is_not_finite_is_named_on_every_rank,
+        test_doctor.test_the_report_names_releases_devices_and_limits,
+    ],
 }
 
 
