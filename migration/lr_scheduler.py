@@ -4,17 +4,10 @@ from math import cos, pi
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, MultiplicativeLR, StepLR
-
-__all__ = [
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmupLR",
-    "ExponentialLR",
-    "LambdaLR",
-    "LinearWarmupLR",
-    "MultiplicativeLR",
-    "StepLR",
-]
+from torch.optim.lr_scheduler import ExponentialLR as ExponentialLR  # ColossalAI has torch's there, too
+from torch.optim.lr_scheduler import LambdaLR as LambdaLR
+from torch.optim.lr_scheduler import MultiplicativeLR as MultiplicativeLR
+from torch.optim.lr_scheduler import StepLR as StepLR
 
 
 class CosineAnnealingWarmupLR(LambdaLR):

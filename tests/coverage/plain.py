@@ -8,7 +8,6 @@ its loss is finite, has gradients, and is another one after a step of SGD. Nothi
 copies of models (derive/), which import nothing of it.
 """
 
-import argparse
 import os
 import time
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from .page import make_page
-from .records import Records, released, run_each, warmed
+from .records import Records, released, run_each, run_options, warmed
 
 CPU_SECONDS, WALL_SECONDS, MEMORY = 90, 300, 12 << 30
 
@@ -85,13 +84,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     from echelon.derive.tasks import family_of, model_types, tasks_of
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default="1/1")
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--failed", action="store_true", help="try those again that do not train")
-    parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
-    number, count = map(int, options.part.split("/"))
+    options = run_options(__doc__)
+    number, count = options.part
     records = Records("plain", released())
     done = {each for each, row in records.rows.items() if row.get("trains") or not options.failed}
     types = options.only or [each for each in model_types()[number - 1 :: count] if each not in done]

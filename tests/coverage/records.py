@@ -93,6 +93,16 @@ def run_each(
             )
 
 
+def run_options(description: str | None) -> Any:
+    """Return the command line's options of a run: `part` as (number, count), `only`, `failed` and `jobs`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--part", default=(1, 1), type=lambda text: tuple(map(int, text.split("/"))))
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--failed", action="store_true", help="try those again that were refused")
+    parser.add_argument("--jobs", type=int, default=2)
+    return parser.parse_args()
+
+
 def run_types(
     name: str,
     function: Callable[[str], dict[str, Any]],
@@ -113,13 +123,8 @@ def run_types(
     from .page import DATA, make_page
 
     warnings.filterwarnings("ignore")
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--part", default="1/1")
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--failed", action="store_true", help="try those again that were refused")
-    parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
-    number, count = map(int, options.part.split("/"))
+    options = run_options(description)
+    number, count = options.part
     records, field = Records(name, released()), FIELDS[name]
     done = {each for each, row in records.rows.items() if row[field] != "refused" or not options.failed}
     known = json.loads(DATA.read_text())["rows"]
