@@ -9,13 +9,13 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 from .. import __version__
+from ..cluster.releases import NEWEST_TRIED, installed_release, newer_releases
 from .console import show_table
 
 GOOD, HINT, BAD = "ok", "hint", "wrong"
@@ -78,12 +78,11 @@ def doctor(
 def package_findings() -> list[Finding]:
     """Return the releases of Python and of the packages, and what each missing one is for."""
     from ..cluster.device import local_devices
-    from ..cluster.releases import NEWEST_TRIED, newer_releases
 
     findings = [Finding("Python", GOOD, f"{platform.python_version()} at {sys.prefix}")]
     newer = newer_releases()
     for name in _REQUIRED:
-        installed = _installed(name)
+        installed = installed_release(name)
         if installed is None:
             findings.append(Finding(name, BAD, f"not installed: pip install {name}"))
         elif name in newer:
@@ -95,7 +94,7 @@ def package_findings() -> list[Finding]:
         **_OPTIONAL,
         **(_ON_CUDA if local_devices() else {}),
     }.items():
-        installed = _installed(name)
+        installed = installed_release(name)
         text = (
             f"not installed, for {purpose}: {command}" if installed is None else f"{installed}, for {purpose}"
         )
@@ -220,11 +219,3 @@ def _added(rank: int) -> float:
     from ..cluster.gathering import gather_integers
 
     return float(sum(number for (number,) in gather_integers((rank,))))
-
-
-def _installed(package: str) -> str | None:
-    """Return the release of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

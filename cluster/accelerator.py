@@ -50,9 +50,7 @@ def get_accelerator() -> Accelerator:
     return Accelerator()
 
 
-def get_current_device() -> torch.device:
-    """Return the device of this process."""
-    return default_device()
+get_current_device = default_device  # by ColossalAI's name
 
 
 def set_seed(seed: int) -> None:

@@ -55,19 +55,18 @@ def choose_device(
     Raises:
         ValueError: there is no such device, the backend has no tensors there, or NCCL would find two ranks on one GPU.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    kind = "cpu" if accelerator is None else accelerator.type
+    devices = local_devices()
+    count, kind = len(devices), devices[0].type if devices else "cpu"
     device = torch.device(kind) if given is None else _as_device(given)
     if backend == "nccl" and not is_cuda(device):
         raise ValueError(
             f"backend='nccl' needs a CUDA device and the device is {device}: use backend='gloo' or leave it out"
-            + ("" if accelerator is None else ", or leave out device=")
+            + (", or leave out device=" if devices else "")
         )
     if device.type == "cpu":
         return torch.device("cpu")
-    if accelerator is None or device.type != accelerator.type or (device.index or 0) >= count:
-        seen = "no GPU" if accelerator is None else f"{count} of {accelerator.type}, numbered from 0"
+    if device.type != kind or (device.index or 0) >= count:
+        seen = f"{count} of {kind}, numbered from 0" if devices else "no GPU"
         raise ValueError(
             f"device={str(device)!r} is not available, this process sees {seen}: use one of those, device='cpu', or "
             "leave it out; CUDA_VISIBLE_DEVICES limits what each process sees"
@@ -252,8 +251,9 @@ def computes_in_bf16(device: torch.device) -> bool:
 def local_devices() -> list[torch.device]:
     """Return the accelerators that this process sees, whatever the process group; none on a machine of CPUs."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    return [torch.device(accelerator.type, index) for index in range(count)]  # type: ignore[union-attr]
+    if accelerator is None:
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
 
 def described(device: torch.device) -> str:

@@ -24,7 +24,7 @@ def log_newer_releases() -> None:
 
 def newer_releases() -> dict[str, str]:
     """Return the releases of installed packages that are newer than the newest tried, by package."""
-    installed = {name: _version(name) for name in NEWEST_TRIED}
+    installed = {name: installed_release(name) for name in NEWEST_TRIED}
     return {
         name: release
         for name, release in installed.items()
@@ -32,7 +32,8 @@ def newer_releases() -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str | None:
+def installed_release(package: str) -> str | None:
+    """Return the release of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

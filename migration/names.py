@@ -28,16 +28,15 @@ _SCHEDULERS = (
 
 
 def _all_of(home: str, *names: str) -> dict[str, str]:
-    return dict.fromkeys(names, home)
+    """Return the counterparts of names that are the same in a module here."""
+    return {name: f"{home}.{name}" for name in names}
 
 
-# By module: the module here that defines each name.
-_HOMES: dict[str, dict[str, str]] = {
-    "": _all_of("cluster.launch", "launch_from_torch"),
+# By module and name: the counterpart here.
+_COUNTERPARTS: dict[str, dict[str, str]] = {
     "accelerator": _all_of("cluster.accelerator", "get_accelerator"),
-    "booster": {},
     "booster.plugin": _all_of("plugins", *_PLUGINS),
-    "booster.plugin.dp_plugin_base": {},
+    "booster.plugin.dp_plugin_base": {"DPPluginBase": "plugins.Plugin"},
     "cluster": {
         **_all_of("cluster.coordinator", "DistCoordinator"),
         **_all_of("cluster.mesh", "ParallelMesh"),
@@ -60,10 +59,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "shardformer", "ModulePolicyDescription", "Policy", "SubModuleReplacementDescription"
     ),
     "utils": _all_of("cluster.accelerator", "get_current_device", "set_seed"),
-    "zero": {},
 }
-# Names that are called otherwise here: (module, name).
-_RENAMED = {"DPPluginBase": ("plugins", "Plugin")}
 # Packages of ColossalAI with nothing of theirs here.
 _ABSENT = (
     "amp",
@@ -125,48 +121,37 @@ def _named(module: str, name: str) -> Any:
     Raises:
         AttributeError: neither Echelon nor ColossalAI has the name.
     """
-    is_private = name.startswith("_")
-    if not is_private and (home := _HOMES.get(module, {}).get(name)) is not None:
-        return getattr(import_module(f"{_PACKAGE}.{home}"), name)
-    if name in _RENAMED and module in _HOMES:
-        home, other_name = _RENAMED[name]
+    if (counterpart := _COUNTERPARTS.get(module, {}).get(name)) is not None:
+        home, _, other_name = counterpart.rpartition(".")
         return getattr(import_module(f"{_PACKAGE}.{home}"), other_name)
-    submodule = f"{module}.{name}".lstrip(".")
-    if submodule in _HOMES or submodule in _ABSENT:
-        return import_module(f"{_PACKAGE}.{submodule}")
-    is_absent = module.partition(".")[0] in _ABSENT
-    if is_private or not (
-        is_absent or name in _INSTEAD or module in ("nn", "nn.optimizer", "nn.lr_scheduler")
-    ):
+    path = f"{module}.{name}".lstrip(".")
+    if path in _COUNTERPARTS or path in _ABSENT:
+        return import_module(f"{_PACKAGE}.{path}")
+    is_of_colossalai = module.partition(".")[0] in ("nn", *_ABSENT) or name in _INSTEAD
+    if name.startswith("_") or not is_of_colossalai:
         raise AttributeError(
-            f"module '{_PACKAGE}{module and '.'}{module}' has no attribute {name!r}", name=name, obj=None
+            f"module '{_PACKAGE}{module and '.'}{module}' has no attribute {name!r}", name=name
         )
-    return _Refusal(name, (), {"_module": module})
+    advice = f"use {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+    error = f"colossalai.{path} has no counterpart in Echelon: {advice}; {_PAGE} lists what has one"
+    return _Refusal(name, (), {"_error": error})
 
 
 def _is_known(module: str) -> bool:
     """Return True for a module that ColossalAI has and Echelon lacks."""
-    return module in _HOMES or module.partition(".")[0] in _ABSENT
+    return module in _COUNTERPARTS or module.partition(".")[0] in _ABSENT
 
 
 class _Refusal(type):
     """The class of names that are refused: their instances cannot be made, and they have no attributes."""
 
-    _module: str
+    _error: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(cls._message())
+        raise NotImplementedError(cls._error)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(cls._message())
-
-    def _message(cls) -> str:
-        where = ".".join(filter(None, ("colossalai", cls._module, cls.__mro__[-2].__name__)))
-        instead = _INSTEAD.get(cls.__mro__[-2].__name__)
-        advice = f"use {instead}" if instead else "leave it out"
-        return f"{where} has no counterpart in Echelon: {advice}; {_PAGE} lists what has one"
+        raise AttributeError(name if name.startswith("__") else cls._error)
 
 
 class _Finder(MetaPathFinder, Loader):

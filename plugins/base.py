@@ -222,11 +222,10 @@ class Plugin(ABC):
             self._watch(loader)
         return sharded
 
-    def _watch(self, dataloader: Any) -> Any:
-        """Note the samples of each batch that is taken from a dataloader, for `gather_for_metrics`; return it."""
+    def _watch(self, dataloader: Any) -> None:
+        """Note the samples of each batch that is taken from a dataloader, for `gather_for_metrics`."""
         if isinstance(dataloader, ShardedLoader):
             dataloader.on_batch = partial(setattr, self, "_num_samples")
-        return dataloader
 
     def naming_nonfinite(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a block that names the first module with a NaN; see `Booster.naming_nonfinite`."""

@@ -85,6 +85,14 @@ class Settings:
         """Return True if the value or the section was given."""
         return section in self._values
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that take a given value unchanged."""
+        return {
+            key.argument: self._values[path]
+            for path, key in self._keys.items()
+            if key.argument and path in self._values
+        }
+
     def refuse(self, path: str, value: Any, why: str) -> None:
         """Add the error of a refused value."""
         self.errors.append(f"{self._name(path)}={value!r} {why}")

@@ -121,10 +121,8 @@ def plugin_arguments(
     ]
     read = {name: value for name, value in sections.items() if name not in OBJECTS}
     settings = Settings(read, KEYS, IGNORED, errors)
-    arguments = {
-        key.argument: settings.get(path) for path, key in KEYS.items() if key.argument and settings.has(path)
-    }
-    arguments |= {"stage": settings.get("zero_optimization.stage", 0), **_precision(settings)}
+    arguments = settings.arguments() | _precision(settings)
+    arguments["stage"] = settings.get("zero_optimization.stage", 0)
     if settings.has("communication_data_type"):
         arguments["communication_dtype"] = _FORMATS[settings.get("communication_data_type")]
     if settings.has("zero_optimization.reduce_bucket_size"):

@@ -262,9 +262,7 @@ def _microbatches(settings: Settings) -> dict[str, Any]:
 
 def _other_options(settings: Settings) -> dict[str, Any]:
     """Return the arguments that take a value unchanged, and those for precision, recomputation and the bucket size."""
-    arguments = {
-        key.argument: settings.get(path) for path, key in KEYS.items() if key.argument and settings.has(path)
-    }
+    arguments = settings.arguments()
     zero = "hybrid_zero_optimizer"
     overlap, older = (
         settings.get(f"{zero}.overlap_sync_grad"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..cluster.failures import naming_failures
 from ..cluster.gathering import gather_objects
 from ..cluster.hooks import mark_internal
 from ..pipeline.stand_ins import StandIn
@@ -60,7 +61,8 @@ def naming_nonfinite(model: nn.Module, device: torch.device, stage: int) -> Iter
             handle = module.register_forward_hook(mark_internal(partial(watch.look_at_outputs, path)))
             stack.callback(handle.remove)
         yield
-    looks = gather_objects((stage, watch.first()))
+    with naming_failures("naming_nonfinite"):
+        looks = gather_objects((stage, watch.first()))
     forward = [
         (own, rank, look) for rank, (own, look) in enumerate(looks) if look and look.what == _IN_FORWARD
     ]

@@ -41,7 +41,7 @@ def compile_elementwise(model: nn.Module) -> Counter[str]:
     Names, parameters and hooks stay. The compiler runs at the first call of such code. See [Note: compiled code].
 
     Args:
-        model: already sharded, with weight gradients already deferred if the schedule needs that.
+        model: already sharded. Linear layers in it may be changed later, to defer their weight gradients.
 
     Returns:
         The number of compiled modules, by class name; empty if the model has no such code.

@@ -17,7 +17,6 @@ from ..cluster.launch import launch_from_torch
 from ..cluster.mesh import ParallelMesh
 from ..cluster.transformers_api import ROUTER_LOGITS, adds_router_loss, router_loss_file
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
-from . import tables as tables  # registers them
 from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import add_gradient_hooks
 from .layers.parallel_module import is_of_peft

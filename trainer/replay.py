@@ -8,7 +8,7 @@ works that calls the model once, or again with the same tensors. At pp_size=1 ot
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -201,7 +201,8 @@ def address(microbatch: Mapping[str, Any]) -> int:
     )
 
 
-def rows(batch: Mapping[str, Any], names: Sequence[str] = ()) -> int | None:
+def rows(batch: Mapping[str, Any]) -> int | None:
     """Return the rows of a batch's first tensor; None if it has none."""
-    tensors = (batch.get(name) for name in names or batch)
-    return next((len(value) for value in tensors if isinstance(value, Tensor) and value.dim() > 0), None)
+    return next(
+        (len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0), None
+    )

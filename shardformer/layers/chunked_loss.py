@@ -342,7 +342,7 @@ def chunked_loss_errors(model: nn.Module) -> list[str]:
     use = LogitsUse.OTHER if path is None else causal_logits_use(model, path)
     if use is LogitsUse.OTHER:
         return [f"{subject} is not transformers' causal loss alone, in transformers' own forward: {instead}"]
-    if native_errors(head, nn.Linear, DeferrableLinear, VocabParallelLMHead1D):
+    if native_errors(head, nn.Linear, VocabParallelLMHead1D):
         return [f"{subject} is computed by a {type(head).__name__} head, not a plain nn.Linear: {instead}"]
     if use is LogitsUse.SCALED:
         return [f"{subject} needs the logits, which its forward scales, caps or converts: {instead}"]

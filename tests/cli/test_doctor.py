@@ -43,7 +43,7 @@ def states(findings: Any, subject: str) -> list[str]:
 
 
 def test_a_missing_package_is_wrong_or_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_installed", lambda name: None)
+    monkeypatch.setattr(command, "installed_release", lambda name: None)
     findings = command.package_findings()
     assert states(findings, "torch") == [BAD]
     (peft,) = (finding for finding in findings if finding.subject == "peft")

@@ -11,7 +11,7 @@ from echelon.cluster import releases
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Versions that are installed instead; others are absent."""
     versions: dict[str, str] = {}
-    monkeypatch.setattr(releases, "_version", versions.get)
+    monkeypatch.setattr(releases, "installed_release", versions.get)
     releases.log_newer_releases.cache_clear()
     return versions
 

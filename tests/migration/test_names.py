@@ -59,7 +59,10 @@ def test_a_name_with_a_counterpart_is_that(path: str) -> None:
 
 def test_all_counterparts_exist() -> None:
     listed = [
-        f"{module}.{name}".lstrip(".") for module, homes in names._HOMES.items() for name in homes if module
+        f"{module}.{name}".lstrip(".")
+        for module, homes in names._COUNTERPARTS.items()
+        for name in homes
+        if module
     ]
     assert len(listed) > 30
     for path in listed:
