@@ -6,6 +6,7 @@ from .. import __version__
 from .checkpoint import checkpoint
 from .doctor import doctor
 from .models import models
+from .plan import plan
 from .timeline import timeline
 from .verify import verify
 
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(doctor)
 app.command()(models)
+app.command()(plan)
 app.command()(timeline)
 app.command()(verify)
 app.add_typer(checkpoint, name="checkpoint")

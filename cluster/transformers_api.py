@@ -6,10 +6,11 @@ of the package itself (`transformers.PreTrainedModel`) are used everywhere. Name
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, initialization, modeling_utils
@@ -31,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, import_utils
 
 __all__ = [
     "CONFIG_NAME",
@@ -286,12 +287,13 @@ def file_readers() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return modeling_utils.safe_open, modeling_utils.load_state_dict
 
 
-@contextmanager
-def reading_files(safe_open: Callable[..., Any], load_state_dict: Callable[..., Any]) -> Iterator[None]:
+def reading_files(
+    safe_open: Callable[..., Any], load_state_dict: Callable[..., Any]
+) -> AbstractContextManager[Any]:
     """Let `from_pretrained` read files by other functions within the block."""
-    before = file_readers()
-    modeling_utils.safe_open, modeling_utils.load_state_dict = safe_open, load_state_dict
-    try:
-        yield
-    finally:
-        modeling_utils.safe_open, modeling_utils.load_state_dict = before
+    return patch.multiple(modeling_utils, safe_open=safe_open, load_state_dict=load_state_dict)
+
+
+def as_untraced() -> AbstractContextManager[Any]:
+    """Return a context in which models treat fake tensors as others, and look if masks hide anything."""
+    return patch.object(import_utils, "is_fake_tensor", lambda _: False, create=True)

@@ -40,10 +40,11 @@ class Inputs:
     Args:
         model: the model, small.
         kind: its task, by the name of transformers' mapping ("CAUSAL_LM"); it decides the form of the labels.
+        length, target_length: tokens of a text, and of a decoder's text.
     """
 
-    def __init__(self, model: Any, kind: str) -> None:
-        self.config, self.kind = model.config, kind
+    def __init__(self, model: Any, kind: str, *, length: int = LENGTH, target_length: int = TARGETS) -> None:
+        self.config, self.kind, self.length, self.target_length = model.config, kind, length, target_length
         self.text = self.config.get_text_config()
         self.names = inspect.signature(model.forward).parameters
         self.vision = _inner(_inner(self.config, "vlm_config"), *_VISION)
@@ -149,9 +150,9 @@ class Inputs:
                 inputs["token_type_ids"] = marks
             if "bbox" in self.names:
                 inputs["bbox"] = (
-                    self._floats(self.samples, LENGTH, 8)
+                    self._floats(self.samples, self.length, 8)
                     if _is_relative(self.config)
-                    else (torch.zeros(self.samples, LENGTH, 4, dtype=torch.long))
+                    else (torch.zeros(self.samples, self.length, 4, dtype=torch.long))
                 )
         if "qformer_input_ids" in self.names:
             inputs["qformer_input_ids"] = self._ids(placeholders=False)
@@ -206,7 +207,8 @@ class Inputs:
         classes = max(2, int(_first(self.config, "num_labels", default=2)))
         if "start_positions" in names and "labels" not in names:
             return {
-                name: self._ints(0, LENGTH, self.samples) for name in ("start_positions", "end_positions")
+                name: self._ints(0, self.length, self.samples)
+                for name in ("start_positions", "end_positions")
             }
         _, height, width = self._image()
         if "mask_labels" in names:
@@ -215,11 +217,11 @@ class Inputs:
                 "mask_labels": masks,
                 "class_labels": [self._ints(0, classes, 2) for _ in range(self.samples)],
             }
-        targets = {"decoder_input_ids": self._ids(TARGETS)} if "decoder_input_ids" in names else {}
+        targets = {"decoder_input_ids": self._ids(self.target_length)} if "decoder_input_ids" in names else {}
         if "labels" not in names or "mlm_labels" in names:
             return targets
         if kind in _TEXT and "input_ids" in inputs:
-            labels = inputs["input_ids"].clone()[:, : LENGTH if "decoder_input_ids" in names else None]
+            labels = inputs["input_ids"].clone()[:, : self.length if "decoder_input_ids" in names else None]
             for token in self.places:
                 labels[labels == token] = -100
         elif kind in _CLASSES:
@@ -229,7 +231,7 @@ class Inputs:
         elif "SEQ" in kind or kind in ("RNNT", "TDT", *_TEXT):
             labels = self._ids(placeholders=False)
         elif kind == "TOKEN_CLASSIFICATION":
-            labels = self._ints(0, classes, self.samples, LENGTH)
+            labels = self._ints(0, classes, self.samples, self.length)
         elif kind in ("QUESTION_ANSWERING", "VISUAL_QUESTION_ANSWERING"):
             labels = torch.rand(self.samples, classes, generator=self.generator)
         elif kind in _OBJECTS:
@@ -255,10 +257,10 @@ class Inputs:
         sizes = (_first(config, "vocab_size", "n_vocab", default=None) for config in (self.text, self.config))
         return int(next((size for size in sizes if size), 256))
 
-    def _ids(self, length: int = LENGTH, *, placeholders: bool = True) -> Tensor:
+    def _ids(self, length: int | None = None, *, placeholders: bool = True) -> Tensor:
         """Return tokens (B, S), of the upper part of the vocabulary, with the placeholders after the second."""
         top = max(self._vocabulary, 8)
-        ids = self._ints(min(100, top // 2), top, self.samples, length)
+        ids = self._ints(min(100, top // 2), top, self.samples, length or self.length)
         for token, count in self.places.items() if placeholders else ():
             ids = torch.cat([ids[:, :2], torch.full((self.samples, count), token), ids[:, 2:]], 1)
         return ids

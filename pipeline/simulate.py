@@ -94,25 +94,27 @@ class Timeline:
         return sum(span.end - span.start for span in self.spans[rank])
 
 
-def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
+def simulate(schedule: Sequence[Sequence[Action]], costs: Costs | Sequence[Costs]) -> Timeline:
     """Simulate a schedule: a computation starts when its rank is free and its inputs have arrived.
 
     Args:
         schedule: computations of every rank. Sends and receives may be included and are ignored: every transfer
-            costs `costs.send`.
-        costs: costs of computations and transfers.
+            costs `costs.send` of the stage that sends.
+        costs: costs of computations and transfers, of all stages or of each.
 
     Raises:
         ValueError: a computation can never start, or a stage is on no rank or on two.
     """
     compute = [[action for action in actions if action.op in COMPUTES] for actions in schedule]
+    if isinstance(costs, Costs):
+        costs = [costs] * len(stage_ranks(compute))
     return Timeline(
         spans=_simulate_spans(compute, costs),
         peak_activations=[_num_kept(actions) for actions in compute],
     )
 
 
-def _simulate_spans(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]]:
+def _simulate_spans(compute: Sequence[Sequence[Action]], costs: Sequence[Costs]) -> list[list[Span]]:
     """Return the spans of every rank; see `simulate`."""
     ranks = stage_ranks(compute)
     ends: dict[Action, float] = {}  # by result, the time when it is computed
@@ -128,10 +130,11 @@ def _simulate_spans(compute: Sequence[Sequence[Action]], costs: Costs) -> list[l
                 if not ends.keys() >= set(needed):
                     break
                 arrivals = [
-                    ends[input_] + (costs.send if ranks[input_.stage] != rank else 0.0) for input_ in needed
+                    ends[input_] + (costs[input_.stage].send if ranks[input_.stage] != rank else 0.0)
+                    for input_ in needed
                 ]
                 start = max([done[-1].end if done else 0.0, *arrivals])
-                done.append(Span(action, start, start + costs.of(action.op)))
+                done.append(Span(action, start, start + costs[action.stage].of(action.op)))
                 ends[result(action)] = done[-1].end
                 progressed = True
     blocked = [

@@ -27,6 +27,7 @@ LAYERS = (
     ("plugins",),
     ("booster",),
     ("verify", "trainer"),
+    ("planning",),
     ("echelon",),  # __init__.py: the public names
     ("cli",),
     ("__main__",),

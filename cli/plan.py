@@ -1,0 +1,244 @@
+"""`echelon plan`: layouts that fit a model on a number of GPUs, by predicted memory and time of a step.
+
+torch is imported inside functions: help does not need it.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..pipeline.timeline import SUFFIXES
+from .console import picture_errors, refuse, show_table
+from .verify import layout_of, verify
+
+if TYPE_CHECKING:
+    from ..planning.search import Job, Plan, Planner
+    from ..verify.layout import Layout
+
+RESERVED = 4.0  # GiB of a GPU for CUDA's context, NCCL's buffers and fragmentation
+NOTE = "times are estimates from data sheets, not measured on a GPU; memory follows from a trace of the model"
+BAR, MOST_BARS = 40, 8  # characters of a bar, and bars
+KINDS = {"parameters": "█", "gradients": "▓", "masters": "▒", "states": "░", "activations": "▚"}
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="Folder with a config.json, the file itself, or a model type.")],
+    world: Annotated[int, typer.Option(help="Number of GPUs.")],
+    global_batch: Annotated[int, typer.Option(help="Samples of a step, on all GPUs together.")],
+    seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
+    gpu: Annotated[
+        str, typer.Option(help="a100, a100-40, b200, h100, h200, l40s, mi300x, rtx4090 or v100.")
+    ] = "h100",
+    memory: Annotated[float | None, typer.Option(help="GiB of a GPU; default: that of --gpu.")] = None,
+    reserve: Annotated[
+        float, typer.Option(help="GiB that are left to CUDA, NCCL and fragmentation.")
+    ] = RESERVED,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    head: Annotated[
+        str | None, typer.Option(help="Class or task; default: the class that the config names.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Layouts to show.")] = 10,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help='Check this layout, "--tp 8 --pp 4 --zero 1" for example, by the options of echelon verify.'
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Draw the memory of the first layout's ranks to this file: {', '.join(SUFFIXES)}."
+        ),
+    ] = None,
+) -> None:
+    """Predict which layouts of HybridParallelPlugin fit, their peak memory and the time of a step.
+
+    Starts no process and reads no weights. Exit status: 0 something fits, 1 nothing does (the nearest is named), 2 bad
+    arguments.
+    """
+    from ..planning.devices import DEVICES
+
+    errors = [] if gpu in DEVICES else [f"--gpu {gpu!r} is not known: use one of {', '.join(DEVICES)}"]
+    errors += [
+        f"--{name} {number} must be at least 1" for name, number in (("seq", seq), ("top", top)) if number < 1
+    ]
+    if precision not in ("fp32", "bf16", "fp16"):
+        errors.append(f"--precision {precision!r} must be fp32, bf16 or fp16")
+    refuse("plan", errors + (picture_errors("plot", plot) if plot else []))
+
+    from ..planning.model import build_on_meta, load_config
+    from ..planning.search import Job, Planner
+
+    job = Job(
+        world=world,
+        memory=(DEVICES[gpu].memory if memory is None else memory) - reserve,
+        global_batch=global_batch,
+        device=DEVICES[gpu],
+        precision=precision,
+    )
+    refuse("plan", job.errors())
+    try:
+        module, task = build_on_meta(load_config(model), head)
+    except ValueError as error:
+        refuse("plan", [str(error)])
+        raise
+    planner = Planner(module, task, seq, job)
+    shown = _searched(planner, job, top) if layout is None else _checked(planner, job, layout)
+    if not shown:
+        raise typer.Exit(1)
+    best = shown[0]
+    show_memory(best, job)
+    if plot is not None:
+        from .memory_picture import draw_memory
+
+        draw_memory(plot, [vars(memory) for memory in best.memory], limit=job.memory, title=str(best.layout))
+    typer.echo(script(best, model, seq, type(module).__name__))
+
+
+def _searched(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]":
+    """Search, print the table and the reasons why others were left out, and return the layouts shown."""
+    result = planner.search(top)
+    if result.plans:
+        show_plans(f"fastest of {result.num_tried:,} layouts ({NOTE})", result.plans, job, planner.length)
+    elif result.nearest is not None:
+        typer.echo(
+            f"echelon plan: nothing fits into {job.memory:g} GiB: the nearest is {result.nearest.layout} with "
+            f"{result.nearest.peak:.1f} GiB: use more GPUs, or a smaller --seq",
+            err=True,
+        )
+        show_plans("the nearest", [result.nearest], job, planner.length)
+    else:
+        typer.echo("echelon plan: no layout is possible, for the reasons below", err=True)
+    for reason, count in result.left_out.most_common(8):
+        typer.echo(f"left out: {count:,} layouts: {reason}", err=not result.plans)
+    return result.plans
+
+
+def _checked(planner: "Planner", job: "Job", text: str) -> "Sequence[Plan]":
+    """Check one layout; print its prediction, or all its problems and the nearest layouts that fit."""
+    layout, samples = parse_layout(text, job)
+    problems = planner.errors(layout, samples)
+    if not problems:
+        predicted = planner.predict(layout, samples)
+        show_plans(f"predicted ({NOTE})", [predicted], job, planner.length)
+        if predicted.peak <= job.memory:
+            return [predicted]
+        problems = [f"it needs {predicted.peak:.1f} GiB, and {job.memory:g} GiB are there"]
+        show_memory(predicted, job)
+    for problem in problems:
+        typer.echo(f"echelon plan: --layout {text!r}: {problem}", err=True)
+    if nearest := planner.nearest_to(layout, samples):
+        show_plans("the nearest that fit", nearest, job, planner.length)
+    return []
+
+
+def parse_layout(text: str, job: "Job") -> "tuple[Layout, int]":
+    """Return the layout of `--layout`, with the samples of its microbatches; exit with status 2 if it is not one."""
+    from dataclasses import replace
+
+    parser = typer.Typer(add_completion=False)
+    parser.command()(verify)
+    command = typer.main.get_command(parser)
+    parsed = command.make_context("echelon plan --layout", shlex.split(text))
+    options: dict[str, Any] = dict(parsed.params)
+    sizes = [max(1, options[name]) for name in ("tp", "pp", "sp")]
+    if options["dp"] is None:
+        options["dp"] = max(1, job.world // (sizes[0] * sizes[1] * sizes[2]))
+    local = max(1, job.global_batch // max(1, options["dp"]))
+    source = parsed.get_parameter_source("microbatches")
+    if getattr(source, "name", "") == "DEFAULT":
+        options["microbatches"] = local
+    layout = replace(layout_of(options), precision=job.precision)
+    if job.global_batch % (layout.dp * layout.microbatches):
+        refuse(
+            "plan",
+            [
+                f"--global-batch {job.global_batch} does not divide into {layout.dp} replicas with "
+                f"{layout.microbatches} microbatches each: use a multiple of {layout.dp * layout.microbatches}"
+            ],
+        )
+    return layout, job.global_batch // (layout.dp * layout.microbatches)
+
+
+def show_plans(title: str, plans: "Sequence[Plan]", job: "Job", seq: int) -> None:
+    """Print a table of layouts."""
+    headings = (
+        *("layout", ">microbatches", ">peak GiB", ">step s", ">tokens/s/GPU"),
+        *(">bubble", ">exposed s", ">MFU"),
+    )
+    rows = [
+        (
+            str(plan.layout),
+            f"{plan.layout.microbatches} × {plan.samples}",
+            f"{plan.peak:.1f}",
+            f"{plan.time.total:.3g}",
+            f"{job.global_batch * seq / plan.time.total / job.world:,.0f}",
+            f"{plan.time.bubble:.1%}",
+            f"{plan.time.exposed:.2g}",
+            f"{plan.utilization(job):.1%}",
+        )
+        for plan in plans
+    ]
+    show_table(title, headings, rows)
+
+
+def show_memory(plan: "Plan", job: "Job") -> None:
+    """Print the memory of every pipeline rank as a bar."""
+    from ..planning.search import GIB
+
+    scale, ranks = BAR / max(job.memory, plan.peak), len(plan.memory)
+    typer.echo(f"\npeak memory of {plan.layout}, of {job.memory:g} GiB:")
+    fullest = max(range(ranks), key=lambda rank: plan.memory[rank].total)
+    for rank in sorted({*range(0, ranks, -(-ranks // MOST_BARS)), fullest, ranks - 1}):
+        memory = plan.memory[rank]
+        bar = ""
+        for name, sign in KINDS.items():
+            bar += sign * round(scale * getattr(memory, name) / GIB)
+        typer.echo(f"  pipeline rank {rank:<3} {bar:<{BAR}} {memory.total / GIB:6.1f} GiB")
+    typer.echo("  " + "  ".join(f"{sign} {name}" for name, sign in KINDS.items()) + "\n")
+
+
+def script(plan: "Plan", model: str, seq: int, class_name: str) -> str:
+    """Return a script that trains under a layout, on random tokens, with the command that starts it."""
+    from ..plugins.hybrid_config import HybridConfig
+
+    layout, default = plan.layout, HybridConfig()
+    arguments = {
+        name: value
+        for name, value in layout.arguments.items()
+        if value != getattr(default, name) and name != "gradient_checkpoint_config"
+    }
+    lines = [f"    {name}={value!r}," for name, value in arguments.items()]
+    if layout.recompute:
+        lines += [
+            "    gradient_checkpoint_config=PipelineGradientCheckpointConfig(",
+            f"        gradient_checkpointing_ratio={layout.recompute:g}",
+            "    ),",
+        ]
+    path = Path(model).expanduser()
+    config = f"AutoConfig.from_pretrained({str(path)!r})" if path.exists() else f"CONFIG_MAPPING[{model!r}]()"
+    batch = plan.samples * layout.microbatches
+    return f"""# torchrun --nnodes NODES --nproc_per_node GPUS train.py, on {layout.world_size} GPUs in all
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, {class_name}
+
+from echelon import Booster, HybridParallelPlugin, LazyInitContext, PipelineGradientCheckpointConfig, launch_from_torch
+
+launch_from_torch(seed=0)
+plugin = HybridParallelPlugin(
+{chr(10).join(lines)}
+)
+booster = Booster(plugin=plugin)
+with LazyInitContext():
+    model = {class_name}({config})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+model, optimizer, *_ = booster.boost(model, optimizer)
+for step in range(10):
+    tokens = torch.randint(0, 100, ({batch}, {seq}))  # this replica's samples
+    output = booster.execute_pipeline(iter([dict(input_ids=tokens, labels=tokens)]), model, optimizer=optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {{step}}: loss {{output['loss']:.4f}}")"""

@@ -1,0 +1,1 @@
+"""Predicted memory and step time of layouts, without processes and without weights."""

@@ -1,0 +1,187 @@
+"""Costs of a computation on fake tensors: live bytes, operations and communication, section by section.
+
+[Note: sections] A forward is cut where a layer begins or ends. Between two cuts lies a section. Its backward begins
+when the gradient of its output arrives, and ends when that of its input does. For each section and direction a `Meter`
+notes the bytes that are live at its end, the peak in between, the operations and the messages.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ..cluster.traffic import Count, Traffic
+
+_aten = torch.ops.aten
+_DRAWS = (_aten.randint, _aten.random_)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation on tensors.
+
+    Args:
+        flops: floating-point operations of its products, two for a multiplication with addition; 0 for all others.
+        nbytes: bytes that it reads and writes.
+    """
+
+    flops: int
+    nbytes: int
+
+
+@dataclass
+class Measured:
+    """What one section needs in one direction.
+
+    Attributes:
+        start, end, peak: live bytes at its start and end, and the maximum in between, counted from the same base.
+        operations: those that move data.
+        traffic: messages by axis and kind.
+    """
+
+    start: int
+    end: int = 0
+    peak: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    traffic: dict[tuple[str, str], Count] = field(default_factory=dict)
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the live storages created inside it.
+
+    Resident memory would include memory of the backend and of the allocator, and hooks of saved tensors miss other
+    tensors that an autograd function keeps.
+
+    Attributes:
+        now: live bytes.
+        peak: the maximum of `now`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count its new storages; an operation on a DTensor is counted on its local tensors."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        return self.run(func, args, kwargs or {})[0]
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Run an operation; return its result, its input tensors, and the tensors with new storages."""
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        for tensor in inputs:
+            self._known.setdefault(tensor.untyped_storage(), True)  # a view of it adds nothing
+        result = func(*args, **kwargs)
+        outputs = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        return result, inputs, [output for output in outputs if self._count(output)]
+
+    def _count(self, tensor: Tensor) -> bool:
+        """Count a tensor's storage until it is freed; return True if it is a new one."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return False
+        self._known[storage] = True
+        nbytes = storage.nbytes()
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        finalize(storage, self._forget, nbytes)
+        return True
+
+    def _forget(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+class Meter(LiveBytes):
+    """A context that measures the computation inside it, section by section; see [Note: sections].
+
+    Tensors have no values. A read of a truth value is answered by True: all tokens are valid, no mask hides anything.
+    A random number, as a seed, is 1.
+
+    Args:
+        traffic: counts the messages, in an outer or inner context.
+
+    Attributes:
+        measured: by section and direction, in the order of their first visits.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.measured: dict[Any, Measured] = {}
+        self._traffic, self._messages = traffic, _totals(traffic)
+        self._drawn: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+        self._current: Measured | None = None
+
+    def enter_section(self, key: Any) -> None:
+        """End the current section, and start this one, or go on with it."""
+        self.end_section()
+        self._current = self.measured.setdefault(key, Measured(self.now))
+        self.peak = max(self._current.peak, self.now)
+
+    def end_section(self) -> None:
+        """End the current section, if there is one."""
+        messages = _totals(self._traffic)
+        if self._current is not None:
+            self._current.end, self._current.peak = self.now, self.peak
+            _add_differences(self._current.traffic, self._messages, messages)
+        self._messages, self._current = messages, None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note its bytes and its new storages."""
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return self._answered(args[0])
+        result, inputs, made = self.run(func, args, kwargs)
+        if func._overloadpacket in _DRAWS:
+            self._drawn |= {output.untyped_storage(): True for output in made}
+        if self._current is not None and func.namespace == "aten" and (made or func._schema.is_mutable):
+            nbytes = sum(tensor.nbytes for tensor in (*inputs, *made))
+            self._current.operations.append(Operation(_flops(func, args, kwargs, result), nbytes))
+        return result
+
+    def _answered(self, tensor: Tensor) -> int:
+        """Return the answer of a read on the host."""
+        if tensor.dtype == torch.bool or tensor.untyped_storage() in self._drawn:
+            return True
+        raise ValueError("its forward reads numbers of a tensor on the host, which have no values in a plan")
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the floating-point operations of a product."""
+    packet = func._overloadpacket
+    if packet is _aten._grouped_mm:
+        # (R, K) × (E, K, N), or (K, R) × (R, N) for gradients of weights
+        return 2 * prod(args[0].shape) * int(args[1].shape[-1])
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _totals(traffic: Traffic) -> dict[tuple[str, str], Count]:
+    return {key: Count(count.calls, count.nbytes, count.sent) for key, count in traffic.counts.items()}
+
+
+def _add_differences(
+    counts: dict[tuple[str, str], Count],
+    before: dict[tuple[str, str], Count],
+    after: dict[tuple[str, str], Count],
+) -> None:
+    """Add the messages between two states of a count."""
+    totals = defaultdict(Count, before)
+    for key, count in after.items():
+        sum_ = counts.setdefault(key, Count())
+        sum_.calls += count.calls - totals[key].calls
+        sum_.nbytes += count.nbytes - totals[key].nbytes
+        sum_.sent += count.sent - totals[key].sent

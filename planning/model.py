@@ -1,0 +1,59 @@
+"""Models on the meta device, from a config, a folder or a model type."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from ..cluster.transformers_api import creation_on_meta
+from ..derive.tasks import task_of, tasks_of
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Return the config of a folder, of a config.json, or the default config of a model type.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--model {name} has no config of transformers: {error}") from None
+        return config
+    if name not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"--model {name!r} is no folder, file or model type of transformers: give a folder with config.json, "
+            "the path of a config.json, or a type as llama"
+        )
+    default: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
+    return default
+
+
+def build_on_meta(config: PreTrainedConfig, head: str | None) -> tuple[nn.Module, str]:
+    """Return the model of a config on the meta device, and its task as transformers names it.
+
+    Args:
+        config: of the model.
+        head: the name of a class or of a task; None is the class that the config names, or else the usual one.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    by_task = tasks_of(config.model_type)
+    architectures = [name for name in config.architectures or [] if hasattr(transformers, name)]
+    if head is None:
+        name = next(iter([*architectures, *by_task.values()]), None)
+    else:
+        name = by_task.get(head.upper(), head if hasattr(transformers, head) else None)
+    if name is None:
+        known = ", ".join(task.lower() for task in by_task) or "none that trains"
+        raise ValueError(f"--head {head!r} of a {config.model_type!r} is not known: use one of {known}")
+    kind: Any = getattr(transformers, name)
+    with torch.device("meta"), creation_on_meta():
+        model: nn.Module = kind(config)
+    return model, task_of(kind) or "CAUSAL_LM"

@@ -1,0 +1,107 @@
+"""`echelon plan`: tables, pictures, refusals, and a script that runs as it is printed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli.main import app
+
+SMALL = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_layouts_are_listed_with_memory_and_a_picture(folder: Path) -> None:
+    picture = folder / "memory.svg"
+    status, output = call(
+        *("--model", folder, "--world", 4, "--global-batch", 8, "--seq", 64, "--top", 3, "--plot", picture)
+    )
+    assert status == 0, output
+    assert "estimates" in output and "MFU" in output and "pipeline rank 0" in output
+    assert "activations" in picture.read_text() and "76 GiB" in picture.read_text()
+
+
+def test_where_nothing_fits_the_nearest_is_named(folder: Path) -> None:
+    status, output = call(
+        *("--model", folder, "--world", 2, "--global-batch", 2, "--seq", 64),
+        *("--memory", 0.001, "--reserve", 0),
+    )
+    assert status == 1
+    assert "nothing fits into 0.001 GiB" in output and "the nearest" in output
+
+
+def test_one_layout_is_checked_with_all_its_problems(folder: Path) -> None:
+    status, output = call(
+        *("--model", folder, "--world", 4, "--global-batch", 8, "--seq", 64),
+        *("--layout", "--tp 3 --zero 7"),
+    )
+    assert status == 1
+    assert "tp_size=3" in output and "zero_stage=7" in output and "the nearest that fit" in output
+    status, output = call(
+        *("--model", folder, "--world", 4, "--global-batch", 8, "--seq", 64),
+        *("--layout", "--tp 2 --pp 2 --microbatches 4"),
+    )
+    assert status == 0 and "tp2·pp2" in output and "4 × 2" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu", "abacus"), "--gpu 'abacus'"),
+        (("--seq", 0), "--seq 0"),
+        (("--world", 0), "--world 0"),
+        (("--precision", "int8"), "--precision 'int8'"),
+        (("--model", "no-such"), "--model 'no-such'"),
+        (("--layout", "--tp 2 --microbatches 3"), "multiple of"),
+    ],
+)
+def test_bad_arguments_are_refused(folder: Path, arguments: tuple[object, ...], words: str) -> None:
+    status, output = call("--model", folder, "--world", 4, "--global-batch", 8, *arguments)
+    assert status == 2 and words in " ".join(output.split())
+
+
+def test_the_printed_script_runs_as_it_is(folder: Path) -> None:
+    status, output = call(
+        *("--model", folder, "--world", 2, "--global-batch", 4, "--seq", 32, "--precision", "fp32"),
+        *("--layout", "--pp 2 --microbatches 2 --recompute 1"),
+    )
+    assert status == 0, output
+    script = folder / "train.py"
+    script.write_text(output[output.index("# torchrun") :])
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+    ]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "step 9: loss" in ran.stdout
