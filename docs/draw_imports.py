@@ -25,6 +25,7 @@ IGNORANCE = {
     "booster": "the user's face",
     "trainer": "transformers' Trainer on top",
     "verify": "a reference that imports nothing of Echelon",
+    "planning": "no weights, no process",
     "cli": "its help imports no torch",
 }
 WIDTH, HEIGHT, GAP_X, GAP_Y = 210, 44, 40, 34

@@ -39,7 +39,7 @@ class Operation:
 
 @dataclass
 class Measured:
-    """What one section needs in one direction.
+    """The needs of one section in one direction.
 
     Attributes:
         start, end, peak: live bytes at its start and end, and the maximum in between, counted from the same base.

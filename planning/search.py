@@ -21,7 +21,7 @@ from ..verify.layout import Layout
 from .devices import Device
 from .predict import Memory, Prediction, StepTime
 from .sections import Trace
-from .trace import Tracer
+from .tracer import Tracer
 
 GIB = 2**30
 RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers, of which the smallest that fits is taken
@@ -34,7 +34,7 @@ REFINED = 2  # how many times as many layouts as are shown are predicted without
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, and on what.
+    """The training to plan for, and its GPUs.
 
     Args:
         world: number of GPUs.
@@ -91,7 +91,7 @@ class Plan:
 
 
 class _Setting:
-    """What layouts of the same axes, schedule and precision have in common."""
+    """Properties that layouts of the same axes, schedule and precision share."""
 
     def __init__(self, layout: Layout, world: int) -> None:
         self.config = layout.config

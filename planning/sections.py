@@ -1,4 +1,4 @@
-"""What one rank computes for a microbatch, section by section, and the parameters that it has."""
+"""The computation of one rank for a microbatch, section by section, and its parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -328,7 +328,7 @@ def test_other_bytes_than_the_formulas_are_reported(load: Callable[[str], Module
 def test_live_bytes_are_those_of_tensors_that_still_exist(load: Callable[[str], ModuleType]) -> None:
     live_bytes = load("live_bytes")
     before = torch.ones(1000)
-    with live_bytes.LiveBytes() as live:
+    with live_bytes.KeptBytes() as live:
         view = before.view(10, 100)
         assert live.now == 0
         made = view * 2

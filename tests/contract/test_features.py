@@ -22,8 +22,9 @@ from echelon import (
 from echelon.pipeline.action import Action, Op
 
 from ..booster import test_gather_for_metrics, test_nonfinite
-from ..cli import test_doctor
+from ..cli import test_doctor, test_plan
 from ..migration import test_names
+from ..planning import test_predict
 from ..plugins import test_deepspeed, test_experts
 from ..pool import Pool
 from ..trainer import test_trainer
@@ -153,6 +154,10 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
         test_names.test_a_name_with_a_counterpart_is_that,
         test_gather_for_metrics.test_every_sample_is_gathered_once_in_its_order,
         test_deepspeed.test_a_plugin_of_a_configuration_trains,
+    ],
+    "planning": [
+        test_predict.test_operations_are_those_of_torchs_counter,
+        test_plan.test_layouts_are_listed_with_memory_and_a_picture,
     ],
     "explaining": [
         test_nonfinite.test_the_first_module_that_is_not_finite_is_named_on_every_rank,
