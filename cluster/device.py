@@ -231,7 +231,7 @@ class CopyStream:
 
 
 def timed_event() -> Any:
-    """Note the time of the device when its current stream comes to this point; of CUDA alone."""
+    """Note the time of the device when its current stream comes to this point. On CUDA only."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

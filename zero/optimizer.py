@@ -174,8 +174,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
-        Below stage 2 only the last of several calls reduces. `execute_pipeline` sets a `gradient_factor`, so earlier
-        gradients are first reduced and kept separate. If it fails in a backward, gradients with its factor are dropped.
+        Below stage 2 only the last of several calls reduces. `execute_pipeline` sets a `gradient_factor`, so those of
+        earlier steps are reduced and kept separate. If it fails in a backward, gradients with its factor are dropped.
 
         Args:
             name: "backward()" for calls of it, which ranks compare by name; None for `execute_pipeline`.
@@ -185,9 +185,9 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         self.calls.begin(is_backward=name is not None, has_factor=self.gradient_factor is not None)
         is_first = self.calls.is_first
-        if name is not None:
+        if name is not None:  # backward() has no factor of its own
             self._gradients.apply_factor()
-        elif is_first and self.reducer.holds_gradients:
+        elif is_first and self.reducer.holds_gradients:  # all calls of a step share the new factor
             self._gradients.set_aside(self._reduce)
         reducer, num_contexts = self.reducer, self.reducer.num_contexts
         with nullcontext() if self.calls.is_last or reducer.shards_gradients else self.no_sync():

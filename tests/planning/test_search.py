@@ -11,6 +11,7 @@ from torch import nn
 from echelon.planning.devices import DEVICES
 from echelon.planning.model import build_on_meta, load_config
 from echelon.planning.search import Job, Planner
+from echelon.planning.shortened import _kind, shorten, stage_plan
 from echelon.verify.layout import Layout
 
 
@@ -104,6 +105,17 @@ def test_a_model_whose_layers_are_unknown_is_planned_without_a_pipeline() -> Non
 def test_a_model_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--model"):
         load_config(name)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "deepseek_v3", "llama", "t5"])
+def test_a_shortened_model_has_a_layer_like_every_layer(kind: str) -> None:
+    model, _ = build_on_meta(load_config(kind), None)
+    plan = stage_plan(model)
+    assert plan is not None
+    kinds = [_kind(model.get_submodule(path)) for path in plan.layer_paths(model)]
+    like = shorten(model, plan)
+    left = [_kind(model.get_submodule(path)) for path in plan.layer_paths(model)]
+    assert len(left) < len(kinds) and [left[index] for index in like] == kinds
 
 
 def test_a_head_is_chosen_by_task_or_class() -> None:
