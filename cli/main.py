@@ -5,6 +5,7 @@ import typer
 from .. import __version__
 from .checkpoint import checkpoint
 from .doctor import doctor
+from .explain import explain
 from .models import models
 from .timeline import timeline
 from .verify import verify
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(doctor)
+app.command()(explain)
 app.command()(models)
 app.command()(timeline)
 app.command()(verify)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import note_batch, rename_call, wait_for_all_ranks
+from .failures import note_batch, note_end_of_data, rename_call, wait_for_all_ranks
 from .gathering import differing_ranks, gather_integers, raise_together, require_equal
 from .hashes import batch_code, batch_hash, describe_batch, settings_hash
 from .mesh import ParallelMesh
@@ -113,6 +113,8 @@ class Agreement:
             ValueError: that of some ranks has ended, batches differ within a replica, or only some ranks train. Also
                 the error of a batch: on every rank in a call that is compared, otherwise only on this one.
         """
+        if batch is ENDED:
+            note_end_of_data()
         is_due = self._is_due(next(self._batches)) or not kind.trains or always
         if error is not None and (self._mesh.world_size == 1 or not is_due):
             raise error

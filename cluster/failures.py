@@ -88,6 +88,12 @@ def note_batch(batch: str, replica: Sequence[int]) -> None:
         _watch.here.replica, _watch.here.batch = ",".join(map(str, replica)), batch
 
 
+def note_end_of_data() -> None:
+    """Show in the heartbeats that this rank has no more batches, until its next call."""
+    if _watch is not None:
+        _watch.here.data_ended = _watch.here.calls
+
+
 def current_call() -> str | None:
     """Name of the watched call that this process is in; None outside of calls, and in a run of one process."""
     return None if _watch is None else _watch.action

@@ -48,6 +48,11 @@ class Action(NamedTuple):
         """The stage and the microbatch."""
         return self.stage, self.microbatch
 
+    @property
+    def label(self) -> str:
+        """Its name in reports and profiles: "F stage 1 microbatch 3"."""
+        return f"{self.op.value} stage {self.stage} microbatch {self.microbatch}"
+
     def __repr__(self) -> str:
         return f"{self.stage}{self.op.value}{self.microbatch}"
 

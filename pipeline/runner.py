@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from ..cluster.device import is_cuda, timed_event
+from ..cluster.whereabouts import Described
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
 from .simulate import Span
@@ -95,7 +96,7 @@ class Trace:
 
 
 @dataclass(kw_only=True)
-class ScheduleRun:
+class ScheduleRun(Described):
     """One step of one rank; the other ranks run theirs at the same time.
 
     Args:
@@ -127,6 +128,7 @@ class ScheduleRun:
 
     def __post_init__(self) -> None:
         self._trains = False
+        self._action: Action | None = None  # the present one
         # From a computation or receive until the result is used. Keys: the stage that computes it, perhaps on another
         # rank, and the microbatch.
         self._stage_outputs: dict[_StageAndMicrobatch, tuple[Tensor, ...] | PendingTransfer] = {}  # detached
@@ -173,11 +175,16 @@ class ScheduleRun:
         """Execute actions in order; those that compute gradients in the context of `around_backward`."""
         last = {action.stage: action for action in actions if action.op in _COMPUTE_GRADIENTS}
         for action in actions:
+            self._action = action
             if self.around_backward is None or action.op not in _COMPUTE_GRADIENTS:
                 _METHODS[action.op](self, action)
             else:
                 with self.around_backward(action, last[action.stage] is action):
                     _METHODS[action.op](self, action)
+
+    def describe(self) -> str:
+        """Describe the present action."""
+        return "before the first action" if self._action is None else self._action.label
 
     def _result(self) -> RunResult:
         """Return the results of the step, in the order of the microbatches; see `RunResult`."""

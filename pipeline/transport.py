@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cluster.device import backend_of
 from ..cluster.mesh import ParallelMesh
+from ..cluster.whereabouts import Described
 from .action import Action, Op, counterpart, send_of
 
 _ACTIVITIES = {
@@ -35,7 +36,7 @@ def takes_gradient(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class PendingTransfer:
+class PendingTransfer(Described):
     """The tensors that one action sends or receives. A receive may begin late: see [Note: unknown shapes].
 
     Args:
@@ -87,6 +88,16 @@ class PendingTransfer:
             raise self._connection_error(error) from error
         assert self.tensors is not None
         return self.tensors
+
+    def describe(self) -> str:
+        """Describe the transfer, as the error of a lost connection does."""
+        _, stage, microbatch = self.action
+        peer = f"rank {self._channel.peer}, pipeline stage {counterpart(self.action).stage}"
+        return f"{_ACTIVITIES[self.action.op]} of microbatch {microbatch} at stage {stage} ({peer})"
+
+    def peers(self) -> tuple[int, ...]:
+        """The other end."""
+        return (self._channel.peer,)
 
     def _connection_error(self, error: RuntimeError) -> RuntimeError:
         """Return the backend's error with the peer's rank in front, of the same class, by which callers classify it."""
