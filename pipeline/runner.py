@@ -1,6 +1,7 @@
 """The runner of all schedules: executes a rank's actions in order."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -185,6 +186,10 @@ class ScheduleRun(Described):
     def describe(self) -> str:
         """Describe the present action."""
         return "before the first action" if self._action is None else self._action.label
+
+    def in_flight(self) -> Counter[int]:
+        """Count by stage the microbatches whose forward has run and whose backward has not, with their activations."""
+        return Counter(stage for stage, _ in self._received)
 
     def _result(self) -> RunResult:
         """Return the results of the step, in the order of the microbatches; see `RunResult`."""

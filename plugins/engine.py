@@ -73,6 +73,7 @@ class PipelineEngine:
         random: random numbers of forwards in training.
         agreement: comparison of batches and settings between ranks.
         parameters: by stage, the parameters that no other stage of this rank uses.
+        in_flight: by stage, the microbatches with activations at the end of the last call; none unless it failed.
         trace: a list to which every batch appends the times of this rank's actions; None measures nothing.
     """
 
@@ -117,6 +118,7 @@ class PipelineEngine:
             config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
         self.trace: list[Span] | None = None
+        self.in_flight: Counter[int] = Counter()
 
     def run(
         self,
@@ -196,7 +198,10 @@ class PipelineEngine:
                 around_backward=None if optimizer is None else self._accumulating(optimizer),
                 trace=trace,
             )
-            result = run.run(schedule[self.mesh.rank("pp")])
+            try:
+                result = run.run(schedule[self.mesh.rank("pp")])
+            finally:
+                self.in_flight = run.in_flight()
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
         return result
