@@ -232,20 +232,20 @@ class HeartbeatStore:
         contents = self._store.multi_get(keys)
         return {rank: Heartbeat(**json.loads(content)) for rank, content in zip(ranks, contents, strict=True)}
 
-    def arrive(self, barrier: int, world_size: int) -> None:
-        """Register this rank at a barrier of all ranks."""
-        if self._store.add(f"arrived/{barrier}", 1) == world_size:
+    def arrive(self, barrier: str, size: int) -> None:
+        """Register this rank at a barrier of `size` ranks."""
+        if self._store.add(f"arrived/{barrier}", 1) == size:
             self._store.set(f"met/{barrier}", "")
 
-    def withdraw(self, barrier: int) -> None:
+    def withdraw(self, barrier: str) -> None:
         """Withdraw this rank from a barrier."""
         self._store.add(f"arrived/{barrier}", -1)
 
-    def all_arrived(self, barrier: int) -> bool:
+    def all_arrived(self, barrier: str) -> bool:
         """Return True if all ranks have arrived at a barrier."""
         return bool(self._store.check([f"met/{barrier}"]))
 
-    def forget(self, barrier: int) -> None:
+    def forget(self, barrier: str) -> None:
         """Delete the keys of a barrier that all ranks have left."""
         for key in (f"arrived/{barrier}", f"met/{barrier}"):
             self._store.delete_key(key)

@@ -51,7 +51,7 @@ from .heartbeats import (
     members,
     unmatched_call,
 )
-from .whereabouts import Described, Place, place_of, with_communication_in_flight
+from .whereabouts import Described, Place, place_of, place_of_error, with_communication_in_flight
 
 INTERVAL_SECONDS = 0.5
 SILENT_SECONDS = 10.0
@@ -62,6 +62,9 @@ _POLL_SECONDS = 0.02
 # Time that a rank with a broken connection waits for the cause: longer than detecting a silent rank takes.
 NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
 BRIEF_SECONDS = 4 * INTERVAL_SECONDS
+_OTHER_SIZE = (
+    "unless it was killed: gloo ends a process whose tensors have another size than those of its peers"
+)
 
 
 class Watch(Described):
@@ -121,8 +124,8 @@ class Watch(Described):
         return True
 
     def describe(self) -> str:
-        """Describe `wait_for_all`, the only method that waits outside of reports."""
-        return "waiting in the store until all ranks have entered the call"
+        """Describe the methods that wait in the store."""
+        return "waiting in the store for other ranks"
 
     def peers(self) -> tuple[int, ...]:
         """All other ranks."""
@@ -154,24 +157,33 @@ class Watch(Described):
 
     def wait_for_all(self) -> None:
         """Wait for all ranks through the store only, so that no message of training can be mixed up with another."""
-        start, barrier, call = time.monotonic(), self._num_barriers, self._own_call()
-        self._heartbeats.arrive(barrier, self.world_size)
-        while not self._heartbeats.all_arrived(barrier):
+        barrier = self._num_barriers
+        self._wait_at(f"barrier {barrier}", self.world_size)
+        self._num_barriers += 1
+        if self.rank == 0 and barrier > 0:
+            self._heartbeats.forget(f"barrier {barrier - 1}")
+
+    def wait_for_batch(self, batch: str, replica: Sequence[int]) -> None:
+        """Wait through the store until all ranks of a replica have had a batch of these names, shapes and dtypes."""
+        self._wait_at(f"batch {batch} of {replica[0]}", len(replica))
+
+    def _wait_at(self, name: str, size: int) -> None:
+        """Wait at a barrier in the store; raise if another rank never comes."""
+        start, call = time.monotonic(), self._own_call()
+        self._heartbeats.arrive(name, size)
+        while not self._heartbeats.all_arrived(name):
             waited = time.monotonic() - start
             time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
             error = None if call is None else call.unmatched
             if error is None and waited > default_timeout().total_seconds():
                 error = RankFailure(self._timed_out(self.here.action or ""))
             if error is not None:
-                self._heartbeats.withdraw(barrier)
+                self._heartbeats.withdraw(name)
                 self._forget_call()
                 if call is not None:
                     # Its traceback would keep process groups alive; closing their connections frees other ranks.
                     call.unmatched = None
                 raise error
-        self._num_barriers += 1
-        if self.rank == 0 and barrier > 0:
-            self._heartbeats.forget(barrier - 1)
 
     def _forget_call(self) -> None:
         """Undo the count of this call: nothing was sent in it."""
@@ -214,7 +226,7 @@ class Watch(Described):
             if time.monotonic() - start > (BRIEF_SECONDS if is_explained else NEWS_SECONDS):
                 break
             time.sleep(INTERVAL_SECONDS / 5)
-        failure = self._failure(action, str(error))
+        failure = self._failure(action, error)
         if failure is None and (event := self._timed_out_event(entered)) is not None:
             failure = RankFailure(f"{event.text}\nThis rank ({self.rank}) was waiting in {action}.")
         return failure
@@ -435,14 +447,23 @@ class Watch(Described):
             return False
         return cause.kind == "gone" or (cause.kind == "failed" and cause.errors > self._own_errors)
 
-    def _failure(self, action: str, detail: str = "", event: Event | None = None) -> RankFailure | None:
-        """Return the error of the rank that failed first, or else of `event`; None if no rank has failed."""
+    def _failure(
+        self, action: str, error: BaseException | None = None, event: Event | None = None
+    ) -> RankFailure | None:
+        """Return the error of the rank that failed first, or else of `event`; None if no rank has failed.
+
+        Args:
+            action: name of this rank's call.
+            error: of the backend, raised in it.
+            event: used if there is no cause.
+        """
         cause = self._cause() or event
-        here = f"this rank ({self.rank}) was waiting for it in {action}"
-        if detail.startswith("lost rank"):  # the pipeline's description: stage and microbatch
-            here += f" ({detail.partition(': ')[0]})"
+        place = Place() if error is None else place_of_error(error)
+        here = f"this rank ({self.rank}) was waiting for it in {action}{f', {place}' if str(place) else ''}"
         if cause is not None:
-            return RankFailure(f"{cause}; {here}", cause.rank)
+            hint = f"; {_OTHER_SIZE}" if cause.kind == "gone" and place.collective else ""
+            separator = "\n" if "\n" in cause.text else "; "
+            return RankFailure(f"{cause}{separator}{here}{hint}", cause.rank)
         if self._store_is_lost:
             return RankFailure(f"the store is gone, which rank 0 or its launcher hosts; {here}", 0)
         return None

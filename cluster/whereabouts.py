@@ -10,6 +10,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -75,9 +76,20 @@ class Place(NamedTuple):
 
 def place_of(thread_id: int) -> Place:
     """Read the place of a thread of this process from its stack. No communication, no wait for a device."""
-    frames = list(_outward(sys._current_frames().get(thread_id)))
+    return _place(list(_outward(sys._current_frames().get(thread_id))))
+
+
+def place_of_error(error: BaseException) -> Place:
+    """Read where an error was raised in this thread, from its traceback; the line is of the script that called."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)][::-1]
+    return _place(frames)._replace(line=_script_line([*frames, *_outward(sys._getframe())]))
+
+
+def _place(frames: Sequence[FrameType]) -> Place:
+    """Read the place of a stack, the innermost frame first."""
     collective, sizes, ranks = _collective(frames)
-    described = [owner for frame in frames if isinstance(owner := _owner(frame), Described)]
+    owners = {id(owner): owner for frame in frames if isinstance(owner := _owner(frame), Described)}
+    described = list(owners.values())
     module = _module(frames)
     steps = [owner.describe() for owner in reversed(described)]
     if module:

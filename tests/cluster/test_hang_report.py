@@ -2,19 +2,19 @@
 
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from echelon.cluster.errors import RankFailure
-from echelon.cluster.failures import naming_failures, start_watch, stop_watch
+from echelon.cluster.failures import naming_failures
 from echelon.cluster.hang_report import hang_report, likely_cause, named
 from echelon.cluster.heartbeats import Event, Heartbeat
 from echelon.cluster.whereabouts import Place
 
 from ..pool import Pool
+from .helpers import with_short_timeout
 
 TIMEOUT = 3.0  # of the process groups, in seconds
 
@@ -68,30 +68,14 @@ def test_ranks_of_one_place_share_a_line() -> None:
     assert named([0, 1, 2, 5]) == "ranks 0-2, 5"
 
 
-def with_short_timeout() -> None:
-    """Begin a new process group with a short timeout, in place of the pool's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    stop_watch()
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "cpu:gloo",
-        store=dist.PrefixStore("short", store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-
-
 def sleep_in_a_script() -> None:
     time.sleep(TIMEOUT + 3)
 
 
 def all_reduce_alone() -> float:
     """Rank 2 is elsewhere for longer than the timeout; return the time that the others waited."""
-    with_short_timeout()
+    with_short_timeout(TIMEOUT)
     start = time.monotonic()
-    start_watch()
     if dist.get_rank() == 2:
         sleep_in_a_script()
         return 0.0
