@@ -225,13 +225,6 @@ class CopyStream:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def timed_event() -> Any:
-    """Note the time of the device when its current stream comes to this point; of CUDA alone."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 def allocated_bytes(device: torch.device) -> int | None:
     """Return the bytes of all tensors on a device; None on a CPU, where nobody counts them."""
     return torch.cuda.memory_allocated(device) if is_cuda(device) else None

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import RankFailure, is_broken, is_timeout
+from .profiling import named
 from .watch import Watch, default_store
 
 _watch: Watch | None = None  # one for each process, as there is one default process group
@@ -136,7 +137,7 @@ def naming_failures(
     if watch is None or not watch.enter(action, ranks):
         yield
         return
-    with termination_deferred():
+    with termination_deferred(), named(action):
         try:
             yield
         except raised_alike:
