@@ -79,6 +79,7 @@ class Watch(Described):
         self.process_id = os.getpid()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._timeout = default_timeout().total_seconds()
         self._heartbeats = HeartbeatStore(store, self.rank)
         self._reading = threading.Lock()
         self._events: list[Event] = []
@@ -175,7 +176,7 @@ class Watch(Described):
             waited = time.monotonic() - start
             time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
             error = None if call is None else call.unmatched
-            if error is None and waited > default_timeout().total_seconds():
+            if error is None and waited > self._timeout:
                 error = RankFailure(self._timed_out(self.here.action or ""))
             if error is not None:
                 self._heartbeats.withdraw(name)
@@ -332,7 +333,7 @@ class Watch(Described):
         self._last_check = now
         beats = {**self._heartbeats.beats(members(here.group)), self.rank: here}
         absent = absent_ranks(self.rank, beats)
-        patience = min(WAITING_SECONDS, default_timeout().total_seconds() / 2)
+        patience = min(WAITING_SECONDS, self._timeout / 2)
         if absent and now - call.entered > patience and not call.is_announced:
             call.is_announced = True
             if self.rank == min(set(members(here.group)) - set(absent)):

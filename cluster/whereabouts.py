@@ -121,11 +121,11 @@ def with_communication_in_flight(place: Place) -> Place:
         return place
     groups = {str(group.group_name): group for group in distributed_c10d._world.pg_names}
     group = groups.get(recorded.group)
-    return place._replace(
-        collective=f"{recorded.name} {recorded.description if group is None else described_group(group)}",
-        sizes=described_tensors(recorded.inputs),
-        waits_for=() if group is None else tuple(dist.get_process_group_ranks(group)),
-    )
+    name = f"{recorded.name} {recorded.description if group is None else described_group(group)}"
+    if group is None or not place.steps or not place.steps[-1].startswith("wait of "):
+        return place._replace(steps=(*place.steps, f"with {name} in flight"))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return place._replace(collective=name, sizes=described_tensors(recorded.inputs), waits_for=ranks)
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
