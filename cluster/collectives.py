@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd import Function, function
 
 from . import gloo
+from .profiling import named_collective
 
 # torch 2.13 renamed these functions and warns of the old names. Remove this once 2.13 is the oldest supported.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -78,6 +79,7 @@ class InFlight(Generic[Result]):
         return replace(self, finish=finish)
 
 
+@named_collective
 def begin_all_gather(buffer: Tensor, local_slice: Tensor, group: dist.ProcessGroup) -> Handle:
     """Start an all-gather of the ranks' 1-D slices into a 1-D buffer, in the order of ranks."""
     if gloo.takes(buffer, group):
@@ -86,6 +88,7 @@ def begin_all_gather(buffer: Tensor, local_slice: Tensor, group: dist.ProcessGro
     return work
 
 
+@named_collective
 def begin_reduce_scatter(local_slice: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Handle:
     """Start a reduce-scatter: `local_slice` receives this rank's slice of the sum of all 1-D buffers."""
     if gloo.takes(buffer, group):
@@ -94,6 +97,7 @@ def begin_reduce_scatter(local_slice: Tensor, buffer: Tensor, group: dist.Proces
     return work
 
 
+@named_collective
 def begin_gather(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start an all-gather of tensors of one shape, stacked to (T, *shape)."""
     if torch.compiler.is_compiling():
@@ -104,6 +108,7 @@ def begin_gather(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     return InFlight(begin_all_gather(rows.view(-1), x.contiguous().view(-1), group), rows)
 
 
+@named_collective
 def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start a reduce-scatter of (T, *shape): this rank's row of the sum over ranks."""
     if torch.compiler.is_compiling():
@@ -114,6 +119,7 @@ def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor
     return InFlight(begin_reduce_scatter(row_sum.view(-1), rows.contiguous().view(-1), group), row_sum)
 
 
+@named_collective
 def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start `all_reduce` asynchronously."""
     if torch.compiler.is_compiling():
@@ -127,6 +133,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return begin_all_reduce(x, group).wait()
 
 
+@named_collective
 def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not x.is_contiguous() or torch.compiler.is_compiling():
         return all_reduce(x, group)
@@ -151,6 +158,7 @@ def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return begin_sum_of_rows(torch.stack(x.chunk(group.size(), dim)), group).wait()
 
 
+@named_collective
 def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:
     """All-to-all: send slices of `x` along `split_dim`, concatenate those received along `gather_dim`.
 
@@ -173,6 +181,7 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
+@named_collective
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """All-to-all of rows: the first `sent[0]` go to the first rank, and so on; no gradient.
 
