@@ -21,7 +21,7 @@ from echelon import (
 )
 from echelon.pipeline.action import Action, Op
 
-from ..booster import test_gather_for_metrics, test_nonfinite
+from ..booster import test_arguments, test_gather_for_metrics, test_metrics, test_nonfinite
 from ..cli import test_doctor
 from ..migration import test_names
 from ..plugins import test_deepspeed, test_experts
@@ -153,6 +153,10 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
         test_names.test_a_name_with_a_counterpart_is_that,
         test_gather_for_metrics.test_every_sample_is_gathered_once_in_its_order,
         test_deepspeed.test_a_plugin_of_a_configuration_trains,
+    ],
+    "measuring": [
+        test_metrics.test_records_are_read_at_an_interval_and_average_over_steps_and_ranks,
+        test_arguments.test_all_errors_are_reported_once_by_the_first_rank,
     ],
     "explaining": [
         test_nonfinite.test_the_first_module_that_is_not_finite_is_named_on_every_rank,
