@@ -63,13 +63,16 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def add_plugin_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_plugin_arguments(
+    parser: argparse.ArgumentParser, *, without: Sequence[str] = (), **defaults: Any
+) -> None:
     """Add `--plugin` and a flag for every option of HybridParallelPlugin, but `custom_policy`.
 
     `--gradient_checkpoint_config` takes the ratio of layers that are recomputed. The values are checked by the plugin.
 
     Args:
         parser: the script's parser.
+        without: options that get no flag, as those that the parser has under the same name.
         defaults: the script's own defaults, of options and of "plugin". A plugin that has no such option ignores its
             default. Sizes of axes are one layout: a size on the command line drops all default sizes.
 
@@ -77,6 +80,7 @@ def add_plugin_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> No
         ValueError: a default is for no option.
     """
     flags = {option.name: flag for option in fields(HybridConfig) if (flag := _flag(option.type)) is not None}
+    flags = {name: flag for name, flag in flags.items() if name not in without}
     if unknown := defaults.keys() - flags.keys() - {"plugin"}:
         raise ValueError(f"no options of HybridParallelPlugin with a flag: {', '.join(sorted(unknown))}")
     group = parser.add_argument_group("plugin", "checked by the plugin itself")
