@@ -16,6 +16,7 @@ from ..pool import Pool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 280
+FP32 = "--precision fp32"
 
 
 def run(

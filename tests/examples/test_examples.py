@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from ..pool import Pool
-from .scripts import EXAMPLES, numbers_of, records_of, run
+from .scripts import EXAMPLES, FP32, numbers_of, records_of, run
 
-FP32 = "--precision fp32"
 # By script: arguments of a tiny run, and those of layouts of 2 and of 4 processes.
 TINY = {
     "language/bert/finetune.py": (
