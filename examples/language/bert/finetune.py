@@ -3,8 +3,7 @@ r"""Fine-tune BERT on paraphrases under any plugin, and report F1.
     torchrun --standalone --nproc_per_node 4 examples/language/bert/finetune.py \
         --target_f1 0.86 --plugin hybrid_parallel --model_type bert
 
-Generated pairs: an active and a passive sentence about two people, who are swapped in half of the pairs.
-`--data_dir` reads MRPC's train.tsv and test.tsv instead, `--model` a pretrained folder or a name on the hub.
+Pairs are generated: an active and a passive sentence about two people, who are swapped in half of the pairs.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 import echelon
 from echelon import Booster, HybridParallelPlugin, Metrics
 
-NAMES = "ann bob carl dora emma frank grace henry iris jack kate leo mary nick olga paul rosa sam tina"
+PEOPLE = ("young old tall kind", "doctor captain judge coach", "ann bob carl dora emma frank grace henry")
 VERBS = "praised helped called blamed thanked hired painted admired rescued followed invited warned"
 Pair = tuple[str, str, int]  # two sentences, and 1 for a paraphrase
 
@@ -51,7 +50,8 @@ def paraphrases(num_pairs: int) -> list[Pair]:
     """Generate pairs. Both classes have the same words, so the model must read their order."""
     drawn, labels = random.Random(0), {}
     while len(labels) < num_pairs:
-        (actor, other), verb = drawn.sample(NAMES.split(), 2), drawn.choice(VERBS.split())
+        people = zip(*(drawn.sample(words.split(), 2) for words in PEOPLE), strict=True)
+        (actor, other), verb = map(" ".join, people), drawn.choice(VERBS.split())
         first, second = (actor, other) if len(labels) % 2 else (other, actor)
         sentences = [f"{actor} {verb} {other}", f"{second} was {verb} by {first}"]
         drawn.shuffle(sentences)
