@@ -144,9 +144,12 @@ class Metrics:
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         for name in dict.fromkeys(name for record in self.records for name in record):
-            if name in names or name.partition("/")[0] in names:
+            kind, _, layer = name.partition("/")
+            if name in names or kind in names:
                 rows = [record for record in self.records if name in record]
-                axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
+                steps, values = [row["step"] for row in rows], [row[name] for row in rows]
+                axes.plot(steps, values, marker=".", label=layer or name)
+        axes.set_ylabel(", ".join(names))
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -165,11 +168,14 @@ class Metrics:
         record: Record = {
             "loss": sum(losses) / len(losses),
             **values,
-            "grad_norm": self._optimizer.get_grad_norm(),
             "skipped_steps": self._optimizer.skipped_steps,
             "step_seconds": seconds,
             "peak_memory_bytes": max(bytes_ for bytes_, _ in ranks),
         }
+        if (
+            norm := self._optimizer.get_grad_norm()
+        ) is not None:  # torch's wrappers have one where the script clips
+            record["grad_norm"] = norm
         if self._tokens is not None:
             per_device = self._tokens / seconds / len(ranks)
             record |= {
@@ -219,7 +225,7 @@ def line_of(record: Record) -> str:
             case "skipped_steps":
                 texts += [f"skipped {value}"] if value else []
             case _ if not name.startswith("imbalance/"):
-                texts.append(f"{name} {value:.4g}" if value is not None else f"{name} none")
+                texts.append(f"{name} {value:.4g}")
     if imbalances := [value for name, value in record.items() if name.startswith("imbalance/")]:
         texts.append(f"imbalance {max(imbalances):.2f}")
     return ", ".join(texts)

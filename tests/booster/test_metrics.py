@@ -19,6 +19,7 @@ from echelon import Booster, HybridParallelPlugin, Metrics
 from echelon.booster import metrics as module
 from echelon.shardformer.expert_load import LayerLoad
 
+from ..host_reads import host_reads
 from ..pool import Pool
 
 
@@ -77,7 +78,7 @@ def test_records_are_read_at_an_interval_and_average_over_steps_and_ranks(pool: 
     assert evaluation == {"step": 4, "eval_loss": math.inf}
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert lines == [first, second, {"step": 4, "eval_loss": None}, last]
-    assert printed.startswith("step 2/5, loss 6.5, lr 0.2, grad_norm 0.5, skipped 1, memory ")
+    assert printed.startswith("step 2/5, loss 6.5, lr 0.2, skipped 1, memory ")
     assert "% of peak FLOPs, " in printed and printed.count("imbalance 1.50\n") == 3
 
 
@@ -85,6 +86,22 @@ def resumed(path: Path) -> list[int]:
     metrics = Metrics(booster(), Optimizer(), every=1, first_step=3, jsonl=path, show=None)
     metrics.step(torch.tensor(1.0))
     return [record["step"] for record in metrics.records]
+
+
+def reads_between_records() -> list[int]:
+    """Return the numbers of host reads in each of four steps, of which the last writes a record."""
+    metrics = Metrics(booster(), Optimizer(), every=4, show=None)
+    numbers = []
+    for _ in range(4):
+        loss = torch.ones(())
+        with host_reads() as reads:
+            metrics.step(loss)
+        numbers.append(sum(reads.values()))
+    return numbers
+
+
+def test_nothing_is_read_between_records(pool: Pool) -> None:
+    assert pool.run(1, reads_between_records) == [[0, 0, 0, 1]]
 
 
 def test_a_resumed_run_keeps_the_lines_of_its_past_alone(pool: Pool, tmp_path: Path) -> None:
