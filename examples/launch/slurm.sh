@@ -17,8 +17,10 @@
 #SBATCH --signal=TERM@120
 set -euo pipefail
 
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_node=${nodes%%$'\n'*}
 processes=${SLURM_GPUS_ON_NODE:-1}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds after SIGTERM in which a run may save; torchrun's default is 30
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$processes} / processes))
 
 # The first node keeps the rendezvous. A job of its own port does not meet another job on the node.

@@ -1,8 +1,10 @@
 """Launch files: their form, and their command with the variables that a cluster sets, on local processes."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 import yaml
 
 from ..docs.scripts import users_environment
-from .scripts import EXAMPLES, FP32, numbers_of
+from .scripts import EXAMPLES, FP32, numbers_of, records_of
 
 SLURM, KUBERNETES = EXAMPLES / "launch" / "slurm.sh", EXAMPLES / "launch" / "kubernetes.yaml"
 SCRIPT = EXAMPLES / "language" / "llama" / "pretrain.py"
@@ -22,9 +24,12 @@ TINY = f"--steps 3 --sequence_length 32 --batch_size 8 --data {SCRIPT} {FP32}".s
 TRAINER_FIELDS = {"image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def free_port(*wanted: int) -> int:
+    """Return the first of these ports that is free, of all without any."""
+    for port in wanted or (0,):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as server:
+            return server.getsockname()[1]
+    raise OSError(f"no port of {wanted} is free")
 
 
 def run_agents(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
@@ -89,10 +94,13 @@ def test_the_train_job_has_the_fields_of_kubeflow_s_resource() -> None:
 
 @pytest.mark.slow
 def test_the_command_of_slurm_trains_on_two_nodes(tmp_path: Path, alone: list[float]) -> None:
-    """`srun` is pretended: it starts its command once for each node, all of them on this machine."""
+    """`srun` is pretended: it starts its command once for each node, all of them on this machine.
+
+    The list of nodes is longer than a pipe's buffer: `| head -n 1` would end the script by SIGPIPE.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "scontrol").write_text("#!/bin/bash\necho localhost\necho localhost\n")
+    (folder / "scontrol").write_text("#!/bin/bash\nfor node in {1..2000}; do echo localhost; done\n")
     (folder / "srun").write_text(
         "#!/bin/bash\nshift\npids=()\n"
         'for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done\n'
@@ -104,7 +112,7 @@ def test_the_command_of_slurm_trains_on_two_nodes(tmp_path: Path, alone: list[fl
     log = tmp_path / "log.jsonl"
     variables = {
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_JOB_ID": str(free_port(*range(20100, 20900))),  # the script takes the port of this number
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "2",
@@ -137,6 +145,31 @@ def test_the_command_of_kubernetes_trains_on_two_nodes(tmp_path: Path, alone: li
     run_agents([command] * 2, nodes)
     assert numbers_of(log) == pytest.approx(alone, rel=1e-4)
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.slow
+def test_a_run_under_torchrun_that_gets_sigterm_is_saved_and_goes_on(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
+    words = [*TINY, "--steps", "60", "--log_every", "1", "--metrics", str(log), "--checkpoints", str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    first = subprocess.Popen(
+        [*command, str(SCRIPT), *words, "--tp_size", "2"],
+        env=users_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with first:
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line.startswith("step 5/"):
+                first.send_signal(signal.SIGTERM)
+    (saved,) = folder.iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert 5 <= step < 60
+    run_agents([[*command, str(SCRIPT), *words, "--pp_size", "2", "--num_microbatches", "2"]], [{}])
+    steps = [record["step"] for record in records_of(log) if "loss" in record]
+    assert steps == list(range(1, 61))
 
 
 @pytest.mark.slow

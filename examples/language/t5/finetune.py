@@ -25,7 +25,7 @@ LENGTH = 6  # the most digits of a text
 def parse_arguments() -> argparse.Namespace:
     parser = echelon.ArgumentParser(description=__doc__)
     parser.add_argument("--num_samples", type=int, default=12800, help="for training; 1024 more for the test")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=64, help="over all replicas")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--target_exact", type=float, default=0.0, help="exit with status 1 below it")
