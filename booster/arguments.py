@@ -16,6 +16,8 @@ from inspect import signature
 from types import NoneType
 from typing import Any, NoReturn, get_args
 
+import torch.distributed as dist
+
 from ..cluster.coordinator import DistCoordinator
 from ..cluster.options import described
 from ..plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -165,5 +167,6 @@ def _exit(errors: Sequence[str]) -> NoReturn:
     if _is_first_rank():
         for error in errors:
             print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
-    DistCoordinator().destroy()
+    if dist.is_initialized():
+        DistCoordinator().destroy()
     sys.exit(BAD_ARGUMENTS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echelon import ArgumentParser, LowLevelZeroPlugin, add_plugin_arguments, plugin_from_arguments
+from echelon import ArgumentParser, add_plugin_arguments, plugin_from_arguments
 from echelon.plugins.hybrid_config import HybridConfig
 from echelon.shardformer import PipelineGradientCheckpointConfig
 
@@ -54,6 +54,14 @@ def test_the_help_has_the_meaning_and_the_default_of_an_option(capsys: pytest.Ca
     assert (
         "Other calls compare checksums, which are reduced with the gradient norm. (default: 100)" in reported
     )
+
+
+def test_a_script_keeps_flags_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--precision", type=int)
+    add_plugin_arguments(parser, without=["precision"])
+    arguments = parser.parse_args(["--precision", "3"])
+    assert arguments.precision == 3 and "precision" not in arguments.plugin_flags
 
 
 def test_a_default_of_no_option_is_refused() -> None:
@@ -135,6 +143,5 @@ def test_options_that_a_plugin_does_not_take_are_named(pool: Pool, words: str, r
 
 
 def test_options_of_low_level_zero_are_renamed(pool: Pool) -> None:
-    assert LowLevelZeroPlugin.__name__ == "LowLevelZeroPlugin"
     ((_, text),) = pool.run(1, reported, "--plugin low_level_zero --zero_stage 3")
     assert "stage=3" in text
