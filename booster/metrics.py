@@ -85,6 +85,7 @@ class Metrics:
         is_first = dist.get_rank() == 0
         self._file = Path(jsonl) if jsonl is not None and is_first else None
         if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
             self.records = _lines_until(self._file, first_step)
             self._file.write_text("".join(map(_as_line, self.records)))
         self._board = _summary_writer(tensorboard) if tensorboard is not None and is_first else None
@@ -106,7 +107,7 @@ class Metrics:
             The record on every rank, or None.
         """
         self._step += 1
-        self._losses = loss.detach() + self._losses
+        self._losses = loss.detach().float() + self._losses
         self._stepped = time.perf_counter()
         if self._bar is not None:
             self._bar.update()

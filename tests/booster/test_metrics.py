@@ -61,7 +61,9 @@ def five_steps(path: Path) -> tuple[list[dict[str, Any]], list[int], str]:
 
 
 def test_records_are_read_at_an_interval_and_average_over_steps_and_ranks(pool: Pool, tmp_path: Path) -> None:
-    (records, exchanges, printed), (others, _, nothing) = pool.run(2, five_steps, tmp_path / "steps.jsonl")
+    (records, exchanges, printed), (others, _, nothing) = pool.run(
+        2, five_steps, tmp_path / "new" / "steps.jsonl"
+    )
     assert exchanges == [2, 4, 5] and nothing == ""
     assert [(record["step"], record.get("loss")) for record in records] == [
         *((2, 6.5), (4, 8.5), (4, None), (5, 10.0))
@@ -76,7 +78,7 @@ def test_records_are_read_at_an_interval_and_average_over_steps_and_ranks(pool: 
     assert first["flops_utilisation"] == pytest.approx(500 * 2e6 / 1e12 / first["step_seconds"])
     assert first["peak_memory_bytes"] > 2**20
     assert evaluation == {"step": 4, "eval_loss": math.inf}
-    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "new" / "steps.jsonl").read_text().splitlines()]
     assert lines == [first, second, {"step": 4, "eval_loss": None}, last]
     assert printed.startswith("step 2/5, loss 6.5, lr 0.2, skipped 1, memory ")
     assert "% of peak FLOPs, " in printed and printed.count("imbalance 1.50\n") == 3
@@ -93,7 +95,7 @@ def reads_between_records() -> list[int]:
     metrics = Metrics(booster(), Optimizer(), every=4, show=None)
     numbers = []
     for _ in range(4):
-        loss = torch.ones(())
+        loss = torch.ones((), dtype=torch.bfloat16)
         with host_reads() as reads:
             metrics.step(loss)
         numbers.append(sum(reads.values()))
