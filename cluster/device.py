@@ -236,6 +236,11 @@ def free_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes that torch had allocated on a device at a time; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if is_cuda(device) else None
+
+
 def computes_in_bf16(device: torch.device) -> bool:
     """Return True for a device with kernels in bfloat16."""
     return not is_cuda(device) or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -254,11 +259,8 @@ def described(device: torch.device) -> str:
     if not is_cuda(device):
         return str(device)
     properties = torch.cuda.get_device_properties(device)
-    peers = [
-        str(other.index)
-        for other in local_devices()
-        if other != device and torch.cuda.can_device_access_peer(device, other)
-    ]
+    others = [other for other in local_devices() if other != device]
+    peers = [str(other.index) for other in others if torch.cuda.can_device_access_peer(device, other)]
     links = f"direct access to {', '.join(peers)}" if peers else "no direct access to others"
     return (
         f"{device}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "

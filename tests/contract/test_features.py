@@ -21,7 +21,7 @@ from echelon import (
 )
 from echelon.pipeline.action import Action, Op
 
-from ..booster import test_gather_for_metrics, test_nonfinite, test_traces
+from ..booster import test_arguments, test_gather_for_metrics, test_metrics, test_nonfinite, test_traces
 from ..cli import test_doctor, test_plan
 from ..cluster import test_flight_recorder, test_hang_report
 from ..migration import test_names
@@ -170,6 +170,10 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     "planning": [
         test_predict.test_operations_are_those_of_torchs_counter,
         test_plan.test_layouts_are_listed_with_memory_and_a_picture,
+    ],
+    "measuring": [
+        test_metrics.test_records_are_read_at_an_interval_and_average_over_steps_and_ranks,
+        test_arguments.test_all_errors_are_reported_once_by_the_first_rank,
     ],
     "explaining": [
         test_hang_report.test_every_waiting_rank_raises_the_report_soon_after_the_timeout,
