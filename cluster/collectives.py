@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Function, function
 
 from . import gloo
-from .profiling import named_collective
+from .profiling import named_collective, named_in
 
 # torch 2.13 renamed these functions and warns of the old names. Remove this once 2.13 is the oldest supported.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -97,7 +97,6 @@ def begin_reduce_scatter(local_slice: Tensor, buffer: Tensor, group: dist.Proces
     return work
 
 
-@named_collective
 def begin_gather(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start an all-gather of tensors of one shape, stacked to (T, *shape)."""
     if torch.compiler.is_compiling():
@@ -108,7 +107,6 @@ def begin_gather(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     return InFlight(begin_all_gather(rows.view(-1), x.contiguous().view(-1), group), rows)
 
 
-@named_collective
 def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start a reduce-scatter of (T, *shape): this rank's row of the sum over ranks."""
     if torch.compiler.is_compiling():
@@ -119,13 +117,31 @@ def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor
     return InFlight(begin_reduce_scatter(row_sum.view(-1), rows.contiguous().view(-1), group), row_sum)
 
 
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+    if torch.autograd._profiler_enabled():
+        with named_in(group, "all_reduce"):
+            return dist.all_reduce(x, group=group, async_op=async_op)
+    return dist.all_reduce(x, group=group, async_op=async_op)
+
+
 @named_collective
+def _all_to_all(
+    arrived: Tensor,
+    sent: Tensor,
+    received_rows: list[int] | None = None,
+    sent_rows: list[int] | None = None,
+    *,
+    group: dist.ProcessGroup,
+) -> None:
+    dist.all_to_all_single(arrived, sent, received_rows, sent_rows, group=group)
+
+
 def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start `all_reduce` asynchronously."""
     if torch.compiler.is_compiling():
         return InFlight(None, _functional.all_reduce(x.contiguous(), "sum", group.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
-    return InFlight(dist.all_reduce(total, group=group, async_op=True), total)
+    return InFlight(_all_reduce(total, group, async_op=True), total)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -133,11 +149,10 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return begin_all_reduce(x, group).wait()
 
 
-@named_collective
 def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not x.is_contiguous() or torch.compiler.is_compiling():
         return all_reduce(x, group)
-    dist.all_reduce(x, group=group)
+    _all_reduce(x, group)
     return x.data  # not a view, which models could not modify in place
 
 
@@ -158,7 +173,6 @@ def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return begin_sum_of_rows(torch.stack(x.chunk(group.size(), dim)), group).wait()
 
 
-@named_collective
 def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:
     """All-to-all: send slices of `x` along `split_dim`, concatenate those received along `gather_dim`.
 
@@ -177,11 +191,10 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_
         arrived = _functional.all_to_all_single(slices, sizes, sizes, group.group_name)
         return _functional.wait_tensor(arrived).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
     arrived = torch.empty_like(slices)
-    dist.all_to_all_single(arrived.view(-1), slices.view(-1), group=group)
+    _all_to_all(arrived.view(-1), slices.view(-1), group=group)
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
-@named_collective
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """All-to-all of rows: the first `sent[0]` go to the first rank, and so on; no gradient.
 
@@ -192,7 +205,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
         group: every rank of it must call.
     """
     arrived = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    _all_to_all(arrived, x.contiguous(), received, sent, group=group)
     return arrived
 
 

@@ -30,17 +30,21 @@ def named(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if is_profiled() else nullcontext()
 
 
+def named_in(group: dist.ProcessGroup | None, name: str) -> AbstractContextManager[Any]:
+    """Return a block with the name of a collective and its group; for use while `is_profiled`."""
+    return record_function(f"{name} {described_group(group)}")
+
+
 def named_collective(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a function that communicates in a group: a profile shows its name and the group."""
+    """Decorate a function that communicates in a group: a profile shows its name and the group. Not compiled."""
 
     @wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not is_profiled():
+        if not torch.autograd._profiler_enabled():
             return function(*args, **kwargs)
-        group = next(
-            (value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)), None
-        )
-        with record_function(f"{function.__name__} {described_group(group)}"):
+        values = (*args, *kwargs.values())
+        group = next((value for value in values if isinstance(value, dist.ProcessGroup)), None)
+        with named_in(group, function.__name__.removeprefix("begin").lstrip("_")):
             return function(*args, **kwargs)
 
     return run

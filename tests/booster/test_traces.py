@@ -54,7 +54,7 @@ def test_actions_calls_layers_waits_and_collectives_have_names(events: list[dict
     assert names["execute_pipeline"] == names["optimizer.step"] == 1
     assert names["model.layers.3.mlp"] == names["model.layers.3"] == 2
     assert "model.layers.0" not in names  # of the other stage
-    assert any(name.startswith("begin_all_reduce over tp, ranks 2, 3") for name in names)
+    assert any(name.startswith("all_reduce over tp, ranks 2, 3") for name in names)
     assert any(
         name.startswith("wait for receiving the activations of microbatch 1 at stage 1 (rank 1")
         for name in names
