@@ -165,8 +165,8 @@ class BoostedTraining:
         if not is_divisible and cutting != {"num_microbatches": 1, "microbatch_size": None}:
             raise ValueError(
                 f"compute_loss calls the model with {count_of_rows} rows for {min(num_samples, rows(inputs) or 0)} "
-                "samples, so microbatches cannot be computed on their own: use num_microbatches=1, and smaller batches with "
-                "gradient_accumulation_steps"
+                "samples, so microbatches cannot be computed on their own: use num_microbatches=1, and smaller batches "
+                "with gradient_accumulation_steps"
             )
         image = image_rows(call.inputs, self.model.module.config)
         parts = split(model_inputs, rows=image, **cutting)
