@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does
     from .zero.combined import CombinedOptimizer
     from .zero.muon import Muon
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArgumentParser",
