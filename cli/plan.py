@@ -105,14 +105,14 @@ def _searched(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]":
     """Search, print the table and the reasons why others were left out, and return the layouts shown."""
     result = planner.search(top)
     if result.plans:
-        show_plans(f"fastest of {result.num_tried:,} layouts ({NOTE})", result.plans, job, planner.length)
+        show_plans(f"fastest of {result.num_tried:,} layouts ({NOTE})", result.plans, job, planner.tokens)
     elif result.nearest is not None:
         typer.echo(
             f"echelon plan: nothing fits into {job.memory:g} GiB: the nearest is {result.nearest.layout} with "
             f"{result.nearest.peak:.1f} GiB: use more GPUs, or a smaller --seq",
             err=True,
         )
-        show_plans("the nearest", [result.nearest], job, planner.length)
+        show_plans("the nearest", [result.nearest], job, planner.tokens)
     else:
         typer.echo("echelon plan: no layout is possible, for the reasons below", err=True)
     for reason, count in result.left_out.most_common(8):
@@ -126,7 +126,7 @@ def _checked(planner: "Planner", job: "Job", text: str) -> "Sequence[Plan]":
     problems = planner.errors(layout, samples)
     if not problems:
         predicted = planner.predict(layout, samples)
-        show_plans(f"predicted ({NOTE})", [predicted], job, planner.length)
+        show_plans(f"predicted ({NOTE})", [predicted], job, planner.tokens)
         if predicted.peak <= job.memory:
             return [predicted]
         problems = [f"it needs {predicted.peak:.1f} GiB, and {job.memory:g} GiB are there"]
@@ -134,7 +134,7 @@ def _checked(planner: "Planner", job: "Job", text: str) -> "Sequence[Plan]":
     for problem in problems:
         typer.echo(f"echelon plan: --layout {text!r}: {problem}", err=True)
     if nearest := planner.nearest_to(layout, samples):
-        show_plans("the nearest that fit", nearest, job, planner.length)
+        show_plans("the nearest that fit", nearest, job, planner.tokens)
     return []
 
 
@@ -145,7 +145,12 @@ def parse_layout(text: str, job: "Job") -> "tuple[Layout, int]":
     parser = typer.Typer(add_completion=False)
     parser.command()(verify)
     command = typer.main.get_command(parser)
-    parsed = command.make_context("echelon plan --layout", shlex.split(text))
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        refuse("plan", [f"--layout {text!r}: {error}"])
+        raise
+    parsed = command.make_context("echelon plan --layout", words)
     options: dict[str, Any] = dict(parsed.params)
     sizes = [max(1, options[name]) for name in ("tp", "pp", "sp")]
     if options["dp"] is None:
@@ -166,10 +171,11 @@ def parse_layout(text: str, job: "Job") -> "tuple[Layout, int]":
     return layout, job.global_batch // (layout.dp * layout.microbatches)
 
 
-def show_plans(title: str, plans: "Sequence[Plan]", job: "Job", seq: int) -> None:
-    """Print a table of layouts."""
+def show_plans(title: str, plans: "Sequence[Plan]", job: "Job", tokens: int | None) -> None:
+    """Print a table of layouts; the throughput in tokens, if a sample has a number of them."""
+    unit = "samples" if tokens is None else "tokens"
     headings = (
-        *("layout", ">microbatches", ">peak GiB", ">step s", ">tokens/s/GPU"),
+        *("layout", ">microbatches", ">peak GiB", ">step s", f">{unit}/s/GPU"),
         *(">bubble", ">exposed s", ">MFU"),
     )
     rows = [
@@ -178,7 +184,7 @@ def show_plans(title: str, plans: "Sequence[Plan]", job: "Job", seq: int) -> Non
             f"{plan.layout.microbatches} × {plan.samples}",
             f"{plan.peak:.1f}",
             f"{plan.time.total:.3g}",
-            f"{job.global_batch * seq / plan.time.total / job.world:,.0f}",
+            f"{job.global_batch * (tokens or 1) / plan.time.total / job.world:,.0f}",
             f"{plan.time.bubble:.1%}",
             f"{plan.time.exposed:.2g}",
             f"{plan.utilization(job):.1%}",

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from inspect import signature
 from itertools import product
 from math import gcd
 from typing import Any
@@ -24,6 +25,7 @@ from .sections import Trace
 from .tracer import Tracer
 
 GIB = 2**30
+SHOWN = 120  # characters of a reason
 RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers, of which the smallest that fits is taken
 STYLES = (("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
 LONG = 16_384  # tokens, from which on rings are tried
@@ -52,8 +54,13 @@ class Job:
 
     def errors(self) -> list[str]:
         """List all errors of the numbers, each with advice."""
-        numbers = {"world": self.world, "memory": self.memory, "global-batch": self.global_batch}
-        return [f"--{name} {value:g} must be above 0" for name, value in numbers.items() if value <= 0]
+        numbers = {"world": self.world, "global-batch": self.global_batch}
+        errors = [f"--{name} {value} must be at least 1" for name, value in numbers.items() if value < 1]
+        if self.memory <= 0:
+            errors.append(
+                f"--memory without --reserve is {self.memory:g} GiB: give more memory, or a smaller --reserve"
+            )
+        return errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +148,8 @@ class Planner:
 
     def __init__(self, model: nn.Module, task: str, length: int, job: Job) -> None:
         self._tracer, self._job, self.length = Tracer(model, task, length), job, length
+        takes_text = "input_ids" in signature(model.forward).parameters
+        self.tokens = length if takes_text else None  # of a sample
         self._settings: dict[Layout, _Setting] = {}
         self._scaled_traces: dict[tuple[Trace, int], Trace] = {}
         plan = self._tracer.plan
@@ -333,8 +342,8 @@ class Planner:
 
 
 def _short(error: str) -> str:
-    """Return the first clause of an error."""
-    return error.split(": ")[0].split(". ")[0]
+    """Return the beginning of an error, by which equal ones are counted."""
+    return error if len(error) <= SHOWN else f"{error[:SHOWN].rpartition(' ')[0]} ..."
 
 
 def _distance(left: Layout, right: Layout, left_samples: int, right_samples: int) -> tuple[float, ...]:

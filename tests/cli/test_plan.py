@@ -72,7 +72,10 @@ def test_one_layout_is_checked_with_all_its_problems(folder: Path) -> None:
     [
         (("--gpu", "abacus"), "--gpu 'abacus'"),
         (("--seq", 0), "--seq 0"),
-        (("--world", 0), "--world 0"),
+        (("--world", 0), "--world 0 must be at least 1"),
+        (("--memory", 3), "smaller --reserve"),
+        (("--layout", "--tp 'x"), "No closing quotation"),
+        (("--layout", "--frobnicate 2"), "No such option"),
         (("--precision", "int8"), "--precision 'int8'"),
         (("--model", "no-such"), "--model 'no-such'"),
         (("--layout", "--tp 2 --microbatches 3"), "multiple of"),
