@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
@@ -33,11 +34,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Content(HTMLParser):
-    """Tags of a page: all links to files, and the counts of tags in the article."""
+    """Tags of a page: what it fetches, its references within the site, its anchors, and counts in the article."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.references: list[str] = []
+        self.anchors: set[str | None] = set()
         self.counts = dict.fromkeys(COUNTED, 0)
         self._is_content = False
         self.feed(text)
@@ -45,8 +48,12 @@ class Content(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         named = dict(attrs)
         self._is_content = self._is_content or tag == "article"
+        reference = named.get("src") or named.get("href") or ""
         if tag in ("script", "link", "img"):
-            self.links.append(named.get("src") or named.get("href") or "")
+            self.fetched.append(reference)
+        if reference and not re.match(r"[a-z]+:|//", reference):
+            self.references.append(unquote(reference))
+        self.anchors.add(named.get("id"))
         if self._is_content and tag in COUNTED:
             self.counts[tag] += 1
 
@@ -64,10 +71,24 @@ def test_no_page_fetches_anything(site: Path) -> None:
     fetched = {
         (page, link)
         for page, content in pages(site)
-        for link in content.links
+        for link in content.fetched
         if re.match(r"(https?:)?//", link)
     }
     assert fetched == set()
+
+
+def test_every_link_of_a_page_leads_to_a_file_and_an_anchor(site: Path) -> None:
+    """Also those that `--strict` does not see: of docstrings, and of the theme."""
+    contents = {page: content for page, content in pages(site) if page != "404.html"}  # served at any address
+    broken = []
+    for page, content in contents.items():
+        for link in content.references:
+            target, _, anchor = link.partition("#")
+            path = ((site / page).parent / target).resolve() if target else site / page
+            known = contents.get(str(path.relative_to(site))) if path.is_file() else None
+            if not path.exists() or (anchor and known is not None and anchor not in known.anchors):
+                broken.append(f"{page}: {link}")
+    assert broken == []
 
 
 def test_every_page_has_the_lists_tables_and_pictures_of_its_markdown(site: Path) -> None:
