@@ -48,7 +48,7 @@ FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help coverage finetune gpu releases test test-all test-newest test-older test-one-older lint format links install clean always
+.PHONY: help coverage docs finetune gpu releases test test-all test-newest test-older test-one-older lint format links install clean always
 
 help:
 	@echo "make finetune   fine-tune BERT on 4 processes: tensor and pipeline parallelism, then ZeRO"
@@ -59,6 +59,7 @@ help:
 	@echo "make test-newest quick tests with the newest torch, transformers and peft that pip finds"
 	@echo "make releases   add the last runs to the table of releases, docs/releases.md"
 	@echo "make coverage   which model types train at all, without Echelon; PART=3/16 for a part, goes on where it was ended"
+	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make lint       lint and type check"
 	@echo "make format     rewrite the sources in the house format"
 	@echo "make links      only make $(LINKS): with it on PYTHONPATH, this checkout is imported without being installed"
@@ -97,6 +98,11 @@ releases: $(READY)
 
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.coverage.plain --part $(PART)
+
+# The banner is about the release of MkDocs after the one that is used here.
+docs: $(READY) links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 lint: $(READY) links
 	$(BIN)/ruff check

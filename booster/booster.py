@@ -31,7 +31,6 @@ _LOG = logging.getLogger("echelon")
 class Booster:
     """Wrapper of model, optimizer and data, so that the same script trains with any plugin.
 
-    Example:
         booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4))
         model, optimizer, criterion, dataloader, scheduler = booster.boost(model, optimizer, criterion, dataloader)
         outputs = booster.execute_pipeline(iter(dataloader), model, criterion, optimizer)

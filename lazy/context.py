@@ -84,7 +84,6 @@ class LazyInitContext(TorchDispatchMode):
     Weights of `from_pretrained` are read from the files when needed, on each rank only its own slices; see
     [Note: from_pretrained].
 
-    Example:
         with LazyInitContext():
             model = AutoModelForCausalLM.from_pretrained(folder)
         optimizer = AdamW(model.parameters())

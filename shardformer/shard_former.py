@@ -35,7 +35,6 @@ class ShardFormer:
     package, not with torch's. Every call compares its inputs over the tensor axis, so that different batches raise an
     error.
 
-    Example:
         shard_former = ShardFormer(ShardConfig(tensor_parallel_size=2, gather_output=True))
         shard_former.init_distributed()
         model = shard_former.shard_model(model)

@@ -177,3 +177,46 @@ def test_an_installation_imports_and_trains_as_one_process(
         assert printed == f"echelon {VERSION}\n"
     verify = ["verify", "--layers", "2", "--tp", "2", "--steps", "1"]
     assert "all agree" in python(environment, "-m", "echelon", *verify, folder=elsewhere)
+
+
+USERS_SCRIPT = """
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from echelon import Booster, DistCoordinator, HybridParallelPlugin, LazyInitContext, launch_from_torch
+
+
+def train(make_model: type[nn.Module], data: DataLoader[dict[str, Tensor]]) -> float:
+    launch_from_torch(seed=0)
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, precision="bf16")
+    booster = Booster(plugin=plugin)
+    with LazyInitContext():
+        model = make_model()
+    model, optimizer, _, loader, _ = booster.boost(model, torch.optim.AdamW(model.parameters()), dataloader=data)
+    assert optimizer is not None and isinstance(loader, DataLoader)
+    batches: Iterator[dict[str, Tensor]] = iter(loader)
+    outputs = booster.execute_pipeline(batches, model, optimizer=optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    booster.save_model(model, "trained", shard=True)
+    DistCoordinator().print_on_master(f"replicas {plugin.dp_size}")
+    return float(outputs["loss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_users_script_is_checked_strictly_against_the_installed_package(
+    copy: Callable[[str], Path], environment: Path, tmp_path: Path
+) -> None:
+    pip = ["-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
+    python(environment, *pip, str(copy("x")), folder=tmp_path)
+    mypy = ["-m", "mypy", "--strict", "--python-executable", str(environment), "--cache-dir", "cache"]
+    script = tmp_path / "train.py"
+    script.write_text(USERS_SCRIPT)
+    assert "no issues found" in python(sys.executable, *mypy, "train.py", folder=tmp_path)
+    script.write_text(USERS_SCRIPT.replace("optimizer=optimizer", "optimizer='adam'"))
+    wrong = python(sys.executable, *mypy, "train.py", folder=tmp_path, status=1)
+    assert 'incompatible type "str"; expected "Optimizer | None"' in wrong

@@ -24,19 +24,30 @@ CHECKPOINTS, ZERO, SEQUENCE = (DOCS / f"{name}.md" for name in ("checkpoints", "
 COLOSSALAI, INTERNEVO = (DOCS / f"coming-from-{name}.md" for name in ("colossalai", "internevo"))
 
 
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda path: path.stem
+    "path",
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))],
+    ids=lambda path: path.stem,
 )
 def test_links_of_a_page_are_valid(path: Path) -> None:
     text = path.read_text()
-    targets = [target for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in target]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    targets = [link.partition("#")[0] for link in links] + re.findall(r'<img src="([^"]+)"', text)
     files = re.findall(r"`((?:tests|docs|examples)/[\w/.]*)`", text)
     missing = [target for target in targets if not (path.parent / target).exists()]
     assert missing + [name for name in files if not (ROOT / name).exists()] == []
-    anchors = {
-        re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)", text, re.M)
-    }
-    assert [anchor for anchor in re.findall(r"\]\(#([^)]*)\)", text) if anchor not in anchors] == []
+    pages = {link: (path.parent / link.partition("#")[0]) if link[0] != "#" else path for link in links}
+    assert [
+        link
+        for link, page in pages.items()
+        if "#" in link and page.suffix == ".md" and link.partition("#")[2] not in anchors(page)
+    ] == []
 
 
 # Scripts.

@@ -1,0 +1,52 @@
+"""The page of errors quotes messages that the code has."""
+
+import ast
+import re
+from functools import cache
+
+from .scripts import DOCS, ROOT
+
+PAGE = DOCS / "troubleshooting.md"
+PACKAGES = [path.parent for path in ROOT.glob("*/__init__.py")]
+
+
+def text_of(node: ast.JoinedStr) -> str:
+    """Return an f-string with "…" in the place of its values."""
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+@cache
+def texts() -> str:
+    """Return all texts of the package's code, one a line; templates and f-strings have "…" for their values."""
+    nodes = [
+        node
+        for package in PACKAGES
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    found = [text_of(node) for node in nodes if isinstance(node, ast.JoinedStr)]
+    found += [
+        re.sub(r"\{\w+\}|%s", "…", node.value)
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return "\n".join(found)
+
+
+def quoted() -> list[str]:
+    """Return the messages in the first column of the page's tables."""
+    return re.findall(r"^\| `([^`]+)`", PAGE.read_text(), flags=re.M)
+
+
+def test_every_message_of_the_page_is_one_of_the_code() -> None:
+    assert len(quoted()) >= 60
+    missing = [
+        message
+        for message in quoted()
+        if not re.search("[^\n]*".join(map(re.escape, message.split("…"))), texts())
+    ]
+    assert missing == []
+
+
+def test_a_message_is_quoted_once() -> None:
+    assert len(set(quoted())) == len(quoted())
