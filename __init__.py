@@ -10,6 +10,10 @@ from .migration.names import install, names_of
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does the same
     from .booster import Booster
+    from .booster.arguments import ArgumentParser, add_plugin_arguments, plugin_from_arguments
+    from .booster.flops import flops_per_token
+    from .booster.interruption import Interruption
+    from .booster.metrics import Metrics
     from .cluster.coordinator import DistCoordinator
     from .cluster.launch import launch_from_torch
     from .cluster.mesh import ParallelMesh
@@ -26,15 +30,18 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does
     from .zero.combined import CombinedOptimizer
     from .zero.muon import Muon
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
+    "ArgumentParser",
     "Booster",
     "CombinedOptimizer",
     "DistCoordinator",
     "HybridParallelPlugin",
+    "Interruption",
     "LazyInitContext",
     "LowLevelZeroPlugin",
+    "Metrics",
     "Muon",
     "ParallelMesh",
     "PipelineGradientCheckpointConfig",
@@ -44,19 +51,25 @@ __all__ = [
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
     "Trainer",
+    "add_plugin_arguments",
     "clip_grad_norm_",
+    "flops_per_token",
     "launch_from_torch",
+    "plugin_from_arguments",
     "shard_model",
 ]
 
 # The module that defines each public name, and the sub-packages, which are attributes without an import of their own.
 _HOMES = {
+    "ArgumentParser": "booster.arguments",
     "Booster": "booster",
     "CombinedOptimizer": "zero.combined",
     "DistCoordinator": "cluster.coordinator",
     "HybridParallelPlugin": "plugins",
+    "Interruption": "booster.interruption",
     "LazyInitContext": "lazy",
     "LowLevelZeroPlugin": "plugins",
+    "Metrics": "booster.metrics",
     "Muon": "zero.muon",
     "ParallelMesh": "cluster.mesh",
     "PipelineGradientCheckpointConfig": "shardformer",
@@ -66,8 +79,11 @@ _HOMES = {
     "TorchDDPPlugin": "plugins",
     "TorchFSDPPlugin": "plugins",
     "Trainer": "trainer",
+    "add_plugin_arguments": "booster.arguments",
     "clip_grad_norm_": "shardformer",
+    "flops_per_token": "booster.flops",
     "launch_from_torch": "cluster.launch",
+    "plugin_from_arguments": "booster.arguments",
     "shard_model": "shardformer",
 }
 _PACKAGES = (

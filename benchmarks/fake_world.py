@@ -33,7 +33,8 @@ def fake_world() -> Iterator[None]:
             (reduced_gradients, "norm_over_all_ranks", agreed),
             (dist, "recv", lambda x, *_, **__: x.fill_(1)),  # votes of torch's pipeline
             (watch.Watch, "wait_for_all", lambda _: None),
-            (gathering, "_Watched", lambda work: work),  # the fake group's work never reports completion
+            (watch.Watch, "wait_for_batch", lambda *_: None),
+            (gathering, "_Watched", lambda work, _: work),  # the fake group's work never reports completion
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

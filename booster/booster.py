@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from ..checkpoint.background import Save
@@ -22,6 +23,7 @@ from ..cluster.gathering import checked_together
 from ..plugins.base import Boosted, Dataloaders, Plugin, Returned
 from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
+from .traces import save_trace
 
 _LOG = logging.getLogger("echelon")
 
@@ -188,6 +190,22 @@ class Booster:
             FloatingPointError: at the end of the block.
         """
         return self.plugin.naming_nonfinite(model)
+
+    def save_trace(self, profiler: profile, path: str | Path) -> None:
+        """Write the profiles of all ranks as one trace on one clock, which https://ui.perfetto.dev opens.
+
+            with torch.profiler.profile() as profiler:
+                booster.execute_pipeline(batches, model, criterion, optimizer)
+            booster.save_trace(profiler, "trace.json")
+
+        Actions of the pipeline's schedule, calls, layers, collectives and waits have names. Collective over the world;
+        the first rank writes.
+
+        Args:
+            profiler: of this rank, after its block.
+            path: a .json file.
+        """
+        save_trace(profiler, path, self.plugin.mesh)
 
     def print(self, *values: Any, **settings: Any) -> None:
         """Print on the first rank, as Python's `print`."""

@@ -93,7 +93,7 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
 
 
 def _name_step(folder: Path, final: Path) -> Path:
-    """Rename a folder to its final name, and return the new path of the step that had this name before."""
+    """Rename a folder to its final name; return the path to which a step of this name was moved, if there was one."""
     replaced = unfinished(final, _REPLACED)
     if final.exists():
         if replaced.exists():
@@ -104,7 +104,7 @@ def _name_step(folder: Path, final: Path) -> Path:
         sync_folder(final.parent)
     except OSError:
         with suppress(OSError):  # if this fails too, the next load or save recovers
-            if not folder.exists():
+            if not folder.exists():  # renamed, but perhaps not on disk
                 os.rename(final, folder)
             _recover(final.parent)
         raise

@@ -25,7 +25,7 @@ _REQUIRED = ("torch", "transformers", "numpy", "safetensors")
 _OPTIONAL = {
     "peft": ("LoRA: booster.enable_lora", 'pip install "echelon[lora]"'),
     "accelerate": ("echelon.Trainer", 'pip install "echelon[trainer]"'),
-    "datasets": ("the examples", 'pip install "echelon[examples]"'),
+    "tensorboard": ("Metrics(tensorboard=…)", "pip install tensorboard"),
     "matplotlib": ("pictures: timelines, curves", 'pip install "echelon[plot]"'),
 }
 _ON_CUDA = {

@@ -5,6 +5,7 @@ import typer
 from .. import __version__
 from .checkpoint import checkpoint
 from .doctor import doctor
+from .explain import explain
 from .models import models
 from .plan import plan
 from .timeline import timeline
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(doctor)
+app.command()(explain)
 app.command()(models)
 app.command()(plan)
 app.command()(timeline)

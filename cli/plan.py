@@ -30,7 +30,7 @@ def plan(
     global_batch: Annotated[int, typer.Option(help="Samples of a step, on all GPUs together.")],
     seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
     gpu: Annotated[
-        str, typer.Option(help="a100, a100-40, b200, h100, h200, l40s, mi300x, rtx4090 or v100.")
+        str, typer.Option(help="A short name as h100, a100-40, mi300x, rtx4090; another one lists all.")
     ] = "h100",
     memory: Annotated[float | None, typer.Option(help="GiB of a GPU; default: that of --gpu.")] = None,
     reserve: Annotated[
@@ -59,9 +59,9 @@ def plan(
     Starts no process and reads no weights. Exit status: 0 something fits, 1 nothing does (the nearest is named), 2 bad
     arguments.
     """
-    from ..planning.devices import DEVICES
+    from ..cluster.gpus import GPUS
 
-    errors = [] if gpu in DEVICES else [f"--gpu {gpu!r} is not known: use one of {', '.join(DEVICES)}"]
+    errors = [] if gpu in GPUS else [f"--gpu {gpu!r} is not known: use one of {', '.join(GPUS)}"]
     errors += [
         f"--{name} {number} must be at least 1" for name, number in (("seq", seq), ("top", top)) if number < 1
     ]
@@ -69,17 +69,20 @@ def plan(
         errors.append(f"--precision {precision!r} must be fp32, bf16 or fp16")
     refuse("plan", errors + (picture_errors("plot", plot) if plot else []))
 
+    from transformers import logging
+
     from ..planning.model import build_on_meta, load_config
     from ..planning.search import Job, Planner
 
     job = Job(
         world=world,
-        memory=(DEVICES[gpu].memory if memory is None else memory) - reserve,
+        memory=(GPUS[gpu].memory if memory is None else memory) - reserve,
         global_batch=global_batch,
-        device=DEVICES[gpu],
+        device=GPUS[gpu],
         precision=precision,
     )
     refuse("plan", job.errors())
+    logging.set_verbosity_error()
     try:
         module, task = build_on_meta(load_config(model), head)
     except ValueError as error:

@@ -324,8 +324,10 @@ def _train(
     rank: int, pipeline: Pipeline, choice: "ModelChoice", num_steps: int, seed: int
 ) -> list[list[Span]]:
     """Train for some steps, and return this rank's spans in those after the warm-up."""
+    from torch.profiler import ProfilerActivity, profile
+
     from ..booster.booster import Booster
-    from ..plugins.hybrid_model import HybridParallelModule
+    from ..pipeline.profiled import chrome_trace, computations
     from ..plugins.hybrid_parallel import HybridParallelPlugin
     from ..verify.batch import loss_of, make_batch
     from ..verify.parity import make_optimizer
@@ -333,16 +335,15 @@ def _train(
     booster = Booster(plugin=HybridParallelPlugin(**pipeline.arguments, precision="fp32"))
     model = choice.build(seed)
     boosted, optimizer, criterion, *_ = booster.boost(model, make_optimizer(model), loss_of)
-    assert isinstance(boosted, HybridParallelModule) and optimizer is not None
+    assert optimizer is not None
     batch = make_batch(choice, num_samples=SAMPLES * pipeline.num_microbatches, seed=seed)
     steps = []
     for _ in range(WARMUP_STEPS + num_steps):
-        spans: list[Span] = []
-        boosted.engine.trace = spans
-        booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(spans)
+        steps.append(computations(chrome_trace(profiler)))
     return steps[WARMUP_STEPS:]
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from .failures import note_batch, rename_call, wait_for_all_ranks
+from .failures import note_batch, note_end_of_data, rename_call, wait_for_all_ranks
 from .gathering import differing_ranks, gather_integers, raise_together, require_equal
 from .hashes import batch_code, batch_hash, describe_batch, settings_hash
 from .mesh import ParallelMesh
@@ -29,6 +29,7 @@ COMPARED_CALLS = 3  # number of first calls that are compared
 CHECK_EVERY = 100
 ENDED = object()  # in place of a batch, at the end of the data
 _CODES = 2**24
+_MOST_SHAPES = 64  # shapes of batches that ranks wait for; of more, as of texts without padding, any may come
 _REDUCING = ("backward()", "reduce_gradients()", "step()")  # calls that communicate over the data axis
 MODES, MODES_ADVICE = (
     "the modes (training or evaluation)",
@@ -91,6 +92,7 @@ class Agreement:
         self._batch: int | Tensor = 0
         self._deviations: list[tuple[float | Tensor, str]] = []  # with the text of the error
         self._num_noted = 0
+        self._shapes: set[str] = set()  # of recorded batches
 
     # Before a call computes
 
@@ -113,6 +115,8 @@ class Agreement:
             ValueError: that of some ranks has ended, batches differ within a replica, or only some ranks train. Also
                 the error of a batch: on every rank in a call that is compared, otherwise only on this one.
         """
+        if batch is ENDED:
+            note_end_of_data()
         is_due = self._is_due(next(self._batches)) or not kind.trains or always
         if error is not None and (self._mesh.world_size == 1 or not is_due):
             raise error
@@ -235,16 +239,23 @@ class Agreement:
     # Without a message, until the next step
 
     def note(self, batch: Any) -> None:
-        """Record the checksum of a call that is not compared beforehand. No communication, no wait for a device.
+        """Record the checksum of a call that is not compared beforehand. No collective, no wait for a device.
 
         The heartbeats show the names, shapes and dtypes of the batch: ranks where these differ may never reach the
-        comparison of the checksums, because they wait for each other inside a collective.
+        comparison of the checksums, because they wait for each other inside a collective; gloo ends a process whose
+        tensors have another size. So the ranks of a replica wait for each other, in the store, when shapes are new.
 
         Args:
             batch: must be equal on the ranks of one replica.
+
+        Raises:
+            UnmatchedCall: shapes are new, and another rank of the replica has others.
         """
         if self._weight:  # otherwise no other rank has this batch
-            note_batch(describe_batch(batch), self._ranks)
+            shapes = describe_batch(batch)
+            is_new = shapes not in self._shapes and len(self._shapes) < _MOST_SHAPES
+            note_batch(shapes, self._ranks, waits=is_new)
+            self._shapes.add(shapes)
             self._batch = (self._batch * 31 + batch_code(batch)) % _CODES
         self._num_noted += 1
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd import Function, function
 
 from . import gloo
+from .profiling import named_collective, named_in
 
 # torch 2.13 renamed these functions and warns of the old names. Remove this once 2.13 is the oldest supported.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -78,6 +79,7 @@ class InFlight(Generic[Result]):
         return replace(self, finish=finish)
 
 
+@named_collective
 def begin_all_gather(buffer: Tensor, local_slice: Tensor, group: dist.ProcessGroup) -> Handle:
     """Start an all-gather of the ranks' 1-D slices into a 1-D buffer, in the order of ranks."""
     if gloo.takes(buffer, group):
@@ -86,6 +88,7 @@ def begin_all_gather(buffer: Tensor, local_slice: Tensor, group: dist.ProcessGro
     return work
 
 
+@named_collective
 def begin_reduce_scatter(local_slice: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Handle:
     """Start a reduce-scatter: `local_slice` receives this rank's slice of the sum of all 1-D buffers."""
     if gloo.takes(buffer, group):
@@ -114,12 +117,31 @@ def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor
     return InFlight(begin_reduce_scatter(row_sum.view(-1), rows.contiguous().view(-1), group), row_sum)
 
 
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+    if torch.autograd._profiler_enabled():
+        with named_in(group, "all_reduce"):
+            return dist.all_reduce(x, group=group, async_op=async_op)
+    return dist.all_reduce(x, group=group, async_op=async_op)
+
+
+@named_collective
+def _all_to_all(
+    arrived: Tensor,
+    sent: Tensor,
+    received_rows: list[int] | None = None,
+    sent_rows: list[int] | None = None,
+    *,
+    group: dist.ProcessGroup,
+) -> None:
+    dist.all_to_all_single(arrived, sent, received_rows, sent_rows, group=group)
+
+
 def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Start `all_reduce` asynchronously."""
     if torch.compiler.is_compiling():
         return InFlight(None, _functional.all_reduce(x.contiguous(), "sum", group.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
-    return InFlight(dist.all_reduce(total, group=group, async_op=True), total)
+    return InFlight(_all_reduce(total, group, async_op=True), total)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -130,7 +152,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not x.is_contiguous() or torch.compiler.is_compiling():
         return all_reduce(x, group)
-    dist.all_reduce(x, group=group)
+    _all_reduce(x, group)
     return x.data  # not a view, which models could not modify in place
 
 
@@ -169,7 +191,7 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_
         arrived = _functional.all_to_all_single(slices, sizes, sizes, group.group_name)
         return _functional.wait_tensor(arrived).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
     arrived = torch.empty_like(slices)
-    dist.all_to_all_single(arrived.view(-1), slices.view(-1), group=group)
+    _all_to_all(arrived.view(-1), slices.view(-1), group=group)
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
@@ -183,7 +205,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
         group: every rank of it must call.
     """
     arrived = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    _all_to_all(arrived, x.contiguous(), received, sent, group=group)
     return arrived
 
 

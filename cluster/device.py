@@ -3,10 +3,9 @@
 A process computes on one device, with that one's generator, and in its current stream. `launch.py` chooses it; all else
 asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not, a CPU for example, costs nothing here.
 
-[Note: pinned memory] torch rounds a buffer with `pin_memory=True` up to a power of two, so that it can serve others.
-For a large buffer that stays, `host_memory` registers exactly its bytes with CUDA. torch records no copies from and to
-it: it is freed once the device has done all it was given, and only one stream may write while copies are in flight.
-The mapping is shared: of private pages that are pinned, a fork (workers of a dataloader) would make copies.
+[Note: pinned memory] torch rounds a buffer with `pin_memory=True` up to a power of two. For a large buffer that stays,
+`host_memory` registers exactly its bytes with CUDA. torch records no copies from and to it: it is freed once the device
+is done, and only one stream may write while copies are in flight. It is shared, since a fork would copy private pages.
 """
 
 import ctypes
@@ -22,10 +21,7 @@ from torch import Tensor
 
 
 def default_device() -> torch.device:
-    """The device that this process computes on: its current accelerator, where the default group has a backend for it.
-
-    So a group of "cpu:gloo" alone keeps a process on the CPU of a machine with GPUs. Without a group it is the CPU.
-    """
+    """The current accelerator of this process if the default group has a backend for it, otherwise the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not dist.is_initialized() or backend_of(accelerator.type) is None:
         return torch.device("cpu")
@@ -149,9 +145,8 @@ def generator_of(device: torch.device) -> torch.Generator | None:
     """The default generator of a device; None where that has none beside torch's CPU generator."""
     if not is_cuda(device):
         return None
-    return torch.cuda.default_generators[
-        torch.cuda.current_device() if device.index is None else device.index
-    ]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def wait_for_stream(device: torch.device) -> None:
@@ -230,17 +225,20 @@ class CopyStream:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def timed_event() -> Any:
-    """Note the time of the device when its current stream comes to this point; of CUDA alone."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def allocated_bytes(device: torch.device) -> int | None:
+    """Return the bytes of all tensors on a device; None on a CPU, where nobody counts them."""
+    return torch.cuda.memory_allocated(device) if is_cuda(device) else None
 
 
 def free_cached_memory(device: torch.device) -> None:
     """Give back to the device what torch keeps of freed tensors; it waits for the device."""
     if is_cuda(device):
         torch.cuda.empty_cache()
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes that torch had allocated on a device at a time; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if is_cuda(device) else None
 
 
 def computes_in_bf16(device: torch.device) -> bool:
@@ -261,11 +259,8 @@ def described(device: torch.device) -> str:
     if not is_cuda(device):
         return str(device)
     properties = torch.cuda.get_device_properties(device)
-    peers = [
-        str(other.index)
-        for other in local_devices()
-        if other != device and torch.cuda.can_device_access_peer(device, other)
-    ]
+    others = [other for other in local_devices() if other != device]
+    peers = [str(other.index) for other in others if torch.cuda.can_device_access_peer(device, other)]
     links = f"direct access to {', '.join(peers)}" if peers else "no direct access to others"
     return (
         f"{device}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "

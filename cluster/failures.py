@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import RankFailure, is_broken, is_timeout
+from .profiling import named
 from .watch import Watch, default_store
 
 _watch: Watch | None = None  # one for each process, as there is one default process group
@@ -79,13 +80,29 @@ def rename_call(action: str) -> None:
         _watch.rename(action)
 
 
-def note_batch(batch: str, replica: Sequence[int]) -> None:
+def note_batch(batch: str, replica: Sequence[int], *, waits: bool = False) -> None:
     """Show the names, shapes and dtypes of this call's batch in the heartbeats, which sends no message in the step.
 
     Ranks of a replica whose batches differ may wait for each other inside a collective; the watch then names both.
+
+    Args:
+        batch: names, shapes and dtypes.
+        replica: the ranks that must have the same.
+        waits: wait in the store until all of them have noted a batch like this.
+
+    Raises:
+        UnmatchedCall: it waits, and another rank of the replica is in this call with another batch.
     """
     if _watch is not None:
         _watch.here.replica, _watch.here.batch = ",".join(map(str, replica)), batch
+        if waits:
+            _watch.wait_for_batch(batch, replica)
+
+
+def note_end_of_data() -> None:
+    """Show in the heartbeats that this rank has no more batches, until its next call."""
+    if _watch is not None:
+        _watch.here.data_ended = _watch.here.calls
 
 
 def current_call() -> str | None:
@@ -120,7 +137,7 @@ def naming_failures(
     if watch is None or not watch.enter(action, ranks):
         yield
         return
-    with termination_deferred():
+    with termination_deferred(), named(action):
         try:
             yield
         except raised_alike:

@@ -17,6 +17,7 @@ from .device import backend_of, default_device
 from .errors import SAME_CALLS, UnmatchedCall
 from .failures import all_ranks_in, current_call, raise_if_stuck
 from .hashes import plain_settings, settings_hash
+from .whereabouts import Described, described_group
 
 _MOST_NAMED = 8  # the most settings that an error lists
 _FEW = 16  # the most integers that are gathered in one message of fixed length
@@ -69,18 +70,27 @@ def begin_gather_integers(
     received = sent.new_empty(size * len(message))
     work = all_gather_single(received, sent, group=group, async_op=True)
     return InFlight(
-        _Watched(work) if device.type == "cpu" else work, received, partial(_received, group=group)
+        _Watched(work, group) if device.type == "cpu" else work, received, partial(_received, group=group)
     )
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _Watched(Described):
     """A collective between CPUs whose `wait` raises if other ranks never join it.
 
     See [Note: a call that others do not make].
     """
 
     work: dist.Work
+    group: dist.ProcessGroup | None
+
+    def describe(self) -> str:
+        """Name the ranks whose integers are gathered."""
+        return f"gathering integers {described_group(self.group)}"
+
+    def peers(self) -> tuple[int, ...]:
+        """All ranks of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
 
     def wait(self) -> None:
         """Wait for the collective."""

@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .errors import SAME_CALLS, RankFailure, UnmatchedCall
+from .whereabouts import Place
 
 KEPT = 4  # names of the latest calls that are kept for each group
 MOST_NAMED = 8  # the most ranks that a message lists
@@ -34,6 +35,9 @@ class Heartbeat:
         errors: number of calls that raised.
         batch: names, shapes and dtypes of the batch of the current call; empty if they were not reported.
         replica: the ranks that must have this batch, as `group`.
+        data_ended: number of calls that it had entered when its data ended; -1 before.
+        place: what its main thread does, once it has been in this call, or outside of calls, for a second.
+        waited: seconds since it came to this place, at the time of the heartbeat.
     """
 
     beat: int
@@ -45,10 +49,22 @@ class Heartbeat:
     errors: int = 0
     batch: str = ""
     replica: str = ""
+    data_ended: int = -1
+    place: Place | None = None
+    waited: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.place, list):  # read from JSON
+            self.place = Place.read(self.place)
 
     def __str__(self) -> str:
         where = "outside of Echelon, after" if self.action is None else f"in {self.action},"
         return f"{where} call {self.calls}"
+
+    @property
+    def data_has_ended(self) -> bool:
+        """Return True if it has made no call since its data ended."""
+        return self.data_ended == self.calls
 
     @property
     def number(self) -> int:
@@ -145,13 +161,6 @@ def _waits_for(beat: Heartbeat, rank: int, beat_of_rank: Heartbeat) -> bool:
     return is_other_group and rank in members(beat.group) and not beat_of_rank.has_come(beat)
 
 
-def places(ranks: Iterable[int], beats: Mapping[int, Heartbeat | None]) -> str:
-    """Describe the calls that ranks are in, for messages."""
-    texts = [f"rank {rank} is {beats.get(rank) or 'not connected yet'}" for rank in ranks]
-    more = len(texts) - MOST_NAMED
-    return "; ".join(texts[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else []))
-
-
 # A store that does not answer in this time is treated as gone.
 ANSWER_SECONDS = 30.0
 _TEXTS = {
@@ -160,12 +169,13 @@ _TEXTS = {
     "silent": "rank {rank} sends no heartbeats",
     "left": "rank {rank} left: its script ended, or it destroyed the process group",
     "recovered": "rank {rank} is back",
+    "timed out": "rank {rank} waited in vain: {text}",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A change of a rank's state: it "failed", is "gone" or "silent", "left", or "recovered".
+    """A change of a rank's state: it "failed", is "gone" or "silent", "left", "recovered", or its wait "timed out".
 
     Args:
         text: text of its error.
@@ -222,20 +232,20 @@ class HeartbeatStore:
         contents = self._store.multi_get(keys)
         return {rank: Heartbeat(**json.loads(content)) for rank, content in zip(ranks, contents, strict=True)}
 
-    def arrive(self, barrier: int, world_size: int) -> None:
-        """Register this rank at a barrier of all ranks."""
-        if self._store.add(f"arrived/{barrier}", 1) == world_size:
+    def arrive(self, barrier: str, size: int) -> None:
+        """Register this rank at a barrier of `size` ranks."""
+        if self._store.add(f"arrived/{barrier}", 1) == size:
             self._store.set(f"met/{barrier}", "")
 
-    def withdraw(self, barrier: int) -> None:
+    def withdraw(self, barrier: str) -> None:
         """Withdraw this rank from a barrier."""
         self._store.add(f"arrived/{barrier}", -1)
 
-    def all_arrived(self, barrier: int) -> bool:
+    def all_arrived(self, barrier: str) -> bool:
         """Return True if all ranks have arrived at a barrier."""
         return bool(self._store.check([f"met/{barrier}"]))
 
-    def forget(self, barrier: int) -> None:
+    def forget(self, barrier: str) -> None:
         """Delete the keys of a barrier that all ranks have left."""
         for key in (f"arrived/{barrier}", f"met/{barrier}"):
             self._store.delete_key(key)

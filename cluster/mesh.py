@@ -263,7 +263,9 @@ class ParallelMesh:
         for line, part in itertools.product(self.layout.lines(axis), parts):
             ranks = [line[coordinate] for coordinate in part]
             backend, options = nccl_options(use, self.device.type) or (None, None)
-            group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
+            group = dist.new_group(
+                ranks, timeout=timeout, backend=backend, pg_options=options, group_desc=axis
+            )
             if self.global_rank in ranks:
                 group_of_rank = group
         wait_until_all_have_connected()

@@ -66,10 +66,13 @@ class Shard:
         if any(padded < length for padded, length in zip(self._padded_blocks(), self.blocks, strict=True)):
             raise ValueError(f"padded={self.padded} is shorter than blocks={self.blocks}")
         stretch = self._padded_blocks()[: len(self.blocks) // self.stretches]
-        if stretch * self.stretches != self._padded_blocks() or (self.size // self.replicas) % self.stretches:
+        if stretch * self.stretches != self._padded_blocks():
             raise ValueError(
-                f"stretches={self.stretches} neither repeats blocks={self._padded_blocks()} nor divides the "
-                f"{self.size // self.replicas} shards"
+                f"stretches={self.stretches}: blocks={self._padded_blocks()} are not as many equal parts"
+            )
+        if (self.size // self.replicas) % self.stretches:
+            raise ValueError(
+                f"stretches={self.stretches} does not divide the {self.size // self.replicas} shards"
             )
         shards = self._shards_of_stretch
         for length in self._padded_blocks() if self.owner is None else ():

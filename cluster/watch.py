@@ -11,6 +11,11 @@ reports which rank waits for which. If heartbeats prove that the other rank neve
 left, the call raises. It raises at once where it waits in Python (`wait_for_all_ranks`, gathering integers), where
 `raise_if_stuck` is polled. A thread that waits inside gloo or NCCL cannot be interrupted, see below.
 
+[Note: places] Once a thread has been in one call, or outside of calls, for `LOOK_SECONDS`, its heartbeats show its
+place (whereabouts.py). From them every rank that waits in vain makes a report (hang_report.py). The first rank whose
+wait times out posts its report as an event: on the others the connection breaks, or their wait times out a moment
+later, when heartbeats show the end of the call. So all raise the same report.
+
 [Note: end of a stuck process] gloo reports a closed connection at once, but nothing interrupts a thread that waits
 inside NCCL, or in gloo for a process that failed and is still alive. So the thread prints events while this rank
 waits, and ends the process once a failure has been certain for `STUCK_SECONDS` in the same call. Outside of calls a
@@ -34,6 +39,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .errors import RankFailure, UnmatchedCall, is_broken, is_timeout
+from .hang_report import hang_report
 from .heartbeats import (
     KEPT,
     Call,
@@ -43,22 +49,25 @@ from .heartbeats import (
     absent_ranks,
     default_timeout,
     members,
-    places,
     unmatched_call,
 )
+from .whereabouts import Described, Place, place_of, place_of_error, with_communication_in_flight
 
 INTERVAL_SECONDS = 0.5
 SILENT_SECONDS = 10.0
 STUCK_SECONDS = 20.0
-WAITING_SECONDS = 30.0
+WAITING_SECONDS = 30.0  # or half of the group's timeout, if that is shorter
 LOOK_SECONDS = 1.0  # between two checks of the other ranks, per 64 ranks
 _POLL_SECONDS = 0.02
 # Time that a rank with a broken connection waits for the cause: longer than detecting a silent rank takes.
 NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
 BRIEF_SECONDS = 4 * INTERVAL_SECONDS
+_OTHER_SIZE = (
+    "unless it was killed: gloo ends a process whose tensors have another size than those of its peers"
+)
 
 
-class Watch:
+class Watch(Described):
     """The watch thread of one process over one default process group.
 
     Args:
@@ -70,6 +79,7 @@ class Watch:
         self.process_id = os.getpid()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._timeout = default_timeout().total_seconds()
         self._heartbeats = HeartbeatStore(store, self.rank)
         self._reading = threading.Lock()
         self._events: list[Event] = []
@@ -84,6 +94,10 @@ class Watch:
         self._monitored: tuple[int, Heartbeat | None, float] | None = None
         self._last_check = 0.0  # time of the last check for absent ranks
         self._given_up = ""
+        # The state of the main thread at the previous heartbeat, its stack's place, and when each was first seen.
+        self._state: tuple[tuple[int, str | None], float] = ((-1, None), 0.0)
+        self._stack: tuple[Place | None, float] = (None, 0.0)
+        self._place: Place | None = None
         self._heartbeats.show(self._heartbeat())
         self._thread = threading.Thread(target=self._run, name="echelon watch", daemon=True)
         self._thread.start()
@@ -109,6 +123,14 @@ class Watch:
         here.batch, here.action = "", action
         self._call = Call(thread_id=threading.get_ident(), entered=time.monotonic())
         return True
+
+    def describe(self) -> str:
+        """Describe the methods that wait in the store."""
+        return "waiting in the store for other ranks"
+
+    def peers(self) -> tuple[int, ...]:
+        """All other ranks."""
+        return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
     def rename(self, action: str) -> None:
         """Rename the watched call: ranks in it under the old name do not match this one any more."""
@@ -136,24 +158,33 @@ class Watch:
 
     def wait_for_all(self) -> None:
         """Wait for all ranks through the store only, so that no message of training can be mixed up with another."""
-        start, barrier, call = time.monotonic(), self._num_barriers, self._own_call()
-        self._heartbeats.arrive(barrier, self.world_size)
-        while not self._heartbeats.all_arrived(barrier):
+        barrier = self._num_barriers
+        self._wait_at(f"barrier {barrier}", self.world_size)
+        self._num_barriers += 1
+        if self.rank == 0 and barrier > 0:
+            self._heartbeats.forget(f"barrier {barrier - 1}")
+
+    def wait_for_batch(self, batch: str, replica: Sequence[int]) -> None:
+        """Wait through the store until all ranks of a replica have had a batch of these names, shapes and dtypes."""
+        self._wait_at(f"batch {batch} of {replica[0]}", len(replica))
+
+    def _wait_at(self, name: str, size: int) -> None:
+        """Wait at a barrier in the store; raise if another rank never comes."""
+        start, call = time.monotonic(), self._own_call()
+        self._heartbeats.arrive(name, size)
+        while not self._heartbeats.all_arrived(name):
             waited = time.monotonic() - start
             time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
             error = None if call is None else call.unmatched
-            if error is None and waited > default_timeout().total_seconds():
-                error = self._timed_out(self.here.action or "")
+            if error is None and waited > self._timeout:
+                error = RankFailure(self._timed_out(self.here.action or ""))
             if error is not None:
-                self._heartbeats.withdraw(barrier)
+                self._heartbeats.withdraw(name)
                 self._forget_call()
                 if call is not None:
                     # Its traceback would keep process groups alive; closing their connections frees other ranks.
                     call.unmatched = None
                 raise error
-        self._num_barriers += 1
-        if self.rank == 0 and barrier > 0:
-            self._heartbeats.forget(barrier - 1)
 
     def _forget_call(self) -> None:
         """Undo the count of this call: nothing was sent in it."""
@@ -182,21 +213,29 @@ class Watch:
         start = time.monotonic()
         if (call := self._own_call()) is not None:
             call.is_reported = True
+        entered = start if call is None else call.entered
+        self._read()
+        if is_timeout(error) and self._timed_out_event(entered) is None:
+            self._post("timed out", self._timed_out(action))
         while True:
             self._read()
             cause = self._cause()
             if self._is_certain(cause) or self._store_is_lost:
                 break
             # A silent rank may return, and a rank may leave as a consequence: a better event may follow.
-            patience = NEWS_SECONDS if cause is None and not is_timeout(error) else BRIEF_SECONDS
-            if time.monotonic() - start > patience:
+            is_explained = cause is not None or self._timed_out_event(entered) is not None
+            if time.monotonic() - start > (BRIEF_SECONDS if is_explained else NEWS_SECONDS):
                 break
             time.sleep(INTERVAL_SECONDS / 5)
-        failure = self._failure(action, str(error))
-        if failure is None and is_timeout(error) and not self._store_is_lost:
-            with suppress(RuntimeError):
-                failure = self._timed_out(action)
+        failure = self._failure(action, error)
+        if failure is None and (event := self._timed_out_event(entered)) is not None:
+            failure = RankFailure(f"{event.text}\nThis rank ({self.rank}) was waiting in {action}.")
         return failure
+
+    def _timed_out_event(self, since: float) -> Event | None:
+        """The first event of a wait that timed out while this rank was in its call; see [Note: places]."""
+        events = (event for event in self._events if event.kind == "timed out" and event.heard >= since)
+        return next(events, None)
 
     def end(self) -> None:
         """Stop the thread, after reporting that this rank leaves, or its error."""
@@ -221,13 +260,35 @@ class Watch:
     def _heartbeat(self) -> Heartbeat:
         """Read the state of the main thread, which keeps running."""
         here = self.here
+        self._look_at_place()
         return replace(
             here,
+            place=self._place,
+            waited=0.0 if self._place is None else time.monotonic() - self._stack[1],
             beat=time.monotonic_ns(),
             group="" if here.action is None else here.group,
             joined=dict(here.joined),
             recent=dict(here.recent),
         )
+
+    def _look_at_place(self) -> None:
+        """Read the place of the thread that is in a call, or of the main thread; see [Note: places]."""
+        now, call = time.monotonic(), self._call
+        if call is not None and call.is_reported:
+            return  # its stack shows the report
+        state = (self.here.calls, self.here.action)
+        if self._state[0] != state:
+            self._state, self._stack, self._place = (state, now), (None, now), None
+        if now - self._state[1] < LOOK_SECONDS:
+            return
+        thread = threading.main_thread().ident if call is None else call.thread_id
+        with suppress(Exception):  # a stack that changes meanwhile must not end the watch
+            place = place_of(thread or 0)
+            if place != self._stack[0]:
+                since = self._state[1] if self._stack[0] is None else now
+                self._stack, self._place = (place, since), place
+            elif self._place is self._stack[0]:  # once for each place
+                self._place = with_communication_in_flight(place)
 
     def _read(self) -> None:
         """Read new events. Both threads call it, under a lock."""
@@ -272,11 +333,12 @@ class Watch:
         self._last_check = now
         beats = {**self._heartbeats.beats(members(here.group)), self.rank: here}
         absent = absent_ranks(self.rank, beats)
-        if absent and now - call.entered > WAITING_SECONDS and not call.is_announced:
+        patience = min(WAITING_SECONDS, self._timeout / 2)
+        if absent and now - call.entered > patience and not call.is_announced:
             call.is_announced = True
             if self.rank == min(set(members(here.group)) - set(absent)):
                 waited = f"has waited {now - call.entered:.0f} s in {here.action} (call {here.calls})"
-                _say(f"rank {self.rank} {waited} for ranks that have not joined: {places(absent, beats)}")
+                _say(f"rank {self.rank} {waited} for ranks that have not joined; {self._report()}")
         # Ranks with other numbers of errors count their calls differently: one that left may have made this call.
         comparable = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == here.errors]
         error = self._absence(call, here, absent, comparable) or self._mismatch(call, beats)
@@ -308,7 +370,9 @@ class Watch:
         """The error of a call that a rank never makes, once two checks found both ranks unchanged."""
         error = unmatched_call(self.rank, beats)
         previous, call.suspected = call.suspected, str(error)  # with the calls and batches of both
-        return error if call.suspected == previous else None
+        if error is None or call.suspected != previous:
+            return None
+        return UnmatchedCall(f"{error}\n{self._report()}", error.rank)
 
     def _end_if_stuck(self) -> None:
         """End the process if the rank that it waits for certainly failed; see [Note: end of a stuck process]."""
@@ -366,8 +430,8 @@ class Watch:
 
     def _standing(self) -> list[Event]:
         """The last event of every rank that has not recovered, oldest first."""
-        last = {event.rank: event for event in self._events}
-        return [event for event in self._events if last[event.rank] is event and event.kind != "recovered"]
+        last = {event.rank: event for event in self._events if event.kind != "timed out"}
+        return [event for event in last.values() if event.kind != "recovered"]
 
     def _cause(self) -> Event | None:
         """The event that caused the others; see [Note: the first cause]."""
@@ -384,25 +448,37 @@ class Watch:
             return False
         return cause.kind == "gone" or (cause.kind == "failed" and cause.errors > self._own_errors)
 
-    def _failure(self, action: str, detail: str = "", event: Event | None = None) -> RankFailure | None:
-        """Return the error of the rank that failed first, or else of `event`; None if no rank has failed."""
+    def _failure(
+        self, action: str, error: BaseException | None = None, event: Event | None = None
+    ) -> RankFailure | None:
+        """Return the error of the rank that failed first, or else of `event`; None if no rank has failed.
+
+        Args:
+            action: name of this rank's call.
+            error: of the backend, raised in it.
+            event: used if there is no cause.
+        """
         cause = self._cause() or event
-        here = f"this rank ({self.rank}) was waiting for it in {action}"
-        if detail.startswith("lost rank"):  # the pipeline's description: stage and microbatch
-            here += f" ({detail.partition(': ')[0]})"
+        place = Place() if error is None else place_of_error(error)
+        here = f"this rank ({self.rank}) was waiting for it in {action}{f', {place}' if str(place) else ''}"
         if cause is not None:
-            return RankFailure(f"{cause}; {here}", cause.rank)
+            hint = f"; {_OTHER_SIZE}" if cause.kind == "gone" and place.collective else ""
+            separator = "\n" if "\n" in cause.text else "; "
+            return RankFailure(f"{cause}{separator}{here}{hint}", cause.rank)
         if self._store_is_lost:
             return RankFailure(f"the store is gone, which rank 0 or its launcher hosts; {here}", 0)
         return None
 
-    def _timed_out(self, action: str) -> RankFailure:
-        """Return the error of a call that timed out while all ranks are alive, with the place of each."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return RankFailure(
-            f"rank {self.rank} timed out in {action} (call {self.here.calls}) and no rank has failed: "
-            f"{places(others, self._heartbeats.beats(others))}"
-        )
+    def _timed_out(self, action: str) -> str:
+        """Describe a call that timed out while all ranks are alive, with the place of each."""
+        text = f"rank {self.rank} timed out in {action} (call {self.here.calls}) and no rank has failed"
+        return f"{text}; {self._report()}"
+
+    def _report(self) -> str:
+        """Report where all ranks are, by their latest heartbeats; see [Note: places]."""
+        with suppress(RuntimeError):  # the store is lost
+            return hang_report(self.rank, self._heartbeats.beats(range(self.world_size)), self._standing())
+        return "the store is gone, so where the other ranks are is unknown"
 
 
 def default_store() -> dist.Store | None:

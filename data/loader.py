@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.errors import raise_errors
+from ..cluster.failures import note_end_of_data
 from ..cluster.forward_random import generators_put_back, seed_torch
 from .sampler import BegunPass, Draw, ForeignSampler, ResumableSampler, StatefulSampler, derived_seed
 
@@ -272,7 +273,11 @@ class Pass(Iterator[Any]):
                 "a later pass over this dataloader has begun, and with persistent_workers=True it took the workers "
                 "of this one: finish one pass before the next, or leave out persistent_workers"
             )
-        number, batch = next(self._batches)
+        try:
+            number, batch = next(self._batches)
+        except StopIteration:
+            note_end_of_data()
+            raise
         self._loader.stateful_sampler.position, num_samples = self._positions.pop(number)
         if self._loader.on_batch is not None:
             self._loader.on_batch(num_samples)

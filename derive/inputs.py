@@ -122,8 +122,11 @@ class Inputs:
             bins = _one(_first(self.audio, "num_mel_bins", "n_mels", "num_mels", "feature_size",
                                "input_feat_per_channel", "input_dim", "feature_projection_input_dim", "input_size",
                                default=16))  # fmt: skip
+            # Whisper takes exactly twice as many frames as positions; Speech2Text any number up to its limit.
             positions = getattr(self.audio, "max_source_positions", None)
-            times = 128 if positions is None or "input_feat_per_channel" in dir(self.audio) else 2 * positions
+            times = (
+                128 if positions is None or hasattr(self.audio, "input_feat_per_channel") else 2 * positions
+            )
             shape = (bins, times) if self.is_transposed else (times, bins)
             inputs["input_features"] = self._floats(self.samples, *shape)
             masks = [name for name in _FEATURE_MASKS if name in self.names]

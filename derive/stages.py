@@ -159,7 +159,10 @@ def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePla
 
 
 def calls_of(copy: Copy) -> list[Call]:
-    """Trace one forward and backward of a copy; return the calls of its modules in the order of their starts."""
+    """Trace one forward and backward of a copy; return the calls of its modules in the order of their starts.
+
+    The gradients stay in the copy: they tell which modules were used without a call.
+    """
     paths: dict[nn.Module, str] = {}
     for path, module in copy.model.named_modules():
         paths.setdefault(module, path)
@@ -180,7 +183,7 @@ def calls_of(copy: Copy) -> list[Call]:
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         copy.model.zero_grad()
-        with StaysDouble():
+        with StaysDouble():  # `float()` in a model's code would round what is compared later
             copy.loss().backward()
     finally:
         for handle in handles:
@@ -303,11 +306,7 @@ def _outermost(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -
 
 
 def _silent(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> list[str]:
-    """Return the modules whose parameters got gradients though neither they nor a module around them was called.
-
-    Raises:
-        ValueError: one of them has submodules, and may have been called as `module.forward()`.
-    """
+    """Return the modules whose parameters got gradients though neither they nor a module around them was called."""
     called = {call.path for call in calls} - {*around}
     silent = []
     for path, module in model.named_modules():

@@ -64,7 +64,7 @@ def get_dist_logger(name: str = "echelon.script") -> DistributedLogger:
 def disable_existing_loggers(
     include: Sequence[str] | None = None, exclude: Sequence[str] = ("echelon", "echelon.script")
 ) -> None:
-    """Set all other loggers to WARNING: those of `include`, or else all but those of `exclude`."""
+    """Set loggers to WARNING: those of `include`, or else all, but never those of `exclude`."""
     names = include if include is not None else [*logging.root.manager.loggerDict]
     for name in names:
         if name not in exclude:

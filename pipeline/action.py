@@ -5,6 +5,7 @@ stage follows from it. schedules.py writes the lists, communicate.py adds sends 
 executes them.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -29,6 +30,9 @@ class Op(Enum):
     __hash__ = object.__hash__  # Enum hashes the name, in Python code: slow for every look-up of an action
 
 
+_COMPUTATION = re.compile(r"([FBIW]) stage (\d+) microbatch (\d+)")
+
+
 class Action(NamedTuple):
     """One step of one rank.
 
@@ -47,6 +51,17 @@ class Action(NamedTuple):
     def place(self) -> tuple[int, int]:
         """The stage and the microbatch."""
         return self.stage, self.microbatch
+
+    @property
+    def label(self) -> str:
+        """Its name in reports and profiles: "F stage 1 microbatch 3"."""
+        return f"{self.op.value} stage {self.stage} microbatch {self.microbatch}"
+
+    @staticmethod
+    def of_label(label: str) -> "Action | None":
+        """The computation of this label; None for another text."""
+        match = _COMPUTATION.fullmatch(label)
+        return None if match is None else Action(Op(match[1]), int(match[2]), int(match[3]))
 
     def __repr__(self) -> str:
         return f"{self.stage}{self.op.value}{self.microbatch}"

@@ -1,6 +1,6 @@
 """The runner of all schedules: executes a rank's actions in order."""
 
-import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from ..cluster.device import is_cuda, timed_event
+from ..cluster.profiling import is_profiled, named
+from ..cluster.whereabouts import Described
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
-from .simulate import Span
 from .transport import PendingTransfer, Transport, takes_gradient
 from .weight_gradients import WeightGradients
 
@@ -56,46 +56,8 @@ class RunResult:
     outputs: list[Any] | None = None
 
 
-class Trace:
-    """Times of a rank's computations.
-
-    On CUDA, events in the current stream read the device's clock; nothing waits for it before `spans` is called.
-
-    Args:
-        device: the device of the computations.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = is_cuda(device)
-        self._start: Any = None
-        self._computed: list[tuple[Action, Any, Any]] = []  # start and end: seconds, or events
-
-    def begin(self) -> None:
-        """Record the start of a computation, whose inputs are available."""
-        self._start = self._now()
-
-    def end(self, action: Action) -> None:
-        """Record the end of the current computation."""
-        self._computed.append((action, self._start, self._now()))
-
-    def spans(self) -> list[Span]:
-        """Return all computations in order, in seconds of `time.perf_counter()`, which processes of a machine share."""
-        if not self._is_cuda:
-            return [Span(*computed) for computed in self._computed]
-        now = self._now()
-        now.synchronize()
-        seconds = time.perf_counter()
-        return [
-            Span(action, *(seconds - event.elapsed_time(now) / 1000 for event in (start, end)))
-            for action, start, end in self._computed
-        ]
-
-    def _now(self) -> Any:
-        return timed_event() if self._is_cuda else time.perf_counter()
-
-
 @dataclass(kw_only=True)
-class ScheduleRun:
+class ScheduleRun(Described):
     """One step of one rank; the other ranks run theirs at the same time.
 
     Args:
@@ -111,7 +73,6 @@ class ScheduleRun:
             and are computed together with input gradients.
         around_backward: a context for every action that computes gradients, made from the action and a bool: True for
             the last one of its stage.
-        trace: records the times of computations.
     """
 
     stages: Mapping[int, StageLike]
@@ -123,10 +84,10 @@ class ScheduleRun:
     before_forward: Callable[[int, int], None] | None = None
     weight_gradients: WeightGradients | None = None
     around_backward: Callable[[Action, bool], AbstractContextManager] | None = None
-    trace: Trace | None = None
 
     def __post_init__(self) -> None:
         self._trains = False
+        self._action: Action | None = None  # the present one
         # From a computation or receive until the result is used. Keys: the stage that computes it, perhaps on another
         # rank, and the microbatch.
         self._stage_outputs: dict[_StageAndMicrobatch, tuple[Tensor, ...] | PendingTransfer] = {}  # detached
@@ -172,12 +133,30 @@ class ScheduleRun:
     def _execute(self, actions: Sequence[Action]) -> None:
         """Execute actions in order; those that compute gradients in the context of `around_backward`."""
         last = {action.stage: action for action in actions if action.op in _COMPUTE_GRADIENTS}
+        run = self._run_named if is_profiled() else self._run_action
         for action in actions:
-            if self.around_backward is None or action.op not in _COMPUTE_GRADIENTS:
+            self._action = action
+            run(action, last.get(action.stage) is action)
+
+    def _run_named(self, action: Action, is_last: bool) -> None:
+        with named(action.label):
+            self._run_action(action, is_last)
+
+    def _run_action(self, action: Action, is_last: bool) -> None:
+        """Execute an action; `is_last`: it is the last one of its stage that computes gradients."""
+        if self.around_backward is None or action.op not in _COMPUTE_GRADIENTS:
+            _METHODS[action.op](self, action)
+        else:
+            with self.around_backward(action, is_last):
                 _METHODS[action.op](self, action)
-            else:
-                with self.around_backward(action, last[action.stage] is action):
-                    _METHODS[action.op](self, action)
+
+    def describe(self) -> str:
+        """Describe the present action."""
+        return "before the first action" if self._action is None else self._action.label
+
+    def in_flight(self) -> Counter[int]:
+        """Count by stage the microbatches whose forward has run and whose backward has not, with their activations."""
+        return Counter(stage for stage, _ in self._received)
 
     def _result(self) -> RunResult:
         """Return the results of the step, in the order of the microbatches; see `RunResult`."""
@@ -191,7 +170,6 @@ class ScheduleRun:
         """Run a stage on a microbatch, and on the last stage the criterion; keep what the backward needs."""
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
         received = () if stage.is_first else self._take_inputs(*action.place)
-        self._begin()
         if self.before_forward is not None:
             self.before_forward(action.stage, action.microbatch)
         output = stage.forward(microbatch, received)
@@ -201,7 +179,6 @@ class ScheduleRun:
             self._compute_loss(action, output)
         else:
             self._keep_stage_output(action, output)
-        self._end(action)
 
     def _backward(self, action: Action) -> None:
         """Compute a stage's gradients for a microbatch, from its loss or from the gradients of its outputs.
@@ -210,12 +187,10 @@ class ScheduleRun:
         """
         place = action.place
         if self.stages[action.stage].is_last:
-            self._begin()
             loss = self.scale(self._loss_graphs.pop(place))
             _differentiate([loss], [torch.ones_like(loss)])
         else:
             gradients = _wait_for(self._gradients.pop((action.stage + 1, action.microbatch)))
-            self._begin()
             # The next stage sends a gradient for every floating tensor; a frozen stage drops those it does not need.
             pairs = [
                 (edge, gradient)
@@ -229,7 +204,6 @@ class ScheduleRun:
             self._gradients[place] = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in received
             )
-        self._end(action)
 
     def _backward_input(self, action: Action) -> None:
         """Compute the gradients of a stage's inputs, and defer those of its weights."""
@@ -241,10 +215,8 @@ class ScheduleRun:
 
     def _backward_weight(self, action: Action) -> None:
         """Compute the deferred weight gradients."""
-        self._begin()
         if self.weight_gradients is not None:
             self.weight_gradients.compute(action.place)
-        self._end(action)
 
     def _send_forward(self, action: Action) -> None:
         self._peers.send_outputs(action, _wait_for(self._stage_outputs.pop(action.place)), self._key(action))
@@ -259,14 +231,6 @@ class ScheduleRun:
     def _receive_backward(self, action: Action) -> None:
         _, stage, microbatch = action
         self._gradients[stage + 1, microbatch] = self._peers.receive_gradients(action, self._key(action))
-
-    def _begin(self) -> None:
-        if self.trace is not None:
-            self.trace.begin()
-
-    def _end(self, action: Action) -> None:
-        if self.trace is not None:
-            self.trace.end(action)
 
     def _take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
         """Wait for the outputs of the previous stage; return them as leaves of a new graph."""

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from ..cluster.device import backend_of
 from ..cluster.mesh import ParallelMesh
+from ..cluster.profiling import is_profiled, named
+from ..cluster.whereabouts import Described
 from .action import Action, Op, counterpart, send_of
 
+WAIT = "wait for "  # begins the names of waits in profiles
 _ACTIVITIES = {
     Op.SEND_FORWARD: "sending the activations",
     Op.RECV_FORWARD: "receiving the activations",
@@ -35,7 +38,7 @@ def takes_gradient(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class PendingTransfer:
+class PendingTransfer(Described):
     """The tensors that one action sends or receives. A receive may begin late: see [Note: unknown shapes].
 
     Args:
@@ -81,12 +84,25 @@ class PendingTransfer:
         # Wait once for each: a second wait in gloo would wait for another tensor.
         works, self._works = self._works, []
         try:
-            for work in works:
-                work.wait()
+            if works and is_profiled():
+                with named(f"{WAIT}{self.describe()}"):
+                    _wait_for(works)
+            else:
+                _wait_for(works)
         except RuntimeError as error:
             raise self._connection_error(error) from error
         assert self.tensors is not None
         return self.tensors
+
+    def describe(self) -> str:
+        """Describe the transfer, as the error of a lost connection does."""
+        _, stage, microbatch = self.action
+        peer = f"rank {self._channel.peer}, pipeline stage {counterpart(self.action).stage}"
+        return f"{_ACTIVITIES[self.action.op]} of microbatch {microbatch} at stage {stage} ({peer})"
+
+    def peers(self) -> tuple[int, ...]:
+        """The other end."""
+        return (self._channel.peer,)
 
     def _connection_error(self, error: RuntimeError) -> RuntimeError:
         """Return the backend's error with the peer's rank in front, of the same class, by which callers classify it."""
@@ -347,6 +363,11 @@ class Transport:
                 by_peer[end.op, peer] = channel = _Channel(mesh, group, peer, sends=end is send)
                 channel.start(end, (torch.zeros(1, device=mesh.device),)).wait()
             self._channels[end.op, end.stage] = by_peer[end.op, peer]
+
+
+def _wait_for(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _describe_specs(specs: Specs) -> str:

@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()  # a set, by its keys
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its new storages; an operation on a DTensor is counted on its local tensors."""

@@ -6,13 +6,17 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..cluster.gpus import Gpu
 from ..cluster.layout import MeshLayout
 from ..pipeline.action import Action, Op
 from ..pipeline.simulate import Costs, simulate
 from ..verify.layout import Layout
-from .devices import LATENCY, LAUNCH, LINKS, MEMORY, PRODUCTS, Device
 from .sections import BACKWARD, FORWARD, LocalParameters, Section, Trace
 
+# Shares of a GPU's figures that good kernels reach.
+PRODUCTS, MEMORY, LINKS = 0.7, 0.8, 0.8
+# Seconds that an operation takes at least, and a message before its first byte arrives.
+LAUNCH, LATENCY = 4e-6, 1.5e-5
 STATE_BYTES = 8  # AdamW, for every parameter that is stepped: two averages in float32
 GRADIENT_BYTES = MASTER_BYTES = 4  # float32
 BUCKET = 40 * 2**20  # elements of ZeRO's buckets on CUDA
@@ -80,7 +84,7 @@ class Prediction:
         *,
         schedule: Sequence[Sequence[Action]],
         mesh: MeshLayout,
-        device: Device,
+        device: Gpu,
     ) -> None:
         self._layout, self._trace, self._bounds, self._device = layout, trace, bounds, device
         self._mesh, self._schedule = mesh, schedule
@@ -273,7 +277,7 @@ class Prediction:
 
 
 @cache
-def _operation_seconds(section: Section, direction: str, device: Device) -> float:
+def _operation_seconds(section: Section, direction: str, device: Gpu) -> float:
     """Return the time of the operations of a section: by products, by memory, or by launches, what takes longest."""
     seconds = 0.0
     for operation in section.operations[direction]:

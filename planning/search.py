@@ -12,13 +12,13 @@ from torch import nn
 from tqdm import tqdm
 
 from ..cluster.errors import errors_of
+from ..cluster.gpus import Gpu
 from ..cluster.layout import MeshLayout, divisors
 from ..pipeline.action import Schedule
 from ..pipeline.stage_manager import assign_layers, layer_bounds, layer_errors
 from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.expert_sharding import interface_of
 from ..verify.layout import Layout
-from .devices import Device
 from .predict import Memory, Prediction, StepTime
 from .sections import Trace
 from .tracer import Tracer
@@ -47,7 +47,7 @@ class Job:
     world: int
     memory: float
     global_batch: int
-    device: Device
+    device: Gpu
     precision: str
 
     def errors(self) -> list[str]:

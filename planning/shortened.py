@@ -25,7 +25,10 @@ def stage_plan(model: nn.Module) -> StagePlan | None:
 
 
 def shorten(model: nn.Module, plan: StagePlan) -> list[int]:
-    """Remove layers from the end of every stack, as long as one of every kind and a last one are left. In place.
+    """Remove layers from the end of every stack, as long as one of every kind is left. In place.
+
+    At least two stay before the last remaining one. This stands for the last layer, behind which others compute, and is
+    of its kind. Lists of lists, layers that run several times and those with modules in between stay complete.
 
     Returns:
         By layer of the full model, the index of a remaining layer like it.
@@ -34,16 +37,17 @@ def shorten(model: nn.Module, plan: StagePlan) -> list[int]:
     num_kept = 0
     for stack in plan.stacks(model):
         kinds = [_kind(model.get_submodule(path)) for path in stack.paths]
-        inner = max(2, 1 + max(map(kinds.index, kinds)))
+        like = [*range(len(kinds))]
         is_one_list = "*" not in stack.plan.layers and not stack.plan.applied and not stack.plan.between
-        if is_one_list and inner + 1 < len(kinds):
+        num_before_last = max(2, 1 + max(map(kinds.index, kinds)))
+        if is_one_list and num_before_last + 1 < len(kinds):
+            last = kinds.index(kinds[-1], num_before_last)
             owner, _, name = stack.plan.layers.rpartition(".")
             layers: Any = model.get_submodule(stack.plan.layers)
-            setattr(model.get_submodule(owner), name, layers[: inner + 1])
-            last_of = {kind: index for index, kind in enumerate(kinds[:inner])}
-            like = [*range(inner), *(last_of[kind] for kind in kinds[inner:-1]), inner]
-        else:
-            like = [*range(len(kinds))]
+            setattr(model.get_submodule(owner), name, layers[: last + 1])
+            # The latest of a kind: the first layer may save what others share with it.
+            latest = {kind: index for index, kind in enumerate(kinds[:last])}
+            like = [*range(last), *(latest[kind] for kind in kinds[last:-1]), last]
         traced_of += [num_kept + index for index in like]
         num_kept += max(like) + 1
     return traced_of

@@ -16,6 +16,7 @@ from ..cluster.hashes import batch_hash
 from ..cluster.layout import SUB_AXES
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
+from ..cluster.profiling import named_modules
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.counted_loss import ObservedStage
@@ -32,9 +33,8 @@ from ..pipeline.microbatch import (
     split,
 )
 from ..pipeline.plan import setting_errors
-from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
+from ..pipeline.runner import Criterion, RunResult, ScheduleRun
 from ..pipeline.schedules import forward_only
-from ..pipeline.simulate import Span
 from ..pipeline.stage import local_stages
 from ..pipeline.transport import Transport
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
@@ -73,7 +73,7 @@ class PipelineEngine:
         random: random numbers of forwards in training.
         agreement: comparison of batches and settings between ranks.
         parameters: by stage, the parameters that no other stage of this rank uses.
-        trace: a list to which every batch appends the times of this rank's actions; None measures nothing.
+        in_flight: by stage, the microbatches with activations at the end of the last call; none unless it failed.
     """
 
     def __init__(self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
@@ -116,7 +116,10 @@ class PipelineEngine:
         self._always_compares = config.microbatch_size is not None and (
             config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
-        self.trace: list[Span] | None = None
+        self.in_flight: Counter[int] = Counter()
+        # Layers and the modules in them, whose forwards have names in profiles.
+        layers = recomputable_layers(module)
+        self._regions = [part for layer in layers for part in (layer, *layer.children())]
 
     def run(
         self,
@@ -180,8 +183,8 @@ class PipelineEngine:
             wanted: the results that some rank of the replica requested.
         """
         schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
-        trace = None if self.trace is None else Trace(self.mesh.device)
-        with self.random.following(self.module) as begin_forward:
+        regions = [] if self.config.compile_layers else self._regions
+        with self.random.following(self.module) as begin_forward, named_modules(self.module, regions):
             run = ScheduleRun(
                 stages=self._observed_stages,
                 microbatches=microbatches,
@@ -194,11 +197,11 @@ class PipelineEngine:
                 before_forward=begin_forward,
                 weight_gradients=self._weight_gradients,
                 around_backward=None if optimizer is None else self._accumulating(optimizer),
-                trace=trace,
             )
-            result = run.run(schedule[self.mesh.rank("pp")])
-        if trace is not None and self.trace is not None:
-            self.trace += trace.spans()
+            try:
+                result = run.run(schedule[self.mesh.rank("pp")])
+            finally:
+                self.in_flight = run.in_flight()
         return result
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:

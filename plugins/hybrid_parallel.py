@@ -24,12 +24,14 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.traffic import Count, Traffic
 from ..pipeline.runner import Criterion
 from ..pipeline.stage_manager import PipelineStageManager
+from ..zero.memory import explaining_out_of_memory, memory_of
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Plugin, Returned, init_from_options, refuse_pipeline, require_boosted
 from .colossalai import HYBRID
 from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost
 from .internevo import plugin_arguments, with_configuration_keys
+from .memory_report import memory_in_call
 from .state import local_shards, trained_shards
 
 _MEBI = 2**20
@@ -131,7 +133,10 @@ class HybridParallelPlugin(Plugin):
                 "detach(), item() or torch.no_grad()"
             )
         reduces = sharded.reducer.may_launch  # if not, replicas may run different numbers of backwards
-        with naming_failures("backward", None if reduces else self.mesh.replica_stage_ranks()):
+        with (
+            naming_failures("backward", None if reduces else self.mesh.replica_stage_ranks()),
+            explaining_out_of_memory(lambda: memory_of(sharded)),
+        ):
             sharded.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
@@ -204,7 +209,7 @@ class HybridParallelPlugin(Plugin):
             reducing = (
                 optimizer.accumulate_and_reduce() if trains and optimizer is not None else nullcontext()
             )
-            with reducing:
+            with explaining_out_of_memory(lambda: memory_in_call(boosted.engine, optimizer)), reducing:
                 return boosted.engine.run(
                     data_iter,
                     criterion,

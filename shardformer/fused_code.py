@@ -91,7 +91,10 @@ class _Opaque(nn.Module):
 
 
 def _is_traceable(child: nn.Module | None) -> bool:
-    """Return True if the compiler may trace a child: it has neither weights nor hooks."""
+    """Return True if the compiler may trace a child: it has neither weights nor hooks.
+
+    A stand-in has none either, but reads the tensors of the current microbatch from Python objects.
+    """
     if child is None:
         return True
     has_state = bool([*child.parameters(), *child.buffers()])

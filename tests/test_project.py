@@ -106,7 +106,7 @@ def faults_outside(source: str, module: str) -> list[str]:
     faults = []
     for line, relative, target in imports(source, module):
         first, second = [*target.split("."), ""][:2]
-        if not relative and first in FOLDERS and target != "data":  # an example's own data.py
+        if not relative and first in FOLDERS:
             faults.append(
                 f"{module}:{line}: {target}: is a second copy of the module; import it from echelon"
             )

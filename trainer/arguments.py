@@ -113,10 +113,10 @@ REFUSED_OF_SUBCLASSES = {
     "use_liger_loss": Refused(f"{_MADE_IN_PLUGIN} enable_fused_loss"),
 }
 _ACCELERATOR = {
-    "split_batches": (False, "per_device_train_batch_size is the batch of a replica"),
-    "dispatch_batches": (None, "every rank reads its own batches"),
-    "even_batches": (True, "every replica needs a batch in every step"),
-    "gradient_accumulation_kwargs": (None, "give gradient_accumulation_steps"),
+    "split_batches": ((False,), "per_device_train_batch_size is the batch of a replica"),
+    "dispatch_batches": ((None, False), "every rank reads its own batches"),
+    "even_batches": ((True,), "every replica needs a batch in every step"),
+    "gradient_accumulation_kwargs": ((None, {"num_steps": 1}), "give gradient_accumulation_steps"),
 }
 _LAUNCHED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
 
@@ -178,9 +178,8 @@ def argument_errors(args: Any) -> list[str]:
     config = args.accelerator_config
     errors += [
         f"accelerator_config.{name}={value!r} is not available, since {reason}: leave it out"
-        for name, (default, reason) in _ACCELERATOR.items()
-        if (value := getattr(config, name, default)) not in (default, False, {"num_steps": 1})
-        or (name == "even_batches" and not value)
+        for name, (allowed, reason) in _ACCELERATOR.items()
+        if (value := getattr(config, name, allowed[0])) not in allowed
     ]
     return errors + [
         f"{name} is set: this script was launched for {package}. Start it by torchrun, or by accelerate launch without "

@@ -147,18 +147,26 @@ class BoostedTraining:
         inputs: Mapping[str, Any],
         count: Any,
         count_labels: Callable[[Mapping[str, Any]], Tensor | int],
+        *,
+        num_samples: int,
     ) -> tuple[dict[str, Any], ReplayedLoss]:
         """Return the batch of the pipeline, and the criterion that computes `compute_loss` on its microbatches.
 
+        Args:
+            num_samples: of a batch; more rows are several of a sample, which belong together.
+
         Raises:
-            ValueError: the model is called with other rows than those of the batch.
+            ValueError: rows of a sample would be divided among microbatches.
         """
         cutting: Any = self.plugin.config.cutting
         model_inputs = self.model.engine.to_compute(call.inputs)  # once, so that slices have one address
-        if rows(model_inputs) != rows(inputs) and cutting != {"num_microbatches": 1, "microbatch_size": None}:
+        count_of_rows = rows(model_inputs) or 0
+        is_divisible = count_of_rows == rows(inputs) and count_of_rows <= num_samples
+        if not is_divisible and cutting != {"num_microbatches": 1, "microbatch_size": None}:
             raise ValueError(
-                f"compute_loss calls the model with {rows(model_inputs)} rows for a batch of {rows(inputs)}, so "
-                "microbatches cannot be computed on their own: use num_microbatches=1"
+                f"compute_loss calls the model with {count_of_rows} rows for {min(num_samples, rows(inputs) or 0)} "
+                "samples, so microbatches cannot be computed on their own: use num_microbatches=1, and smaller batches "
+                "with gradient_accumulation_steps"
             )
         image = image_rows(call.inputs, self.model.module.config)
         parts = split(model_inputs, rows=image, **cutting)

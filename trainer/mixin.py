@@ -87,7 +87,9 @@ class EchelonTrainerMixin(TrainerInternals):
         compute, criterion = self._own_compute_loss, None
         if compute is not None:
             call = recorded_call(compute, boosted.stands_for, inputs, count)
-            batch, criterion = boosted.replayed(compute, call, inputs, count, self.label_count)
+            batch, criterion = boosted.replayed(
+                compute, call, inputs, count, self.label_count, num_samples=self._samples_of_batch
+            )
         else:
             batch = dict(inputs)
             if count is not None and self.model_accepts_loss_kwargs:
@@ -101,6 +103,12 @@ class EchelonTrainerMixin(TrainerInternals):
             will_be_scaled=self.divides_loss(count),
         )
         return (loss, outputs if returns_outputs else {}) if return_outputs else loss
+
+    @property
+    def _samples_of_batch(self) -> int:
+        """The samples of a replica's batch, of which the last one may have fewer."""
+        is_training: bool = self.boost().model.training
+        return self._train_batch_size if is_training else self.args.eval_batch_size
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..pipeline.counted_loss import LossObserver
 from ..shardformer.layers.loss import ShardedLogits
-from .fused_head import FUSED, fused_outputs
+from .fused_head import FUSED, FusedOutputs
 
 Compute = Callable[..., Any]
 # Arguments of a model that choose its loss, not its logits.
@@ -177,7 +177,7 @@ class _Answers:
                 )
             return self._other_call(**given)
         if given.get(FUSED):
-            return fused_outputs(gathered(self._outputs.logits), given)
+            return FusedOutputs(gathered(self._outputs.logits), given)
         return _with(self._outputs, self.loss)
 
 

@@ -156,7 +156,8 @@ class Bucket:
     def begin_accumulation(self, factor: float = 1.0) -> None:
         """Begin to accumulate local gradients (to LOCAL). The next reduction adds those reduced before, times `factor`.
 
-        In `parameter.grad` local gradients begin anew.
+        `factor` brings the earlier gradients to the scale of the new ones. In `parameter.grad` local gradients begin
+        anew.
         """
         if self.state is GradientState.REDUCING:
             self.finish_reduction()
@@ -166,7 +167,7 @@ class Bucket:
             elif not self.shards_gradients:
                 self._previous_slice = self.gradient_slice * factor
             for slot in self.slots:
-                if slot.local_gradient is not None:
+                if slot.unsharded_gradient is not None:  # the reduced one, to which autograd would add
                     slot.parameter.grad = None
         self.state = GradientState.LOCAL
 
@@ -177,7 +178,7 @@ class Bucket:
             return any(slot.has_gradient for slot in self.slots)
         # `drop` sets gradients of zeros as views into the bucket; an assigned gradient is another tensor.
         return any(
-            slot.local_gradient is not None and slot.local_gradient is not slot.gradient
+            slot.unsharded_gradient is not None and slot.unsharded_gradient is not slot.gradient
             for slot in self.slots
         )
 
@@ -204,7 +205,7 @@ class Bucket:
         self.borrow_buffer()
         for slot in self.slots:
             slot.collect()
-            if slot.local_gradient is None:
+            if slot.unsharded_gradient is None:
                 assert slot.gradient is not None  # borrowed
                 slot.gradient.zero_()
 

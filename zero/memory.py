@@ -1,7 +1,12 @@
-"""Memory of a sharded optimizer, by kind."""
+"""Memory of a sharded optimizer by kind, and the error of a rank that has none left: what holds it, what to change."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .bucket import Bucket
@@ -50,3 +55,91 @@ def bytes_by_kind(
         num_bytes["offloaded_gradients"] = copies + owned.master_bytes
         num_bytes["offloaded_masters"], num_bytes["offloaded_states"] = masters, large
     return num_bytes
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The options by which an optimizer's memory is sharded.
+
+    Args:
+        stage: of ZeRO.
+        replicas: the number of ranks with equal parameters.
+        is_offloaded: True if masters and states are on the CPU.
+    """
+
+    stage: int
+    replicas: int
+    is_offloaded: bool
+
+
+class HoldsMemory(Protocol):
+    """An optimizer that knows its memory."""
+
+    sharding: Sharding
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes on this rank by kind."""
+        ...
+
+
+@contextmanager
+def explaining_out_of_memory(describe: Callable[[], tuple[Sequence[str], Sequence[str]]]) -> Iterator[None]:
+    """Raise an error of missing memory with what holds the memory and what to change; chained to torch's.
+
+    Args:
+        describe: returns what holds memory and what to change, when there is such an error.
+
+    Raises:
+        torch.OutOfMemoryError: in place of the one of the block.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held, advice = describe()
+        first = str(error).partition("\n")[0].rstrip(". ")
+        raise torch.OutOfMemoryError(
+            f"{first}\nThis rank holds {'; '.join(held)}.\nTo need less, in this order: {'; '.join(advice)}."
+        ) from error
+
+
+def explains_out_of_memory(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of an optimizer by `explaining_out_of_memory`."""
+
+    @wraps(method)
+    def run(self: HoldsMemory, *args: Any, **kwargs: Any) -> Any:
+        with explaining_out_of_memory(lambda: memory_of(self)):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def memory_of(optimizer: HoldsMemory) -> tuple[list[str], list[str]]:
+    """Return what an optimizer holds, the largest kind first, and what to change, in this order."""
+    held = sorted(optimizer.held_bytes().items(), key=lambda kind: -kind[1])
+    kinds = [f"{kind.replace('_', ' ')} {described_bytes(count)}" for kind, count in held if count]
+    advice = (_advice(kind, optimizer.sharding) for kind, count in held if count)
+    return kinds or ["nothing"], [*dict.fromkeys(text for text in advice if text), _LAYOUT]
+
+
+_LAYOUT = "a larger tp_size or pp_size shards the model itself"
+
+
+def _advice(kind: str, sharding: Sharding) -> str:
+    """Return the option that shards or moves a kind of memory; empty if there is none."""
+    replicated = f"shards it over the {sharding.replicas} replicas"
+    if kind in ("masters", "states") and sharding.replicas > 1 and sharding.stage == 0:
+        return f"zero_stage=1 for masters and states, {replicated}"
+    if kind in ("masters", "states"):
+        return "cpu_offload=True keeps masters and states on the CPU"
+    if kind == "gradients" and sharding.replicas > 1 and sharding.stage < 2:
+        return f"zero_stage=2 for gradients too, {replicated}"
+    return ""
+
+
+def described_bytes(count: float) -> str:
+    """Write a number of bytes with a unit."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -39,7 +39,7 @@ from .inner_optimizer import (
     require_one_layout,
 )
 from .kinds import UpdateKind, update_kinds
-from .memory import bytes_by_kind
+from .memory import Sharding, bytes_by_kind, explains_out_of_memory
 from .owned import OwnedParameters, team_of
 from .parameter_gather import ParameterGather
 from .partition import ManagedParameter, Partition, default_bucket_size
@@ -52,24 +52,22 @@ class ShardedOptimizer(OptimizerWrapper):
     """Plain data parallelism (stage 0), ZeRO-1 or ZeRO-2 around an optimizer (arXiv:1910.02054).
 
     The inner optimizer stays the user's object, with the same group dicts, so schedulers built on it before or after
-    keep working. Its parameters are replaced by 1-D float32 masters, those in this rank's slices; in a group whose
-    update needs full parameters, by the full masters that this rank owns, see owned.py. Frozen parameters and those of
-    other pipeline stages are removed from it.
+    keep working. Its parameters are replaced by 1-D float32 masters, those in this rank's slices, or by full masters
+    that this rank owns, see owned.py. Frozen parameters and those of other pipeline stages are removed from it.
 
-    The constructor is collective over the world. All ranks of the data axis start from the parameters of its first
-    rank.
+    The constructor is collective over the world. The first rank of the data axis broadcasts its parameters.
 
     Args:
-        optimizer: any torch optimizer that updates every parameter on its own, not stepped yet. It steps by torch's
-            fused kernel where there is one, see `choose_fused_kernels`.
+        optimizer: any torch optimizer that updates each parameter on its own, not stepped yet; see
+            `choose_fused_kernels`.
         parameters: the local parameters of the model, in one order on all ranks of the data axis. Those that are not in
             the optimizer stay as they are.
         mesh: the processes. A stage above 0 shards over neighbors as many as its layout's axis "zero"; gradients are
             averaged over all of "data".
         stage: 0 replicates optimizer states on every rank, 1 shards them over the data axis, 2 shards gradients, too:
             every backward averages its gradients, after which `parameter.grad` cannot be read.
-        precision: the format of the parameters, and the loss scale. Parameters may be given in float32 under every
-            precision: masters are made from the given values.
+        precision: the format of the parameters, and the loss scale. Masters are made from the given parameters, which
+            may be float32 under every precision.
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
         bucket_size: largest number of elements in one collective; None is `default_bucket_size`.
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` averages them, and
@@ -78,8 +76,7 @@ class ShardedOptimizer(OptimizerWrapper):
         cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there.
         accumulation_steps: number of calls of `backward`, or blocks of `accumulate_and_reduce`, averaged in each step;
             with 1 a step takes the sum of any number of calls.
-        agreement: compares this optimizer's calls between ranks, and those of the model in the all-reduce of the norm;
-            None makes one of its own.
+        agreement: compares calls of this optimizer and of the model between ranks; None makes one of its own.
         after_step: called on all ranks at the end of every step, also of skipped ones.
 
     Attributes:
@@ -89,6 +86,7 @@ class ShardedOptimizer(OptimizerWrapper):
         parameter_gather: all-gathers updated parameters; can overlap this with the next forward.
         skipped_steps: number of steps skipped because gradients were not finite on some rank.
         calls: the calls since the last step.
+        sharding: how its memory is sharded.
     """
 
     def __init__(
@@ -114,7 +112,8 @@ class ShardedOptimizer(OptimizerWrapper):
         self.skipped_steps = 0
         self._agreement, self._after_step = agreement or Agreement(mesh), after_step
         self.calls = CallsOfStep(accumulation_steps)
-        self._mesh, self._max_norm, self._is_offloaded = mesh, max_norm, cpu_offload
+        self._mesh, self._max_norm = mesh, max_norm
+        self.sharding = Sharding(stage, mesh.size("data"), cpu_offload)
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
         self._partitions = Partition.all_of(mesh, mesh.layout.zero if stage else 1)
         replicas = self._partitions[None]
@@ -174,8 +173,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """Run one of the `accumulation_steps` calls before a step in this context, and reduce its gradients.
 
         Collective over the data axis, except inside `no_sync` and, below stage 2, without `overlap_communication`.
-        Below stage 2 only the last of several calls reduces. `execute_pipeline` sets a `gradient_factor`, so earlier
-        gradients are first reduced and kept separate. If it fails in a backward, gradients with its factor are dropped.
+        Below stage 2 only the last of several calls reduces. `execute_pipeline` sets a `gradient_factor`, so those of
+        earlier steps are reduced and kept separate. If it fails in a backward, gradients with its factor are dropped.
 
         Args:
             name: "backward()" for calls of it, which ranks compare by name; None for `execute_pipeline`.
@@ -185,9 +184,9 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         self.calls.begin(is_backward=name is not None, has_factor=self.gradient_factor is not None)
         is_first = self.calls.is_first
-        if name is not None:
+        if name is not None:  # backward() has no factor of its own
             self._gradients.apply_factor()
-        elif is_first and self.reducer.holds_gradients:
+        elif is_first and self.reducer.holds_gradients:  # all calls of a step share the new factor
             self._gradients.set_aside(self._reduce)
         reducer, num_contexts = self.reducer, self.reducer.num_contexts
         with nullcontext() if self.calls.is_last or reducer.shards_gradients else self.no_sync():
@@ -304,6 +303,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._gradients.clip_by_value_(norm, float(clip_value))
 
     @naming_failures("optimizer.step")
+    @explains_out_of_memory
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or skip the step on all ranks if any gradient of any rank is not finite.
@@ -398,7 +398,7 @@ class ShardedOptimizer(OptimizerWrapper):
         for slot, has_gradient in zip(self.reducer.slots, self._gradients.has_gradients, strict=True):
             if slot.piece is not None:
                 slot.piece.grad = slot.piece_gradient if has_gradient else None
-        if self._is_offloaded:
+        if self.sharding.is_offloaded:
             wait_for_stream(self._mesh.device)
         with self._guard:
             self.inner.step()
@@ -458,7 +458,7 @@ class ShardedOptimizer(OptimizerWrapper):
             frozen=self._frozen,
             states=[entry for state in self.state.values() for entry in state.values()],
             pool=self._pool,
-            is_offloaded=self._is_offloaded,
+            is_offloaded=self.sharding.is_offloaded,
         )
 
     def state_dict(self) -> dict[str, Any]:

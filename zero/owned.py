@@ -93,8 +93,9 @@ class OwnedParameters:
     Args:
         buckets: all buckets, of which those with `is_owned` take part.
         mesh: the ranks.
-        team: the group of the team; None for a team of one rank.
-        device: the device on which the inner optimizer steps.
+        team: the group of the team; None for a team of one rank, which owns nothing here: its slices are full.
+        device: the device on which the inner optimizer steps. If it is the CPU beside a GPU, the parameters of `slots`
+            get a buffer there for their gradients.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class OwnedParameters:
         self.slots: list[Slot] = []  # of the parameters that this rank owns
         if not self.buckets:
             return
-        assert team is not None
+        assert team is not None  # without a team no bucket is owned
         self._team, self._device, self._step_device = team, mesh.device, device
         # One exchange has one format: the widest of the parameters.
         self._dtype = reduce(torch.promote_types, (bucket.parameters.dtype for bucket in self.buckets))
@@ -125,7 +126,7 @@ class OwnedParameters:
     def _plan(self, layouts: Sequence[MeshLayout]) -> None:
         """Choose the owner of every parameter, and the boxes that this rank exchanges with each rank of its team.
 
-        Sets `slots`, `_shapes`, `_to_owners` and `_to_slices`. No communication.
+        Sets `slots`, `_shapes`, `_host_gradients`, `_to_owners` and `_to_slices`. No communication.
 
         Args:
             layouts: the coordinates of the ranks of the team, in order.

@@ -304,7 +304,7 @@ def default_bucket_size(device: torch.device, num_replicas: int) -> int:
     return (max(40, num_replicas) if is_cuda(device) else 12) * 2**20
 
 
-def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[ProcessGroup | None]:
+def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[ProcessGroup]:
     """Yield the groups over which the gradient of a parameter is summed: neighbors on an axis where it is partial.
 
     Collective over the world where a group is new.
@@ -313,11 +313,11 @@ def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[Proces
         num_summands = num_parts(parameter, axis)
         if num_summands > 1:
             firsts = range(0, placement.size, num_summands)
-            yield mesh.subgroup(axis, [range(first, first + num_summands) for first in firsts])
+            yield _group(mesh, [range(first, first + num_summands) for first in firsts], axis)
 
 
-def _group(mesh: ParallelMesh, subsets: list[range]) -> ProcessGroup:
-    """Return the group of the subset of the data axis that has this rank. Collective over the world."""
-    group = mesh.subgroup("data", subsets)
+def _group(mesh: ParallelMesh, subsets: list[range], axis: str = "data") -> ProcessGroup:
+    """Return the group of the subset of an axis that has this rank. Collective over the world."""
+    group = mesh.subgroup(axis, subsets)
     assert group is not None  # every rank is in a subset
     return group

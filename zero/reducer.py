@@ -402,7 +402,7 @@ class Reducer:
         if self.is_reduced or not bucket.can_accumulate:
             self._prepare_for_gradient(bucket)
         if self.shards_gradients:
-            slot.set_grad(slot.local_gradient)  # autograd cannot add to a placeholder
+            slot.set_grad(slot.unsharded_gradient)  # autograd cannot add to a placeholder
 
     def _enter_plain_backward(self) -> None:
         """Begin to accumulate before the first gradient of a backward that the optimizer does not run."""

@@ -85,10 +85,10 @@ class Slot:
     @property
     def has_gradient(self) -> bool:
         """Return True if a backward computed a gradient of the parameter."""
-        return self.local_gradient is not None or self.was_reduced
+        return self.unsharded_gradient is not None or self.was_reduced
 
     @property
-    def local_gradient(self) -> Tensor | None:
+    def unsharded_gradient(self) -> Tensor | None:
         """Return `parameter.grad` while it is unsharded on this rank."""
         gradient = self.parameter.grad
         return None if isinstance(gradient, ShardedGradient) else gradient

@@ -96,7 +96,9 @@ class WriteWatch:
         if not self._has_loss_scale:
             return False
         new = [
-            slot.local_gradient for slot, had in zip(self._slots, self._had_gradient, strict=True) if not had
+            slot.unsharded_gradient
+            for slot, had in zip(self._slots, self._had_gradient, strict=True)
+            if not had
         ]
         return any(gradient is not None and bool(gradient.count_nonzero()) for gradient in new)
 
@@ -126,7 +128,7 @@ class WriteWatch:
         if self._versions is None:
             return
         for slot, had_gradient in zip(self._slots, self._had_gradient, strict=True):
-            gradient, local = slot.parameter.grad, slot.local_gradient
+            gradient, local = slot.parameter.grad, slot.unsharded_gradient
             is_replaced = reduced and local is not None and local is not slot.gradient
             is_dropped = had_gradient and gradient is None and (reduced or slot.was_reduced)
             is_new = reduced and not had_gradient and gradient is not None

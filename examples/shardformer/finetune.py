@@ -1,204 +1,135 @@
-r"""Train a small causal model that Shardformer alone has sharded: a plain loop, without a booster.
+r"""Train a model that ShardFormer alone has sharded, in a plain loop: no booster and no plugin.
 
     python examples/shardformer/finetune.py
-    torchrun --standalone --nproc_per_node 4 examples/shardformer/finetune.py --tp_size 2 --target_accuracy 0.9
+    torchrun --standalone --nproc_per_node 4 examples/shardformer/finetune.py --tp_size 2 --model_type qwen3
 
-It learns to encrypt generated words by a Caesar cipher, and answers by `generate()` at the end.
+It learns to encrypt words by a Caesar cipher, and answers by `generate()`.
 """
 
 import argparse
+import json
 import sys
-import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import data
+import echelon
 from echelon import DistCoordinator, ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_
-from echelon.plugins.state import SplitCheckpoints
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules that all examples share
-import metrics
-from command_line import FirstRankParser, range_errors, refuse
-from saving import Keeper, Saving, add_saving_options, resumed_records, saving_errors
-from training import endless, progress_bar, start
-
-NUM_WORDS, NUM_TEST_WORDS = 20000, 500
-MODEL_TYPES = ("llama", "qwen3", "mistral")
-LOWEST = dict.fromkeys(("tp_size", "key_value_heads", "length", "steps", "batch_size"), 1)
+END, PAD, IGNORED = 26, 27, -100  # after the tokens of 26 letters
+LENGTH, SHIFT = 6, 3
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model_type", choices=MODEL_TYPES, default="llama")
-    add("--tp_size", type=int, help="ranks that shard each layer; default: all. Others are replicas")
-    add("--key_value_heads", type=int, default=1, help="1, 2 or 4; replicated if fewer than --tp_size")
-    add("--length", type=int, default=6, help="letters of a word")
-    add("--steps", type=int, default=150)
-    add("--batch_size", type=int, default=64, help="global batch size in words, over all processes")
-    add("--lr", type=float, default=3e-3, help="initial learning rate; decays linearly to 0")
-    add("--max_norm", type=float, default=1.0, help="maximum gradient norm")
-    add("--target_accuracy", type=float, help="exit with status 1 below this accuracy")
-    add("--seed", type=int, default=42)
-    add(
-        "--metrics",
-        "--log_losses",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="loss and gradient norm of each step",
+    parser = echelon.ArgumentParser(description=__doc__)
+    parser.add_argument("--model_type", choices=("llama", "qwen3", "mistral"), default="llama")
+    parser.add_argument("--tp_size", type=int, help="ranks that shard each layer: all; others are replicas")
+    parser.add_argument(
+        "--key_value_heads", type=int, default=1, help="of 4 heads; fewer than ranks are copied"
     )
-    add_saving_options(parser)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch_size", type=int, default=64, help="words, over all replicas")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--target_accuracy", type=float, default=0.0, help="exit with status 1 below it")
+    parser.add_argument("--metrics", help="file of JSON lines")
     return parser.parse_args()
 
 
-def argument_errors(arguments: argparse.Namespace, world_size: int) -> list[str]:
-    """Return all errors of the arguments."""
-    if found := range_errors(arguments, LOWEST, {}):
-        return found
-    found += metrics.file_errors(arguments.metrics) + saving_errors(arguments)
-    if world_size % arguments.tp_size:
-        found.append(f"--tp_size {arguments.tp_size} does not divide the {world_size} processes")
-    elif arguments.batch_size % (world_size // arguments.tp_size):
-        num_replicas = world_size // arguments.tp_size
-        found.append(f"--batch_size {arguments.batch_size} does not divide by {num_replicas} replicas")
-    if 4 % arguments.key_value_heads:
-        found.append(f"--key_value_heads {arguments.key_value_heads} does not divide 4 heads: use 1, 2 or 4")
-    if len(data.LETTERS) ** arguments.length < 2 * NUM_WORDS:
-        found.append(f"--length {arguments.length} makes too few words: use at least 4")
-    return found
-
-
-def make_model(arguments: argparse.Namespace) -> nn.Module:
-    """Make a small model with random weights, equal on every rank."""
-    torch.manual_seed(arguments.seed)
+def make_model(model_type: str, key_value_heads: int) -> nn.Module:
     config = AutoConfig.for_model(
-        arguments.model_type,
-        vocab_size=data.VOCABULARY,
+        model_type,
+        vocab_size=PAD + 1,
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=arguments.key_value_heads,
+        num_key_value_heads=key_value_heads,
         head_dim=32,
         intermediate_size=256,
-        max_position_embeddings=4 * arguments.length,
         bos_token_id=None,
-        eos_token_id=data.END,
-        pad_token_id=data.END,
+        eos_token_id=END,
+        pad_token_id=PAD,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, mesh: ParallelMesh) -> float:
-    """Take all remaining steps, export the model and return the last loss. Collective over the world.
-
-    The first rank shows a progress bar and writes the metrics.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=arguments.steps)
-    checkpoints, saving = SplitCheckpoints(model, optimizer, mesh), Saving.of(arguments)
-    parts = {"lr_scheduler": scheduler, "dataloader": loader}
-    records = resumed_records(partial(checkpoints.load_checkpoint, **parts), saving, arguments.steps)
-    batches, save = endless(loader), partial(checkpoints.save_checkpoint, **parts)
-    lines = metrics.JsonLines(arguments.metrics if dist.get_rank() == 0 else None, records)
-    began, done = time.monotonic(), len(records)
-    with lines, Keeper(save, saving, arguments.steps) as keeper:
-        for step in (bar := progress_bar(done, arguments.steps)):
-            batch = {name: tensor.to(mesh.device) for name, tensor in next(batches).items()}
-            loss = model(**batch).loss
-            loss.backward()  # sums partial gradients over the tensor axis and averages over the data axis
-            norm = clip_grad_norm_(model, arguments.max_norm).item()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            records.append({"loss": mean_over_replicas(loss.detach(), mesh), "norm": norm})
-            lines.write(records[-1])
-            speed = arguments.batch_size * (step - done) / (time.monotonic() - began)
-            text = f"loss {records[-1]['loss']:.4f}, gradient norm {norm:.3f}, {speed:.0f} words/s"
-            bar.set_postfix_str(text)
-            keeper.after_step(records)
-    if arguments.save_model is not None:
-        checkpoints.save_model(arguments.save_model)
-    keeper.require_saved()
-    return records[-1]["loss"]
+def ended(words: Tensor) -> Tensor:
+    """Return words, (N, LENGTH), with their end tokens."""
+    return torch.cat([words, torch.full_like(words[:, :1], END)], dim=1)
 
 
-def mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> float:
-    """Average a local loss over the replicas. All-reduce over the data axis."""
-    dist.all_reduce(loss, group=mesh.group("dp"))
-    return loss.item() / mesh.size("dp")
+def samples_of(words: Tensor) -> list[dict[str, Tensor]]:
+    """Return words with their encryptions, which alone have labels."""
+    ids = torch.cat([ended(words), ended((words + SHIFT) % END)], dim=1)
+    labels = ids.clone()
+    labels[:, : LENGTH + 1] = IGNORED
+    return [{"input_ids": ids[row], "labels": labels[row]} for row in range(len(ids))]
 
 
 @torch.no_grad()
-def evaluate(model: Any, words: Tensor, mesh: ParallelMesh) -> tuple[float, Tensor]:
-    """Generate answers, each replica for its shard of the words. Collective over the world.
-
-    Returns:
-        The fraction of correct answers, over all replicas, and this replica's answers.
-    """
+def accuracy_of(model: nn.Module, words: Tensor, mesh: ParallelMesh) -> float:
+    """Return the share of right answers, on every rank; each replica answers for its share of the words."""
     model.eval()
     local = words[mesh.rank("dp") :: mesh.size("dp")]
-    asked = data.prompts(local).to(mesh.device)
-    generated = model.generate(
-        asked, attention_mask=torch.ones_like(asked), max_new_tokens=local.shape[1], do_sample=False
-    )
-    answered = generated[:, asked.shape[1] :].cpu()
-    padded = nn.functional.pad(answered, (0, local.shape[1] - answered.shape[1]), value=data.END)
-    right = (padded == data.answers(local)).all(-1).sum().to(mesh.device)
+    asked = ended(local).to(mesh.device)
+    settings = {"attention_mask": torch.ones_like(asked), "max_new_tokens": LENGTH, "do_sample": False}
+    answers = model.generate(asked, **settings)[:, LENGTH + 1 :].cpu()
+    answers = nn.functional.pad(answers, (0, LENGTH - answers.shape[1]), value=END)
+    right = (answers == (local + SHIFT) % END).all(1).sum().to(mesh.device)
     dist.all_reduce(right, group=mesh.group("dp"))
-    return right.item() / len(words), padded
+    return right.item() / len(words)
 
 
-def finetune(arguments: argparse.Namespace) -> int:
-    """Shard the model, train it and evaluate its answers. Collective over the world.
-
-    Returns:
-        The exit status: 0, or 1 if the target is missed.
-
-    Raises:
-        Refused: the arguments are invalid, or the model does not fit them; all errors were reported.
-    """
-    began, coordinator = time.monotonic(), DistCoordinator()
-    arguments.tp_size = coordinator.world_size if arguments.tp_size is None else arguments.tp_size
-    refuse(argument_errors(arguments, coordinator.world_size))
-    mesh = ParallelMesh(tp=arguments.tp_size)
-    shard_former = ShardFormer(
-        ShardConfig(
-            tensor_parallel_process_group=mesh.group("tp"),
-            data_parallel_process_group=mesh.group("dp"),
-            gather_output=True,
-        )
+def main() -> int:
+    arguments = parse_arguments()
+    echelon.launch_from_torch(seed=42)
+    world = DistCoordinator()
+    mesh = ParallelMesh(tp=arguments.tp_size or world.world_size)
+    groups = {
+        f"{name}_parallel_process_group": mesh.group(axis)
+        for name, axis in (("tensor", "tp"), ("data", "dp"))
+    }
+    shard_former = ShardFormer(ShardConfig(**groups, gather_output=True))
+    model, _ = shard_former.optimize(
+        make_model(arguments.model_type, arguments.key_value_heads).to(mesh.device)
     )
-    try:
-        model, _ = shard_former.optimize(make_model(arguments).to(mesh.device))
-    except ValueError as error:
-        refuse(error.args)
-        raise
-    words = data.words(NUM_WORDS + NUM_TEST_WORDS, length=arguments.length, seed=arguments.seed)
+
+    words = torch.randint(END, (20500, LENGTH), generator=torch.Generator().manual_seed(0))
     loader = shard_former.shard_dataset(
-        data.samples(words[NUM_TEST_WORDS:]),  # type: ignore[arg-type]
+        samples_of(words[500:]),
         batch_size=arguments.batch_size // mesh.size("dp"),
         shuffle=True,
-        seed=arguments.seed,
         drop_last=True,
     )
-    loss = train(arguments, model, loader, mesh)
-    accuracy, answered = evaluate(model, words[:NUM_TEST_WORDS], mesh)
-    coordinator.print_on_master(f"{data.spelled(words[0])} -> {data.spelled(answered[0])}")
-    missed = arguments.target_accuracy is not None and accuracy < arguments.target_accuracy
-    if missed:
-        text = f"accuracy {accuracy:.4f} is below the target {arguments.target_accuracy}"
-        coordinator.print_on_master(text)
-    seconds = time.monotonic() - began
-    coordinator.print_on_master(f"accuracy={accuracy:.4f} loss={loss:.4f} seconds={seconds:.1f}")
-    return 1 if missed else 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=arguments.steps)
+    records: list[dict] = []
+    while len(records) < arguments.steps:
+        for batch in loader:
+            loss = model(**{name: tensor.to(mesh.device) for name, tensor in batch.items()}).loss
+            loss.backward()  # sums partial gradients over the tensor axis and averages over the replicas
+            norm = clip_grad_norm_(model, 1.0).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total, group=mesh.group("dp"))
+            records.append(
+                {"step": len(records) + 1, "loss": total.item() / mesh.size("dp"), "grad_norm": norm}
+            )
+            if len(records) % 10 == 0:
+                world.print_on_master(f"step {len(records)}, loss {records[-1]['loss']:.4f}, norm {norm:.3f}")
+            if len(records) == arguments.steps:
+                break
+    accuracy = accuracy_of(model, words[:500], mesh)
+    if arguments.metrics and world.is_master():
+        Path(arguments.metrics).write_text("".join(json.dumps(record) + "\n" for record in records))
+    world.print_on_master(f"accuracy={accuracy:.4f}")
+    world.destroy()
+    return int(accuracy < arguments.target_accuracy)
 
 
 if __name__ == "__main__":
-    sys.exit(start(finetune, parse_arguments()))
+    sys.exit(main())

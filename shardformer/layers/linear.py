@@ -35,7 +35,8 @@ class ProductLayer(ParallelModule):
     """A parallel layer that multiplies by its weight, whose gradient may be deferred.
 
     Attributes:
-        later_product, input_shard: arguments of the next call, set by a region's `enter`; see `linear`. Set in
+        later_product, input_shard: arguments of the next call, set by a region's `enter`; see `linear`. `input_shard`
+            is this rank's shard of the input, which backward gathers again, and the gathered input. Set in
             `vars(layer)`, since nn.Module's `__setattr__` takes microseconds.
     """
 

@@ -142,7 +142,8 @@ class ShardedCalls:
 
     Args:
         axis: sequence axis of the layers.
-        first: the first layer.
+        first: the first layer. Where a reentrant checkpoint recomputes it, modules compute full sequences, since what
+            they return passes through the checkpoint.
     """
 
     def __init__(self, axis: SequenceAxis, first: nn.Module) -> None:

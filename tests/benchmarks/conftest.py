@@ -17,11 +17,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType
     """Import a module of the benchmarks by its bare name, as the scripts do."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module
-    for name in [
-        "data",
-        *(path.stem for path in BENCHMARKS.glob("*.py")),
-    ]:  # curves.py imports an example's data.py
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for path in BENCHMARKS.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
 
 
 @pytest.fixture

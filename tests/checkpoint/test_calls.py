@@ -15,7 +15,6 @@ from echelon.checkpoint.step import choose_step
 from echelon.checkpoint.steps import begin_step, commit_step
 from echelon.cluster.gathering import AgreedError, on_all_ranks, run_or_raise_together
 
-from ..examples.scripts import EXAMPLES, load
 from ..pool import Pool
 from .failures import logged
 from .handmade import Handmade, small_config
@@ -249,12 +248,3 @@ def test_a_step_that_a_rank_may_not_read_or_does_not_see_is_no_damage(pool: Pool
         assert not_seen.startswith(
             f"{newer} is not visible on this rank: load from a file system that all machines"
         )
-
-
-def test_examples_refuse_folders_that_they_may_not_look_into(tmp_path: Path) -> None:
-    saving = load(EXAMPLES / "saving.py")
-    for path in (tmp_path, tmp_path / "below" / "it"):
-        arguments = mock.Mock(save_dir=path, save_model=path, resume=None, save_every=1, keep_last=None)
-        with denied(tmp_path):
-            errors = saving.saving_errors(arguments)
-        assert [error.partition(" ")[0] for error in errors] == ["--save_dir", "--save_model"]

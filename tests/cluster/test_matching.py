@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from echelon.cluster.heartbeats import Heartbeat, absent_ranks, places, unmatched_call
+from echelon.cluster.heartbeats import Heartbeat, absent_ranks, unmatched_call
 
 WORLD, PAIR = "0,1,2", "0,1"
 
@@ -31,7 +31,11 @@ def test_ranks_in_an_earlier_call_may_still_come() -> None:
     assert absent_ranks(0, beats) == [1, 2]
     assert _named(0, beats) is None
     assert _named(1, beats) is None
-    assert places([1, 2], beats) == "rank 1 is in step, call 1; rank 2 is outside of Echelon, after call 1"
+    assert list(map(str, beats.values())) == [
+        "in save, call 2",
+        "in step, call 1",
+        "outside of Echelon, after call 1",
+    ]
 
 
 def test_two_names_of_one_call_never_meet() -> None:

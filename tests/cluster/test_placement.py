@@ -88,9 +88,9 @@ def test_shards_are_those_of_blocks_copies_and_stretches(name: str) -> None:
         ({"blocks": (5,), "padded": (4,)}, r"padded=\(4,\) is shorter than blocks=\(5,\)"),
         (
             {"size": 4, "blocks": (4, 2, 2, 4), "stretches": 2},
-            r"stretches=2 neither repeats blocks=\(4, 2, 2, 4\)",
+            r"stretches=2: blocks=\(4, 2, 2, 4\) are not",
         ),
-        ({"blocks": (2, 2, 2, 2), "stretches": 4}, "nor divides the 2 shards"),
+        ({"blocks": (2, 2, 2, 2), "stretches": 4}, "stretches=4 does not divide the 2 shards"),
         ({"size": 4, "blocks": (8, 10)}, "10 entries along dim 0 are not divisible by 4 ranks"),
         ({"size": 4, "blocks": (12,), "replicas": 3}, "replicas=3 does not divide size=4"),
     ],

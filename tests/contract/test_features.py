@@ -21,14 +21,22 @@ from echelon import (
 )
 from echelon.pipeline.action import Action, Op
 
-from ..booster import test_gather_for_metrics, test_nonfinite
+from ..booster import test_arguments, test_gather_for_metrics, test_metrics, test_nonfinite, test_traces
 from ..cli import test_doctor, test_plan
+from ..cluster import test_flight_recorder, test_hang_report
 from ..migration import test_names
 from ..planning import test_predict
-from ..plugins import test_deepspeed, test_experts
+from ..plugins import test_deepspeed, test_experts, test_out_of_memory
 from ..pool import Pool
 from ..trainer import test_trainer
-from . import test_model_features, test_old_checkpoints, test_parity, test_refusals
+from . import (
+    test_divergences,
+    test_misuses,
+    test_model_features,
+    test_old_checkpoints,
+    test_parity,
+    test_refusals,
+)
 from .script import LLAMA, Script, shard_former
 
 FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
@@ -148,7 +156,11 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
         test_old_checkpoints.test_resumes_in_one_process,
     ],
     "LoRA": [test_adapters_are_saved_as_peft_reads_them],
-    "errors": [test_refusals.test_unsupported_calls_are_refused],
+    "profiles": [test_traces.test_actions_calls_layers_waits_and_collectives_have_names],
+    "errors": [
+        test_misuses.test_the_suggestion_of_the_message_runs,
+        test_refusals.test_unsupported_calls_are_refused,
+    ],
     "transformers' Trainer": [test_trainer.test_losses_norms_metrics_and_weights_are_those_of_one_process],
     "scripts of other frameworks": [
         test_names.test_a_name_with_a_counterpart_is_that,
@@ -159,7 +171,15 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
         test_predict.test_operations_are_those_of_torchs_counter,
         test_plan.test_layouts_are_listed_with_memory_and_a_picture,
     ],
+    "measuring": [
+        test_metrics.test_records_are_read_at_an_interval_and_average_over_steps_and_ranks,
+        test_arguments.test_all_errors_are_reported_once_by_the_first_rank,
+    ],
     "explaining": [
+        test_hang_report.test_every_waiting_rank_raises_the_report_soon_after_the_timeout,
+        test_divergences.test_a_rank_that_departs_is_diagnosed_on_both_ranks,
+        test_out_of_memory.test_a_pipeline_stage_says_what_holds_its_memory_and_the_other_rank_is_told,
+        test_flight_recorder.test_a_rank_that_does_not_join_is_named,
         test_nonfinite.test_the_first_module_that_is_not_finite_is_named_on_every_rank,
         test_doctor.test_the_report_names_releases_devices_and_limits,
     ],

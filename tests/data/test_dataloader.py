@@ -352,3 +352,11 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     for error, settings in REFUSED.items():
         with pytest.raises(ValueError, match=error):
             loader_of(**settings)
+
+
+def test_the_end_of_the_data_is_noted_for_reports_of_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr("echelon.data.loader.note_end_of_data", lambda: noted.append(1))
+    for _ in loader_of():
+        assert noted == []
+    assert noted == [1]

@@ -121,6 +121,14 @@ def test_the_script_of_lora_trains_adapters_that_peft_finds(tmp_path: Path) -> N
     }
 
 
+def test_the_script_of_scripts_measures_and_takes_flags(pool: Pool, tmp_path: Path) -> None:
+    (script,) = code_blocks(DOCS / "scripts.md", "python")
+    first, second = pool.run(2, printed, script, tmp_path, "--tp_size", "2", "--steps", "20")
+    assert [line.partition(",")[0] for line in first.splitlines()] == ["step 10/20", "step 20/20"]
+    assert second == "" and losses(first)[1] < losses(first)[0]
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def alone_script(mark: str) -> str:
     """Return the script of Shardformer alone from the page for users of ColossalAI."""
     (found,) = [block for block in code_blocks(COLOSSALAI, "py") if mark in block and "echelon" in block]

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.microbatch import merge
-from echelon.pipeline.runner import RunResult, Trace
+from echelon.pipeline.profiled import chrome_trace, computations
+from echelon.pipeline.runner import RunResult
 from echelon.pipeline.schedules import build_schedule, build_stage_ranks, gpipe
 from echelon.pipeline.simulate import Costs, Span, simulate
 
@@ -116,9 +118,10 @@ def test_any_order_of_computations_on_any_placement_runs(pool: Pool, world_size:
 def train_traced() -> list[list[Span]]:
     spans = []
     for style, num_chunks in STYLES:
-        pipeline, trace = Pipeline(style=style, num_chunks=num_chunks), Trace(torch.device("cpu"))
-        pipeline.train(pieces(11, 5), trace=trace)
-        spans.append(trace.spans())
+        pipeline = Pipeline(style=style, num_chunks=num_chunks)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            pipeline.train(pieces(11, 5))
+        spans.append(computations(chrome_trace(profiler)))
     return spans
 
 

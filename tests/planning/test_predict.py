@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 from echelon import Booster, HybridParallelPlugin
+from echelon.cluster.gpus import GPUS
 from echelon.planning.cost import LiveBytes
-from echelon.planning.devices import DEVICES
 from echelon.planning.search import GIB, Job, Plan, Planner
 from echelon.verify.layout import Layout
 
@@ -51,7 +51,7 @@ def planner_of(kind: str, layout: Layout, samples: int) -> Planner:
         world=layout.world_size,
         memory=80,
         global_batch=samples * layout.microbatches * layout.dp,
-        device=DEVICES["h100"],
+        device=GPUS["h100"],
         precision=layout.precision,
     )
     return Planner(model, "CAUSAL_LM", LENGTH, job)
@@ -135,7 +135,7 @@ def test_operations_are_those_of_torchs_counter() -> None:
 
     model = build("llama")
     model.set_attn_implementation("eager")  # torch counts no fused attention of CPUs
-    job = Job(world=1, memory=80, global_batch=2, device=DEVICES["h100"], precision="fp32")
+    job = Job(world=1, memory=80, global_batch=2, device=GPUS["h100"], precision="fp32")
     plan = Planner(model.to("meta"), "CAUSAL_LM", LENGTH, job).predict(Layout(microbatches=1), 2)
     model, tokens = model.to_empty(device="cpu"), torch.zeros(2, LENGTH, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:

@@ -8,9 +8,10 @@ import torch
 import transformers
 from torch import nn
 
-from echelon.planning.devices import DEVICES
+from echelon.cluster.gpus import GPUS
 from echelon.planning.model import build_on_meta, load_config
 from echelon.planning.search import Job, Planner
+from echelon.planning.shortened import _kind, shorten, stage_plan
 from echelon.verify.layout import Layout
 
 
@@ -25,7 +26,7 @@ def planner(memory: float, *, kind: str = "llama", world: int = 4, length: int =
     )
     config: Any = transformers.CONFIG_MAPPING[kind](**sizes)
     model, task = build_on_meta(config, None)
-    job = Job(world=world, memory=memory, global_batch=16, device=DEVICES["h100"], precision="bf16")
+    job = Job(world=world, memory=memory, global_batch=16, device=GPUS["h100"], precision="bf16")
     return Planner(model, task, length, job)
 
 
@@ -93,7 +94,7 @@ def test_a_model_whose_layers_are_unknown_is_planned_without_a_pipeline() -> Non
 
     with torch.device("meta"):
         model = Own(OwnConfig())
-    job = Job(world=2, memory=1, global_batch=4, device=DEVICES["a100"], precision="fp32")
+    job = Job(world=2, memory=1, global_batch=4, device=GPUS["a100"], precision="fp32")
     search = Planner(model, "CAUSAL_LM", 16, job)
     plans = search.search(10).plans
     assert plans and {plan.layout.pp for plan in plans} == {1}
@@ -104,6 +105,17 @@ def test_a_model_whose_layers_are_unknown_is_planned_without_a_pipeline() -> Non
 def test_a_model_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--model"):
         load_config(name)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "deepseek_v3", "llama", "t5"])
+def test_a_shortened_model_has_a_layer_like_every_layer(kind: str) -> None:
+    model, _ = build_on_meta(load_config(kind), None)
+    plan = stage_plan(model)
+    assert plan is not None
+    kinds = [_kind(model.get_submodule(path)) for path in plan.layer_paths(model)]
+    like = shorten(model, plan)
+    left = [_kind(model.get_submodule(path)) for path in plan.layer_paths(model)]
+    assert len(left) < len(kinds) and [left[index] for index in like] == kinds
 
 
 def test_a_head_is_chosen_by_task_or_class() -> None:

@@ -106,7 +106,8 @@ def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path,
     assert second == []
     assert len(first) == 2  # one line for each call
     assert all(
-        "for ranks that have not joined: rank 1 is outside of Echelon, after call " in line for line in first
+        "for ranks that have not joined; likely cause: rank 1 has not made this call" in line
+        for line in first
     )
     assert "in save_model (call " in first[1]
 

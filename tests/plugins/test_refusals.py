@@ -1,6 +1,5 @@
-"""Refusals of plugins: equal on every rank, with all reasons, before any communication: calls and needles."""
+"""Refusals of plugins with several reasons, all at once; single ones are in tests/contract/misuse_rows.py."""
 
-import copy
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -21,12 +20,12 @@ from echelon import (
 )
 from echelon.cluster.errors import ErrorList
 from echelon.plugins.colossalai import DDP, FSDP, HYBRID, ZERO
-from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.batch import loss_of
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool
-from .training import BERT, boosted, booster_of, hybrid, refused
+from .training import BERT, booster_of, hybrid, refused
 
 GPT2 = ModelChoice(model_type="gpt2", tied=True, num_layers=2)
 SEQUENCES = {"enable_sequence_parallelism": True}
@@ -43,11 +42,6 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
             "pp_style: there is no schedule 'zigzag'",
             "max_norm=nan must be a number of at least 0",
         ),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(use_fp8=True, precision="fp8"),
-        ("2 errors:\n- use_fp8=True", "precision='fp8'"),
     ),
     (
         HybridParallelPlugin,
@@ -73,37 +67,6 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         HybridParallelPlugin,
-        dict(pp_size=2, num_model_chunks=3),
-        ("needs num_microbatches", "num_model_chunks=3"),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(SEQUENCES, sequence_parallelism_mode="split_gather", sp_size=2, inner_ring_size=2),
-        (
-            "over the tensor axis, and tp_size is 1",
-            "sp_size=2 with sequence_parallelism_mode='split_gather'",
-            "inner_ring_size=2 is for sequence_parallelism_mode='ring_attn'",
-        ),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(sp_size=2, enable_sequence_overlap=True, inner_ring_size=3),
-        (
-            "sp_size=2 without enable_sequence_parallelism=True",
-            "enable_sequence_overlap=True without",
-            "inner_ring_size=3 without",
-        ),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(tp_size=2, sequence_parallelism_mode="gather", wp_size=2),
-        (
-            "sequence_parallelism_mode='gather' must be one of 'split_gather', 'ring', 'all_to_all', 'ring_attn'",
-            "wp_size=2 does not divide the 1 ranks",
-        ),
-    ),
-    (
-        HybridParallelPlugin,
         dict(
             tp_size="2",
             pp_size=1.5,
@@ -121,44 +84,6 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
             "gradient_accumulation_steps='2' must be an integer",
             "enable_sequence_parallelism='no' must be True or False",
         ),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(
-            gradient_accumulation_steps=0,
-            num_layers_per_stage=[0],
-            zero_bucket_size_in_m=float("nan"),
-            communication_dtype="int8",
-            overlap_allgather=True,
-        ),
-        (
-            "gradient_accumulation_steps=0 must be at least 1",
-            "num_layers_per_stage=[0] must be a list of positive integers",
-            "zero_bucket_size_in_m=nan must be a number from 2**-20 (one element) to below 2**20",
-            "communication_dtype='int8' must be one of None, 'fp32'",
-            "use zero_stage 1 or 2, or leave it out",
-        ),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(zero_bucket_size_in_m=True, max_norm=True),
-        ("zero_bucket_size_in_m=True must be a number or None", "max_norm=True must be a number"),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(pp_size=2, enable_xformers=True, enable_all_optimization=True),
-        ("needs the package xformers", "needs num_microbatches", "give one of them"),
-    ),
-    (
-        HybridParallelPlugin,
-        dict(SEQUENCES, sequence_parallelism_mode="ring_attn", sp_size=2, enable_xformers=True),
-        ("enable_xformers=True with sequence_parallelism_mode='ring_attn', which has kernels of its own",),
-    ),
-    (LowLevelZeroPlugin, dict(cpu_offload="yes"), ("cpu_offload='yes' must be True or False",)),
-    (
-        LowLevelZeroPlugin,
-        dict(stage=3, reduce_bucket_size_in_m=-1),
-        ("\n- stage=3 is not available", "reduce_bucket_size_in_m=-1 must be a number from 2**-20"),
     ),
     (
         TorchFSDPPlugin,
@@ -187,107 +112,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
             *("hysteresis=2 of ColossalAI is not available", "min_scale=1 of", "max_scale=4 of"),
         ),
     ),
-    (
-        TorchFSDPPlugin,
-        dict(initial_scale=float("nan")),
-        ("initial_scale=nan must be a finite number above 0",),
-    ),
-    (
-        TorchDDPPlugin,
-        dict(bucket_cap_mb=-1, static_graph="no", fp8_communication=True),
-        ("bucket_cap_mb=-1 must be", "static_graph='no' must be True or False", "fp8_communication=True"),
-    ),
-    (Booster, dict(device="cuda"), ("leave it out, and give it to the call that starts the process group",)),
-    (Booster, dict(plugin="hybrid"), ("plugin='hybrid' is not a plugin: create one first",)),
 ]
-
-
-def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
-    """Return calls of a boosted BERT, with a part of each error message."""
-    booster = hybrid()
-    model, optimizer = boosted(booster)
-    batch = make_batch(BERT, num_samples=4, seed=0)
-
-    def run(
-        criterion: Any = loss_of, data: Any = None, given: Any = optimizer, **options: Any
-    ) -> Callable[[], Any]:
-        data = iter([batch]) if data is None else data
-        return lambda: booster.execute_pipeline(data, model, criterion, given, **options)
-
-    def weighing(weight: Any) -> Callable[[], Any]:
-        return run(lambda outputs, _: (outputs.loss, weight))
-
-    def dividing(divisor: Any) -> Callable[[], Any]:
-        return run(data=iter([batch | {"num_items_in_batch": divisor}]))
-
-    scalar, turns = "the criterion must return a real scalar tensor", iter([True, False])
-    wrong_weights = {"words": "a", "no number": None, "a list of one": [1.0]}
-    wrong_divisors = {"a word": "a", "zero": 0, "negative": -3, "not a number": float("nan"), "True": True}
-    wrong_divisors |= {"zero on the CPU": torch.tensor(0), "two": torch.tensor([1, 2])}
-    wrong_divisors["one in a vector"] = torch.tensor([5])
-    return {
-        **{
-            f"weight: {name}": (weighing(weight), f"{scalar}, or (loss_sum, weight), not (a tensor")
-            for name, weight in wrong_weights.items()
-        },
-        **{
-            f"weight {weight}": (
-                weighing(weight),
-                f"the criterion returned the weight {weight}: return a finite",
-            )
-            for weight in (-1, float("nan"), float("inf"))
-        },
-        **{
-            f"divisor: {name}": (
-                dividing(divisor),
-                f"num_items_in_batch={divisor!r} in the batch must be a number",
-            )
-            for name, divisor in wrong_divisors.items()
-        },
-        "no function": (
-            run("mean"),
-            "criterion='mean' is not callable: give a function of (outputs, inputs)",
-        ),
-        "logits": (
-            run(lambda outputs, _: (outputs.loss, outputs.logits)),
-            f"{scalar}, or (loss_sum, weight)",
-        ),
-        "none": (run(lambda *_: None), scalar),
-        "no labels": (
-            run(lambda outputs, _: outputs.loss, iter([{k: v for k, v in batch.items() if k != "labels"}])),
-            scalar,
-        ),
-        "no loss": (
-            run(None, iter([batch | {"return_dict": False}])),
-            "the model's outputs contain no loss: give labels in the batch, without return_dict=False",
-        ),
-        "some weights": (
-            run(lambda outputs, _: (outputs.loss, 1) if next(turns) else outputs.loss),
-            "the criterion returned a weight for some microbatches only",
-        ),
-        "detached": (run(lambda outputs, _: outputs.loss.detach()), "the criterion's loss has no graph"),
-        "stops": (run(lambda *_: next(iter([]))), "the model or the criterion raised StopIteration"),
-        "a list": (run(data=[batch]), "give iter(dataloader)"),
-        "elsewhere": (run(return_outputs="x"), "return_outputs='x' must be True, False or 'all_ranks'"),
-        "plain optimizer": (
-            run(given=optimizer.inner),
-            "execute_pipeline takes the optimizer that booster.boost",
-        ),
-        "no_sync of it": (
-            lambda: booster.no_sync(model, optimizer.inner),
-            "booster.no_sync takes the optimizer",
-        ),
-        "no_sync of the model": (
-            lambda: booster.no_sync(model.unwrap(), optimizer),
-            "no_sync takes the model that",
-        ),
-        "boost twice": (lambda: booster.boost(model, make_optimizer(model)), "the model is already boosted"),
-        "a copy": (lambda: copy.deepcopy(model), "call booster.save_model(model, path)"),
-        "a copy of the optimizer": (
-            lambda: copy.deepcopy(optimizer),
-            "booster.save_optimizer(optimizer, folder)",
-        ),
-    }
 
 
 def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
@@ -304,11 +129,6 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         optimizer = make(model)
         return lambda: fsdp.boost(model, optimizer)
 
-    def stepped(model: Any) -> torch.optim.Optimizer:
-        model(**make_batch(GPT2, num_samples=2, seed=0)).loss.backward()
-        (optimizer := make_optimizer(model)).step()
-        return optimizer
-
     def strange(model: Any) -> torch.optim.Optimizer:
         model.scale = nn.Parameter(torch.tensor(1.0))
         model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
@@ -318,8 +138,7 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
     exact = ModelChoice(model_type="bloom", settings=(("slow_but_exact", True),))
     dropping = ModelChoice(model_type="bert", settings=(("layerdrop", 0.1),))
     plain = nn.Sequential(nn.Linear(4, 4))
-    whole, wrapped = fsdp.boost(GPT2.build(), None)[0], fsdp.boost(*_with(make_optimizer, GPT2))[1]
-    by_ddp = ddp.boost(GPT2.build())[0]
+    whole = fsdp.boost(GPT2.build(), None)[0]
     return {
         "names": (
             lambda: ddp.boost(plain, "adamw", "loss", None, "linear"),  # type: ignore[arg-type]
@@ -342,60 +161,9 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
             hybrid_boost(dropping.build(), BERT.build(), wp_size=2),
             ("layerdrop=0.1 in the model's config", "parameters are not in the model"),
         ),
-        "unknown": (
-            hybrid_boost(plain, tp_size=2),
-            ("the config of a Sequential has no base_model_tp_plan",),
-        ),
-        "its sequences": (hybrid_boost(plain, sp_size=2, **SEQUENCES), ("leave enable_sequence",)),
-        "stepped": (sharded(stepped), ("AdamW already has state for",)),
-        "coupled": (
-            sharded(lambda m: torch.optim.LBFGS(m.parameters())),
-            ("LBFGS could not be tried on a matrix",),
-        ),
-        "in place": (
-            sharded(lambda m: torch.optim.Rprop(m.parameters())),
-            ("Rprop assigns to entries",),
-        ),
-        "foreign": (
-            sharded(lambda _: make_optimizer(GPT2.build())),
-            ("parameters are not in the model",),
-        ),
         "scalar and hook": (sharded(strange), ("2 errors", "is a scalar", "has hooks")),
-        "boosted": (lambda: fsdp.boost(whole), ("already boosted",)),
         "boosted inside": (lambda: fsdp.boost(whole.unwrap()), ("already boosted",)),
-        "its optimizer": (lambda: fsdp.boost(GPT2.build(), wrapped), ("the optimizer is already boosted",)),
-        "plain model": (
-            lambda: fsdp.save_model(plain, "never"),
-            ("takes the model that booster.boost returned",),
-        ),
-        "no_sync": (
-            lambda: fsdp.no_sync(whole, make_optimizer(whole)),
-            ("booster.no_sync takes the optimizer",),
-        ),
-        "no_sync under DDP": (
-            lambda: ddp.no_sync(by_ddp, make_optimizer(by_ddp)),
-            ("no_sync takes the optimizer",),
-        ),
-        "backward": (
-            lambda: fsdp.backward(torch.ones(()), make_optimizer(whole)),
-            ("booster.backward takes the optimizer that booster.boost returned",),
-        ),
-        "pipeline": (lambda: fsdp.execute_pipeline(iter([]), plain), ("TorchFSDPPlugin has no pipeline",)),
-        "under DDP": (lambda: ddp.execute_pipeline(iter([]), plain), ("TorchDDPPlugin has no pipeline",)),
-        "an unknown precision": (
-            lambda: Booster(plugin=ddp.plugin, mixed_precision=["bf16"]),  # type: ignore[arg-type]
-            ("mixed_precision=['bf16'] is unknown: use one of fp32",),
-        ),
-        "mixed_precision": (
-            lambda: Booster(plugin=fsdp.plugin, mixed_precision="bf16"),
-            ("give TorchFSDPPlugin precision='bf16'",),
-        ),
     }
-
-
-def _with(make: Callable[[nn.Module], Any], choice: ModelChoice) -> tuple[nn.Module, Any]:
-    model = choice.build()
-    return model, make(model)
 
 
 def missing(message: str, *needles: str) -> list[str]:
@@ -413,17 +181,8 @@ def unreported() -> list[str]:
     return found
 
 
-def unreported_misuses() -> list[str]:
-    """Return the needles that are missing in the errors of calls, on one rank."""
-    return [line for call, needle in misuses().values() for line in missing(refused(call), needle)]
-
-
 def test_all_reasons_are_reported_on_every_rank(pool: Pool) -> None:
     assert pool.run(2, unreported) == [[], []]
-
-
-def test_the_misuse_of_a_call_is_explained(pool: Pool) -> None:
-    assert pool.run(1, unreported_misuses) == [[]]
 
 
 COLOSSALAI = (

@@ -106,3 +106,43 @@ def test_adapters_are_tuned_as_on_one_process(
     one = {**reference, "history": without(reference["history"], *names)}
     assert "adapter_model.safetensors" in one["files"] and len(one["weights"]) == 4 * 3 * 2
     assert differences(one, other, tolerance=TOLERANCE) == []
+
+
+def preferred(folder: str, plugin: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Train a model on pairs of answers, on one process without `plugin`; return the numbers on the first rank."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if plugin is None:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    import trl
+
+    import echelon.trainer
+
+    trainer_class = trl.DPOTrainer if plugin is None else echelon.trainer.DPOTrainer
+    torch.manual_seed(0)
+    pairs = (
+        prompts(16, 1).rename_column("completion", "chosen").add_column("rejected", prompts(16, 2)["prompt"])
+    )
+    arguments = {name: value for name, value in ARGUMENTS.items() if name != "eval_strategy"}
+    trainer = trainer_class(
+        llama(),
+        ref_model=llama(),
+        args=trl.DPOConfig(output_dir=folder, per_device_train_batch_size=4, **arguments),
+        train_dataset=pairs,
+        processing_class=tokenizer(),
+        **({} if plugin is None else {"plugin": plugin}),
+    )
+    return result(trainer, Run(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_preferences_are_learned_as_on_one_process(pool: Pool, tmp_path: Path) -> None:
+    one = pool.run(1, preferred, str(tmp_path / "one"), None)[0]
+    for plugin in (dict(tp_size=2, precision="fp32"), dict(pp_size=2, num_microbatches=1, precision="fp32")):
+        other = pool.run(2, preferred, str(tmp_path / "other"), plugin, timeout=240)[0]
+        assert differences(one, other, tolerance=TOLERANCE) == []
+    divided = dict(pp_size=2, num_microbatches=2, precision="fp32")
+    with pytest.raises(ValueError, match=r"8 rows for 4 samples.*use num_microbatches=1"):
+        pool.run(2, preferred, str(tmp_path / "divided"), divided)

@@ -1,192 +1,114 @@
-r"""Train a T5 to sort, reverse and add digits, under any plugin, and report the fraction of correct answers.
+r"""Train a small T5 to sort and to reverse digits, and report the share of right answers.
 
-    torchrun --standalone --nproc_per_node 4 examples/language/t5/finetune.py --target_exact 0.9
+    torchrun --standalone --nproc_per_node 2 examples/language/t5/finetune.py --pp_size 2 --target_exact 0.9
+    torchrun --standalone --nproc_per_node 4 examples/language/t5/finetune.py --tp_size 2 --pp_size 2
 
-The texts are generated and a small T5 is built from a config, so that nothing is downloaded.
+The pipeline's first stages are the encoder's layers, its last ones the decoder's. No answer of the test was trained.
 """
 
 import argparse
+import random
 import sys
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot
-from torch.utils.data import default_collate
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration
+from torch.utils.data import DataLoader
+from transformers import T5Config, T5ForConditionalGeneration, get_linear_schedule_with_warmup
 
-from echelon import Booster, DistCoordinator
+import echelon
+from echelon import Booster, Metrics
 
-sys.path.append(str(Path(__file__).parents[2]))  # modules that all examples share
-import fine_tuning
-import tasks
-from command_line import range_errors
-from decoding import greedy_answers
-from evaluation import outputs_of, sums_over
-
-NUM_SHOWN = 6
-LOWEST = {"longest": 2, "num_train": 1, "num_test": 1}
-ASKED = [f"asked_{task}" for task in tasks.TASKS]
-RIGHT = [f"exact_{task}" for task in tasks.TASKS]
+PAD, END, SORT, REVERSE = 10, 11, 12, 13  # tokens after those of the ten digits
+IGNORED = -100  # labels that count in no loss
+LENGTH = 6  # the most digits of a text
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = fine_tuning.make_parser(__doc__)
-    parser.add_argument("--longest", type=int, default=7, help="maximum digits of a text, at least 2")
-    parser.add_argument("--num_train", type=int, default=12_000, help="number of training texts")
-    parser.add_argument("--num_test", type=int, default=1000, help="number of test texts")
-    fine_tuning.add_options(parser, epochs=8, batch_size=64, lr=3e-3, target="exact")
+    parser = echelon.ArgumentParser(description=__doc__)
+    parser.add_argument("--num_samples", type=int, default=12800, help="for training; 1024 more for the test")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch_size", type=int, default=64, help="over all replicas")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--target_exact", type=float, default=0.0, help="exit with status 1 below it")
+    parser.add_argument("--metrics", help="file of JSON lines")
+    echelon.add_plugin_arguments(parser, precision="fp32", num_microbatches=4, max_norm=1.0)
     return parser.parse_args()
 
 
-def task_errors(arguments: argparse.Namespace) -> list[str]:
-    """Return errors for numbers out of range, or larger than the number of distinct texts."""
-    if errors := range_errors(arguments, LOWEST, {}):
-        return errors
-    there_are = tasks.number_of_texts(arguments.longest)
-    return [
-        f"--{name} {getattr(arguments, name)} can be at most {most} with --longest {arguments.longest}"
-        for name, most in zip(("num_train", "num_test"), there_are, strict=True)
-        if getattr(arguments, name) > most
-    ]
+def make_samples(count: int) -> list[dict[str, torch.Tensor]]:
+    """Generate distinct questions, each a task and two or more digits, with their answers as labels."""
+    drawn, samples = random.Random(0), {}
+    while len(samples) < count:
+        digits, task = drawn.choices(range(10), k=drawn.randint(2, LENGTH)), drawn.choice((SORT, REVERSE))
+        answer = sorted(digits) if task == SORT else digits[::-1]
+        padding = LENGTH - len(digits)
+        samples[task, *digits] = {
+            "input_ids": torch.tensor([task, *digits, END, *[PAD] * padding]),
+            "attention_mask": torch.tensor([1] * (len(digits) + 2) + [0] * padding),
+            "labels": torch.tensor([*answer, END, *[IGNORED] * padding]),
+        }
+    return list(samples.values())
 
 
-def make_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a pretrained model, or make one of the task's words."""
-    if arguments.model_name_or_path is not None:
-        return AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-    return tasks.make_tokenizer()
+@torch.no_grad()
+def evaluate(booster: Booster, model: torch.nn.Module, loader: DataLoader) -> float:
+    """Return the share of answers with every token right, on every rank.
+
+    Given the right tokens before, each token must be the likeliest: so greedy generation gives the same answers.
+    """
+    model.eval()
+    results = []
+    for batch in loader:
+        wanted = {"return_loss": False, "return_outputs": "all_ranks"}
+        logits = booster.execute_pipeline(iter([batch]), model, **wanted)["outputs"].logits
+        is_right = (logits.argmax(-1).cpu() == batch["labels"]) | (batch["labels"] == IGNORED)
+        results.append(booster.gather_for_metrics(is_right.all(1)))
+    model.train()
+    return torch.cat(results).float().mean().item()
 
 
-def make_model(
-    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
-) -> T5ForConditionalGeneration:
-    """Load a pretrained model, or make a small T5 with random weights, equal on every rank."""
-    torch.manual_seed(arguments.seed)
-    dropout = arguments.dropout
-    if arguments.model_name_or_path is not None:
-        return T5ForConditionalGeneration.from_pretrained(
-            arguments.model_name_or_path,
-            dtype=torch.float32,
-            **({} if dropout is None else {"dropout_rate": dropout}),
-        ).train()
+def main() -> int:
+    arguments = parse_arguments()
+    echelon.launch_from_torch(seed=42)
+    plugin = echelon.plugin_from_arguments(arguments)
+    booster = Booster(plugin=plugin)
+    samples, per_replica = make_samples(arguments.num_samples + 1024), arguments.batch_size // plugin.dp_size
+    loader = plugin.prepare_dataloader(samples[1024:], per_replica, shuffle=True, drop_last=True)
+    test_loader = plugin.prepare_dataloader(samples[:1024], per_replica)
+
     config = T5Config(
-        vocab_size=len(tokenizer),
+        vocab_size=14,
         d_model=64,
         d_kv=16,
         d_ff=256,
         num_layers=2,
         num_heads=4,
-        feed_forward_proj="gated-gelu",  # as in T5 1.1; smooth, so layouts diverge later than with ReLU
-        dropout_rate=dropout or 0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+        pad_token_id=PAD,
+        eos_token_id=END,
+        decoder_start_token_id=PAD,
     )
-    return T5ForConditionalGeneration(config).train()
+    model = T5ForConditionalGeneration(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    num_steps = arguments.epochs * len(loader)
+    scheduler = get_linear_schedule_with_warmup(optimizer, num_steps // 10, num_steps)
+    model, optimizer, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
 
-
-def criterion(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the sum of the token losses and the number of tokens, so all tokens of the batch have equal weight."""
-    num_tokens = (inputs["labels"] != tasks.IGNORED_LABEL).sum()
-    return outputs.loss.float() * num_tokens, num_tokens
-
-
-def evaluate(
-    booster: Booster, model: nn.Module, samples: list[dict[str, Tensor]], batch_size: int
-) -> dict[str, float]:
-    """Return the fraction of exact answers, overall and per task, and the loss per token. Collective over the world.
-
-    Args:
-        samples: samples with the number of their task; each replica answers its shard.
-        batch_size: global batch size, over all replicas.
-    """
-
-    def figures(batch: dict[str, Tensor]) -> Tensor | None:
-        asked = one_hot(batch.pop("task"), len(tasks.TASKS))
-        answers = greedy_answers(booster, model, batch, length=batch["labels"].shape[1])
-        outputs = outputs_of(booster, model, batch)
-        if outputs is None:
-            return None
-        right = is_right(answers, batch["labels"]).unsqueeze(1)
-        return torch.cat(
-            [loss_and_tokens(outputs.logits.float().cpu(), batch["labels"]), asked, asked * right], 1
-        )
-
-    names = ("loss", "tokens", *ASKED, *RIGHT)
-    sums = sums_over(booster, model, samples, batch_size=batch_size, names=names, figures=figures)
-    found = {"exact": sum(sums[name] for name in RIGHT) / len(samples)}
-    found |= {right: sums[right] / max(sums[asked], 1) for asked, right in zip(ASKED, RIGHT, strict=True)}
-    return found | {"loss": sums["loss"] / sums["tokens"]}
-
-
-def is_right(answers: Tensor, labels: Tensor) -> Tensor:
-    """Return (B,) booleans: answers (B, A) equal the labels in every token that is not ignored."""
-    is_counted = labels != tasks.IGNORED_LABEL
-    return ((answers == labels) | ~is_counted).all(1)
-
-
-def loss_and_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's sum of token losses and number of tokens, (B, 2), from logits (B, A, V)."""
-    losses = cross_entropy(logits.mT, labels, ignore_index=tasks.IGNORED_LABEL, reduction="none")
-    return torch.stack([losses.sum(1), (labels != tasks.IGNORED_LABEL).sum(1)], dim=1)
-
-
-def show_answers(
-    booster: Booster,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: list[tasks.Pair],
-    samples: list[dict[str, Tensor]],
-) -> None:
-    """Print the model's answers to the first texts, on the first rank. Collective over the world.
-
-    Args:
-        samples: a local batch, beginning with samples of the first pairs.
-    """
-    model.eval()
-    batch = default_collate(samples)
-    answers = greedy_answers(booster, model, batch, length=batch["labels"].shape[1])
-    for pair, answer in zip(
-        pairs[:NUM_SHOWN], tokenizer.batch_decode(answers, skip_special_tokens=True), strict=False
-    ):
-        verdict = "right" if answer == pair.answer else f"not {pair.answer}"
-        DistCoordinator().print_on_master(f"{pair.text} → {answer} ({verdict})")
-
-
-def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train, show some answers, and return the figures of the last evaluation."""
-    booster = fine_tuning.make_booster(arguments, task_errors(arguments))
-    tokenizer = make_tokenizer(arguments)
-    trained, tested = tasks.make_pairs(
-        num_train=arguments.num_train,
-        num_test=arguments.num_test,
-        longest=arguments.longest,
-        seed=arguments.seed,
-    )
-    samples = tasks.encode(tested, tokenizer)
-    numbered = tasks.with_numbers(samples, tested)
-    run = fine_tuning.make_run(
-        arguments,
-        booster,
-        make_model(arguments, tokenizer),
-        tasks.encode(trained, tokenizer),
-        criterion=criterion,
-    )
-    found = fine_tuning.train_and_evaluate(
-        arguments,
-        run,
-        lambda: evaluate(booster, run.model, numbered, arguments.batch_size),
-        shares=("exact", *RIGHT),
-        tokenizer=tokenizer,
-    )
-    shown = [
-        samples[row % len(samples)] for row in range(arguments.batch_size // booster.plugin.data_rank[1])
-    ]
-    show_answers(booster, run.model, tokenizer, tested, shown)
-    return found
+    metrics = Metrics(booster, optimizer, num_steps=num_steps, jsonl=arguments.metrics)
+    for _ in range(arguments.epochs):
+        for batch in loader:
+            # The loss is the mean over all tokens of the global batch, however many a microbatch has.
+            loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)["loss"]
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            metrics.step(loss, lr=scheduler.get_last_lr()[0])
+        exact = evaluate(booster, model, test_loader)
+        metrics.write(exact=exact)
+    booster.print(f"exact={exact:.4f}")
+    echelon.DistCoordinator().destroy()
+    return int(exact < arguments.target_exact)
 
 
 if __name__ == "__main__":
-    sys.exit(fine_tuning.main(fine_tune, parse_arguments()))
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""One trace of all ranks, on the first rank's clock, from their profilers."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import profile
+
+from ..cluster.failures import all_ranks_in
+from ..cluster.gathering import gather_integers, gather_objects, run_or_raise_together
+from ..cluster.layout import AXES
+from ..cluster.mesh import ParallelMesh
+from ..pipeline.profiled import chrome_trace
+
+_ROUNDS = 16  # of messages between the ranks' clocks
+_NANOSECONDS = 1000  # per microsecond, the unit of traces
+
+
+def save_trace(profiler: profile, path: str | Path, mesh: ParallelMesh) -> None:
+    """Merge the ranks' profiles in one file, which the first rank writes. Collective over the world.
+
+    Args:
+        profiler: of this rank, after its block.
+        path: a .json file.
+        mesh: all ranks.
+
+    Raises:
+        ValueError: the path does not end in .json. OSError: it cannot be written. On every rank.
+    """
+    path = Path(path)
+    with all_ranks_in("booster.save_trace", raised_alike=(ValueError, OSError)):
+        world = mesh.side_group()
+        run_or_raise_together(lambda: _require_json(path), world)
+        offsets = clock_offsets()
+        place = ", ".join(f"{axis} {mesh.rank(axis)}" for axis in AXES if mesh.size(axis) > 1)
+        traces = gather_objects((place, chrome_trace(profiler)))
+        run_or_raise_together(
+            lambda: path.write_text(json.dumps(merged(traces, offsets))) if dist.get_rank() == 0 else None,
+            world,
+        )
+
+
+def _require_json(path: Path) -> None:
+    if path.suffix != ".json":
+        raise ValueError(f"{str(path)!r} must end in .json, which ui.perfetto.dev opens")
+
+
+def merged(traces: Sequence[tuple[str, dict[str, Any]]], offsets: Sequence[int]) -> dict[str, Any]:
+    """Return one trace with the events of all ranks, each as a process of its own.
+
+    Args:
+        traces: by rank, its place in the mesh and its trace, in microseconds after `baseTimeNanoseconds` of its clock.
+        offsets: by rank, nanoseconds by which its clock is ahead of the first one's.
+    """
+    bases = [
+        trace.get("baseTimeNanoseconds", 0) - offset
+        for (_, trace), offset in zip(traces, offsets, strict=True)
+    ]
+    events: list[dict[str, Any]] = []
+    for rank, ((name, trace), base) in enumerate(zip(traces, bases, strict=True)):
+        shift = (base - bases[0]) / _NANOSECONDS
+        processes: dict[Any, str] = {}  # of this rank: its host and its devices
+        for event in trace["traceEvents"]:
+            process = processes.setdefault(event.get("pid"), f"rank {rank}: {event.get('pid')}")
+            if event.get("ph") == "M" and event["name"].startswith("process_"):
+                continue  # names and order of processes are given below
+            events.append({**event, "pid": process, **({"ts": event["ts"] + shift} if "ts" in event else {})})
+            if "id" in event:  # arrows between events join equal ones
+                events[-1]["id"] = f"{rank}.{event['id']}"
+        for process in processes.values():
+            label = f"rank {rank}{f' ({name})' if name else ''}, {process.partition(': ')[2]}"
+            events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": label}})
+            events.append(
+                {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": rank}}
+            )
+    return {"baseTimeNanoseconds": bases[0], "displayTimeUnit": "ms", "traceEvents": events}
+
+
+def clock_offsets() -> list[int]:
+    """Measure by how many nanoseconds the clock of each rank is ahead of the first rank's. Several all-gathers.
+
+    Of several messages in both directions the fastest count, as in the Network Time Protocol (RFC 5905, section 8).
+    """
+    delays = [2**62] * dist.get_world_size()  # from each rank to this one, with the difference of the clocks
+    for _ in range(_ROUNDS):
+        sent = gather_integers((time.time_ns(),))
+        received = time.time_ns()
+        delays = [min(delay, received - start) for delay, (start,) in zip(delays, sent, strict=True)]
+    by_rank = gather_integers(delays)
+    return [(row[0] - by_rank[0][rank]) // 2 for rank, row in enumerate(by_rank)]

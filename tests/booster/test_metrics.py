@@ -1,0 +1,164 @@
+"""Metrics: what a record holds, when it is read, and how it is written."""
+
+import contextlib
+import io
+import json
+import math
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon import Booster, HybridParallelPlugin, Metrics
+from echelon.booster import metrics as module
+from echelon.shardformer.expert_load import LayerLoad
+
+from ..host_reads import host_reads
+from ..pool import Pool
+
+
+class Optimizer:
+    """The two readings of a boosted optimizer."""
+
+    skipped_steps = 1
+
+    def get_grad_norm(self) -> float:
+        return 0.5
+
+
+class Mixture:
+    def expert_load(self) -> dict[str, LayerLoad]:
+        return {"layers.0": LayerLoad([3, 1]), "layers.1": LayerLoad([2, 2])}
+
+
+def booster() -> Booster:
+    return Booster(plugin=HybridParallelPlugin(precision="fp32"))
+
+
+def five_steps(path: Path) -> tuple[list[dict[str, Any]], list[int], str]:
+    """Return the records of five steps, the steps in which ranks exchanged, and what was printed."""
+    exchanges, gather = [], module.gather_integers
+    printed = io.StringIO()
+    with (
+        mock.patch.object(module, "gather_integers", lambda values: exchanges.append(step) or gather(values)),
+        contextlib.redirect_stdout(printed),
+    ):
+        settings = dict(tokens_per_step=1000, flops_per_token=2e6, peak_flops=1e12, mixture=Mixture())
+        metrics = Metrics(booster(), Optimizer(), every=2, num_steps=5, show="lines", jsonl=path, **settings)
+        for step in range(1, 6):
+            time.sleep(0.01)
+            metrics.step(torch.tensor(float(step + 10 * dist.get_rank())), lr=0.1 * step)
+            if step == 4:
+                time.sleep(0.3)
+                metrics.write(eval_loss=math.inf)
+    return metrics.records, exchanges, printed.getvalue()
+
+
+def test_records_are_read_at_an_interval_and_average_over_steps_and_ranks(pool: Pool, tmp_path: Path) -> None:
+    (records, exchanges, printed), (others, _, nothing) = pool.run(
+        2, five_steps, tmp_path / "new" / "steps.jsonl"
+    )
+    assert exchanges == [2, 4, 5] and nothing == ""
+    assert [(record["step"], record.get("loss")) for record in records] == [
+        *((2, 6.5), (4, 8.5), (4, None), (5, 10.0))
+    ]
+    first, second, evaluation, last = records
+    assert others[0]["loss"] == first["loss"]
+    assert (first["lr"], first["grad_norm"], first["skipped_steps"]) == (0.2, 0.5, 1)
+    assert (first["imbalance/layers.0"], first["imbalance/layers.1"]) == (1.5, 1.0)
+    assert 0.01 <= first["step_seconds"] < 0.2 and 0.01 <= last["step_seconds"] < 0.2  # no evaluation in it
+    assert first["tokens_per_second"] == pytest.approx(1000 / first["step_seconds"])
+    assert first["tokens_per_second_per_device"] == pytest.approx(500 / first["step_seconds"])
+    assert first["flops_utilisation"] == pytest.approx(500 * 2e6 / 1e12 / first["step_seconds"])
+    assert first["peak_memory_bytes"] > 2**20
+    assert evaluation == {"step": 4, "eval_loss": math.inf}
+    lines = [json.loads(line) for line in (tmp_path / "new" / "steps.jsonl").read_text().splitlines()]
+    assert lines == [first, second, {"step": 4, "eval_loss": None}, last]
+    assert printed.startswith("step 2/5, loss 6.5, lr 0.2, skipped 1, memory ")
+    assert "% of peak FLOPs, " in printed and printed.count("imbalance 1.50\n") == 3
+
+
+def resumed(path: Path) -> list[int]:
+    metrics = Metrics(booster(), Optimizer(), every=1, first_step=3, jsonl=path, show=None)
+    metrics.step(torch.tensor(1.0))
+    return [record["step"] for record in metrics.records]
+
+
+def reads_between_records() -> list[int]:
+    """Return the numbers of host reads in each of four steps, of which the last writes a record."""
+    metrics = Metrics(booster(), Optimizer(), every=4, show=None)
+    numbers = []
+    for _ in range(4):
+        loss = torch.ones((), dtype=torch.bfloat16)
+        with host_reads() as reads:
+            metrics.step(loss)
+        numbers.append(sum(reads.values()))
+    return numbers
+
+
+def test_nothing_is_read_between_records(pool: Pool) -> None:
+    assert pool.run(1, reads_between_records) == [[0, 0, 0, 1]]
+
+
+def test_a_resumed_run_keeps_the_lines_of_its_past_alone(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4, 5)) + '{"step": 6, "lo')
+    assert pool.run(1, resumed, path) == [[1, 2, 3, 4]]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+class Board:
+    """A writer that keeps what TensorBoard's would write."""
+
+    def __init__(self, folder: str) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def flush(self) -> None:
+        pass
+
+
+def on_a_board(folder: Path) -> list[tuple[str, float, int]]:
+    package = types.SimpleNamespace(SummaryWriter=Board)
+    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": package}):  # type: ignore[dict-item]
+        metrics = Metrics(booster(), Optimizer(), every=1, show=None, tensorboard=folder)
+    metrics.step(torch.tensor(2.0))
+    metrics.draw(folder / "curve.svg", "loss", "imbalance")
+    return metrics._board.scalars
+
+
+def without_tensorboard(folder: Path) -> str:
+    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}), pytest.raises(ImportError) as error:
+        Metrics(booster(), Optimizer(), tensorboard=folder)
+    return str(error.value)
+
+
+def test_tensorboard_gets_every_number_and_is_named_where_it_is_missing(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (scalars,) = pool.run(1, on_a_board, tmp_path)
+    assert ("loss", 2.0, 1) in scalars and ("grad_norm", 0.5, 1) in scalars
+    assert "</svg>" in (tmp_path / "curve.svg").read_text()
+    (error,) = pool.run(1, without_tensorboard, tmp_path)
+    assert "pip install tensorboard, or leave it out" in error
+
+
+def with_a_bar() -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        metrics = Metrics(booster(), Optimizer(), every=1, num_steps=2, show="bar")
+        for _ in range(2):
+            metrics.step(torch.tensor(2.0))
+    return shown.getvalue()
+
+
+def test_the_bar_is_one_on_the_first_rank(pool: Pool) -> None:
+    shown, nothing = pool.run(2, with_a_bar)
+    assert "2/2" in shown and "loss 2" in shown and nothing == ""

@@ -1,0 +1,100 @@
+"""A run that hangs says where every rank is, for how long, and the likely cause; see echelon/cluster/hang_report.py."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.cluster.errors import RankFailure
+from echelon.cluster.failures import naming_failures
+from echelon.cluster.hang_report import hang_report, likely_cause, named
+from echelon.cluster.heartbeats import Event, Heartbeat
+from echelon.cluster.whereabouts import Place
+
+from ..pool import Pool
+from .helpers import with_short_timeout
+
+TIMEOUT = 3.0  # of the process groups, in seconds
+
+
+def beat(action: str | None, *, calls: int = 1, place: Place | None = None, ended: int = -1) -> Heartbeat:
+    group = "0,1" if action else ""
+    return Heartbeat(
+        beat=0, action=action, calls=calls, group=group, joined={"0,1": calls}, recent={"0,1": ["run"] * calls},
+        data_ended=ended, place=place, waited=7.0,
+    )  # fmt: skip
+
+
+def reduces(sizes: str, name: str = "all_reduce") -> Place:
+    return Place(
+        waits_for=(0, 1), collective=f"{name} over tp, ranks 0, 1", sizes=sizes, line="train.py:9 in main"
+    )
+
+
+WAITS = beat("run", calls=2, place=reduces("float32[4, 8]"))
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        (beat(None, ended=1), "rank 1 ran out of batches"),
+        (beat("save"), "rank 1 is in another call, save"),
+        (beat(None, place=Place(line="train.py:40 in main", is_in_data=True)), "in its dataloader, at train.py:40"),
+        (beat("run", calls=2, place=reduces("float32[4, 9]")), "rank 1 has float32[4, 9]: shapes and dtypes"),
+        (beat("run", calls=2, place=reduces("float32[4, 8]", "all_gather")), "rank 1 in another collective, all_ga"),
+        (beat("run", calls=2, place=Place(("F stage 1 microbatch 0",))), "rank 1 does not join all_reduce over tp"),
+        (WAITS, "all ranks wait in the same call"),
+        (None, "rank 1 has not started"),
+    ],
+)  # fmt: skip
+def test_the_likely_cause_follows_from_the_heartbeats(other: Heartbeat | None, cause: str) -> None:
+    assert cause in likely_cause(0, {0: WAITS, 1: other}, [])
+
+
+def test_a_failed_rank_is_the_cause_before_all_others() -> None:
+    beats = {0: WAITS, 1: beat(None, ended=1)}
+    assert likely_cause(0, beats, [Event(rank=1, kind="gone")]) == "rank 1 died: its process is gone"
+
+
+def test_ranks_of_one_place_share_a_line() -> None:
+    beats = {0: WAITS, 1: replace(WAITS, waited=9.0), 2: WAITS, 4: beat(None)}
+    report = hang_report(0, beats).splitlines()
+    assert report[1].startswith(
+        "- ranks 0-2, for 9 s: in run, call 2, all_reduce over tp, ranks 0, 1 of float32"
+    )
+    assert report[2] == "- rank 4, for 7 s: outside of Echelon, after call 1"
+    assert named([0, 1, 2, 5]) == "ranks 0-2, 5"
+
+
+def sleep_in_a_script() -> None:
+    time.sleep(TIMEOUT + 3)
+
+
+def all_reduce_alone() -> float:
+    """Rank 2 is elsewhere for longer than the timeout; return the time that the others waited."""
+    with_short_timeout(TIMEOUT)
+    start = time.monotonic()
+    if dist.get_rank() == 2:
+        sleep_in_a_script()
+        return 0.0
+    with pytest.raises(RankFailure) as raised, naming_failures("execute_pipeline"):
+        dist.all_reduce(torch.zeros(3, 5))
+    waited, text = time.monotonic() - start, str(raised.value)
+    assert "timed out in execute_pipeline (call 1) and no rank has failed" in text, text
+    assert (
+        "likely cause: rank 2 has not made this call, and is outside of Echelon, at test_hang_report.py:"
+        in text
+    ), text
+    assert (
+        "in execute_pipeline, call 1, all_reduce over ranks 0, 1, 2 of float32[3, 5] (test_hang_report.py:"
+        in text
+    )
+    assert "in sleep_in_a_script" in text, text
+    return waited
+
+
+def test_every_waiting_rank_raises_the_report_soon_after_the_timeout(pool: Pool) -> None:
+    waited = pool.run(3, all_reduce_alone, timeout=60)
+    assert max(waited) < TIMEOUT + 5, waited
