@@ -55,9 +55,9 @@ ELSEWHERE = {
     "test_the_guides_loop_prints_the_same_on_one_process_and_on_two": [
         ("policies", number) for number in range(7)
     ],
+    "test_the_script_of_scripts_measures_and_takes_flags": [("scripts", 0)],
     "test_five_minutes_print_the_same_on_one_process_and_on_four": [("five-minutes", 0)],
     "test_the_trainer_of_the_guide_is_constructed_on_four_ranks": [("coming-from-trainer", 0)],
-    "test_the_script_of_scripts_measures_and_takes_flags": [("scripts", 0)],
 }
 OF_OTHERS = [("coming-from-accelerate", 0), ("coming-from-colossalai", 0)]
 

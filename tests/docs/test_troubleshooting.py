@@ -30,7 +30,7 @@ def texts() -> str:
         for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    return "\n".join(found)
+    return "\n".join(text.replace("\n", " ") for text in found)
 
 
 def quoted() -> list[str]:
