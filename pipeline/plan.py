@@ -116,12 +116,16 @@ class StagePlan:
     def fitted(self, model: nn.Module) -> "StagePlan":
         """Return the plan without the optional entries and the encoder or decoder that this model does not have.
 
-        A stage of a cut model may have only an encoder, or only a decoder.
+        A model of this kind may have only one of them, and a rank of a cut model only the encoder's layers.
         """
-        if self.encoder is None or not _has(model, self.encoder.layers):
+        if self.encoder is None or not self.encoder._has_layers(model):
             return self._without_missing(model)
         encoder = self.encoder._without_missing(model)
-        return replace(self._without_missing(model), encoder=encoder) if _has(model, self.layers) else encoder
+        return replace(self._without_missing(model), encoder=encoder) if self._has_layers(model) else encoder
+
+    def _has_layers(self, model: nn.Module) -> bool:
+        """Return True if the model has layers of this plan, without its encoder's; or stand-ins for them."""
+        return _has(model, self.layers) and bool(self._paths(model))
 
     def _without_missing(self, model: nn.Module) -> "StagePlan":
         missing = [name for name in self.optional if not _has(model, name)]
