@@ -69,7 +69,7 @@ def plan(
         errors.append(f"--precision {precision!r} must be fp32, bf16 or fp16")
     refuse("plan", errors + (picture_errors("plot", plot) if plot else []))
 
-    from transformers import logging
+    import transformers
 
     from ..planning.model import build_on_meta, load_config
     from ..planning.search import Job, Planner
@@ -82,7 +82,7 @@ def plan(
         precision=precision,
     )
     refuse("plan", job.errors())
-    logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
     try:
         module, task = build_on_meta(load_config(model), head)
     except ValueError as error:

@@ -434,8 +434,7 @@ def is_within(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-# Settings that collect over all layers. Results would silently be incomplete on a rank with some of the layers, or with
-# slices of the sequences.
+# Settings that collect over all layers: incomplete on a rank with some of the layers, or slices of the sequences.
 COLLECTING = (
     "output_hidden_states",
     "output_attentions",
