@@ -116,12 +116,13 @@ class StagePlan:
     def fitted(self, model: nn.Module) -> "StagePlan":
         """Return the plan without the optional entries and the encoder or decoder that this model does not have.
 
-        A stage of a cut model may have only an encoder, or only a decoder.
+        A model of this kind may have only one of them, and a rank of a cut model only the encoder's layers.
         """
         if self.encoder is None or not _has(model, self.encoder.layers):
             return self._without_missing(model)
         encoder = self.encoder._without_missing(model)
-        return replace(self._without_missing(model), encoder=encoder) if _has(model, self.layers) else encoder
+        has_decoder = _has(model, self.layers) and self._paths(model)
+        return replace(self._without_missing(model), encoder=encoder) if has_decoder else encoder
 
     def _without_missing(self, model: nn.Module) -> "StagePlan":
         missing = [name for name in self.optional if not _has(model, name)]

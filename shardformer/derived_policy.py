@@ -37,7 +37,8 @@ class DerivedPolicy(TablePolicy):
     def stage_plan(self) -> StagePlan | None:  # type: ignore[override]
         """Return the plan that was derived from a small copy; without a pipeline the list of layers of the table."""
         if self._may_have_stages:
-            return None if isinstance(self._derived_stages, str) else self._derived_stages
+            plan = self._derived_stages
+            return None if isinstance(plan, str) else plan.fitted(self.model)
         return super().stage_plan() if isinstance(self.table.stage, StagePlan) else None
 
     def config_errors(self) -> list[str]:

@@ -69,8 +69,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
         ValueError: the layers cannot compute on shards; all reasons at once, before anything is changed.
     """
     raise_errors(_errors(model, plan, split))
-    # A rank of the encoder's stages alone has a decoder's list without layers.
-    stacks = [stack for stack in plan.stacks(model) if stack.paths]
+    stacks = plan.stacks(model)
     layers = [layer for stack in stacks for layer in _shard_stack(model, stack, split)]
     containers = _containers_of(model, [path for stack in stacks for path in stack.paths])
     running = _track_running(containers)

@@ -156,6 +156,17 @@ def test_stages_of_the_decoder_send_two_tensors_and_those_of_the_encoder_one() -
     assert shapes == [[encoded], [encoded], [hidden, encoded], [hidden, encoded]]
 
 
+@pytest.mark.parametrize(
+    ("bounds", "numbers"), [([0, 2, 4], [[2], [2, 2]]), ([0, 1, 3, 4], [[2], [2, 2], [2, 2]])]
+)
+def test_a_rank_of_the_encoder_alone_has_no_stack_of_the_decoder(
+    bounds: list[int], numbers: list[list[int]]
+) -> None:
+    model = replace(T5, num_layers=2).build()
+    parts, _ = cut(model, plan_of(model), range(len(numbers)), bounds)
+    assert [[len(stack.paths) for stack in plan_of(part).stacks(part)] for part in parts] == numbers
+
+
 def test_a_replacement_of_a_borrowed_module_is_called() -> None:
     model, batch = T5.build(), make_batch(T5, num_samples=2, seed=0)
     (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 8])
