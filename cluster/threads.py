@@ -2,10 +2,13 @@
 
 A trial thus executes the layers that boost makes, with their collectives, in forward and backward, before any process
 group is used. torch's collectives call methods of the group that they are given, so a `ThreadGroup` stands in for one.
+
+The threads take turns: one computes until its next collective. So each has a random state of its own on the CPU, like a
+process, and ranks of equal seeds draw equal numbers.
 """
 
 from collections.abc import Callable, Sequence
-from threading import Barrier, BrokenBarrierError, Thread
+from threading import Barrier, BrokenBarrierError, Lock, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +23,7 @@ class _Meeting:
     """The exchange of the threads of a group."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, Barrier(size, timeout=_TIMEOUT)
+        self.size, self.barrier, self.turn = size, Barrier(size, timeout=_TIMEOUT), Lock()
         self._values: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
@@ -30,12 +33,22 @@ class _Meeting:
             BrokenBarrierError: another rank raised, or has ended while this one has not.
         """
         self._values[rank] = value
-        self.barrier.wait()
+        self._wait()
         values = [*self._values]
-        self.barrier.wait()  # until all have read, before the next exchange writes
+        self._wait()  # until all have read, before the next exchange writes
         if value is not None and any(other is None for other in values):
             raise BrokenBarrierError
         return values
+
+    def _wait(self) -> None:
+        """Let the other threads compute until all wait; then continue with the random state of before."""
+        state = torch.get_rng_state()
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+            torch.set_rng_state(state)
 
 
 class ThreadGroup:
@@ -129,14 +142,15 @@ def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Res
     errors: list[Exception] = []
 
     def run(group: ThreadGroup) -> None:
-        try:
-            results[group.rank()] = work(group)
-            group.meeting.exchange(group.rank(), None)
-        except BrokenBarrierError:  # another rank raised, or has ended
-            pass
-        except Exception as error:
-            errors.append(error)
-            group.meeting.barrier.abort()
+        with group.meeting.turn:
+            try:
+                results[group.rank()] = work(group)
+                group.meeting.exchange(group.rank(), None)
+            except BrokenBarrierError:  # another rank raised, or has ended
+                pass
+            except Exception as error:
+                errors.append(error)
+                group.meeting.barrier.abort()
 
     threads = [Thread(target=run, args=(group,), daemon=True) for group in groups]
     for thread in threads:

@@ -13,6 +13,7 @@ Nothing of this is believed: `departure` runs a plan with a stage for every laye
 this stage alone, as on a rank of its own, forward and backward, and compares loss and gradients with the whole model.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,13 +34,17 @@ _NUM_STACKS = 2  # lists of layers that are tried
 
 
 class Call(NamedTuple):
-    """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls."""
+    """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls.
+
+    `inputs` are all tensors in the arguments, `named` the arguments that are tensors, in the order of the signature.
+    """
 
     path: str
     start: int
     stop: int
     inputs: tuple[Tensor, ...]
     output: Any
+    named: dict[str, Tensor]
 
 
 def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
@@ -176,7 +181,8 @@ def calls_of(copy: Copy) -> list[Call]:
         clock[0] += 1
         path, start = begun.pop()
         kept = tree_map(lambda leaf: leaf, output)  # the model may change the object afterwards
-        calls.append(Call(path, start, clock[0], tuple(tensors_in([args, kwargs])), kept))
+        inputs = tuple(tensors_in([args, kwargs]))
+        calls.append(Call(path, start, clock[0], inputs, kept, _named(module, args, kwargs)))
 
     for module in paths:
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -189,6 +195,14 @@ def calls_of(copy: Copy) -> list[Call]:
         for handle in handles:
             handle.remove()
     return sorted(calls, key=lambda call: call.start)
+
+
+def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments of a call that are tensors, by name, in the order of the signature."""
+    names = list(inspect.signature(module.forward).parameters)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    ordered = {name: given[name] for name in names if name in given} | given
+    return {name: value for name, value in ordered.items() if isinstance(value, Tensor)}
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:

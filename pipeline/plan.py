@@ -118,14 +118,11 @@ class StagePlan:
 
         A model of this kind may have only one of them, and a rank of a cut model only the encoder's layers.
         """
-        if self.encoder is None or not self.encoder._has_layers(model):
+        if self.encoder is None or not _has(model, self.encoder.layers):
             return self._without_missing(model)
         encoder = self.encoder._without_missing(model)
-        return replace(self._without_missing(model), encoder=encoder) if self._has_layers(model) else encoder
-
-    def _has_layers(self, model: nn.Module) -> bool:
-        """Return True if the model has layers of this plan, without its encoder's; or stand-ins for them."""
-        return _has(model, self.layers) and bool(self._paths(model))
+        has_decoder = _has(model, self.layers) and self._paths(model)
+        return replace(self._without_missing(model), encoder=encoder) if has_decoder else encoder
 
     def _without_missing(self, model: nn.Module) -> "StagePlan":
         missing = [name for name in self.optional if not _has(model, name)]
@@ -434,7 +431,8 @@ def is_within(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-# Settings that collect over all layers: incomplete on a rank with some of the layers, or slices of the sequences.
+# Settings that collect over all layers. Results would silently be incomplete on a rank with some of the layers, or with
+# slices of the sequences.
 COLLECTING = (
     "output_hidden_states",
     "output_attentions",

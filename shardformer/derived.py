@@ -83,11 +83,15 @@ def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
     vocabulary, output = (
         _call_if_implemented(model, f"get_{side}_embeddings") for side in ("input", "output")
     )
-    embedding = _path_of(base, vocabulary)
-    if not isinstance(vocabulary, nn.Embedding) or embedding_errors(vocabulary):
-        embedding = None
-    is_tied = output is not None and getattr(output, "weight", None) is getattr(vocabulary, "weight", None)
-    is_split = type(output) is nn.Linear and not (embedding is None and is_tied)
+    weight, output_weight = (getattr(module, "weight", None) for module in (vocabulary, output))
+    tied = {  # embeddings of an encoder and of a decoder, and an unused one that both share
+        path: module
+        for path, module in base.named_modules()
+        if isinstance(module, nn.Embedding) and (module.weight is weight or module.weight is output_weight)
+    }
+    embeddings = {} if any(map(embedding_errors, tied.values())) else tied
+    is_tied = output_weight is weight or any(module.weight is output_weight for module in tied.values())
+    is_split = type(output) is nn.Linear and (bool(embeddings) or not is_tied)
     head = _path_of(model, output) if is_split else None
     return Table(
         stage=StagePlan(
@@ -96,7 +100,8 @@ def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
             everywhere=tuple(present_modules(base, (ROTARY,))),
         ),
         divisible=(),
-        embedding=embedding,
+        embedding=next(iter(embeddings), None),
+        further_embeddings=tuple(embeddings)[1:],
         heads=() if head is None else (head,),
     )
 
@@ -192,7 +197,7 @@ def _with_plan_entries(
         if style in IGNORED_STYLES:
             continue
         if not path.startswith(stack):
-            if path != plain.embedding:
+            if path not in (plain.embedding, *plain.further_embeddings):
                 errors.append(f"transformers' plan shards {path} ({style!r}), which is not a layer")
             continue
         pattern = re.compile(r"\d+".join(map(re.escape, path.removeprefix(stack).split("*"))))

@@ -60,11 +60,19 @@ class _Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pair:
-    """Column-parallel layers of one input, the row-parallel layer that follows, and the region around them."""
+    """Column-parallel layers, the row-parallel layer that follows, and the region around them.
+
+    Args:
+        region: its path; or that of the only column-parallel layer.
+        columns: the column-parallel layers.
+        row: the row-parallel layer.
+        second_input: the name of the region's second input, if the column-parallel layers take two; otherwise "".
+    """
 
     region: str
     columns: tuple[_Linear, ...]
     row: _Linear
+    second_input: str
 
     @property
     def num_fused(self) -> int:
@@ -105,12 +113,19 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
         for pair in _pairs(layer, _calls_within(calls, f"{stack}.{name}.")):
             pairs.setdefault(pair.row.path, pair)
     plain, layers = _table_without_layers(model, stack), list(model.get_submodule(stack).children())
+    if departure(plain) is not None:
+        plain = replace(plain, embedding=None, further_embeddings=(), heads=())
+    if not (pairs or plain.embedding or plain.heads):
+        raise ValueError(f"the layers {stack}: no linear layers widen and return to their width")
 
     def first_exact(candidates: Iterable[Sequence[_Variant]]) -> tuple[Sequence[_Variant], str | None]:
         """Return the first combination with the numbers of one process; or (), and how the last one differed."""
-        error: str | None = "no linear layers widen and return to their width"
+        error: str | None = None
         for variants in candidates:
-            error = departure(_table(plain, variants, layers))
+            try:
+                error = departure(_table(plain, variants, layers))
+            except ValueError as contradiction:  # between pairs, as of a row that is the region of another
+                error = str(contradiction)
             if error is None:
                 return variants, None
         return (), error
@@ -120,7 +135,8 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
         exact_alone = [
             variant for pair in pairs.values() for variant in first_exact(_combinations([pair]))[0]
         ]
-        variants, error = first_exact([exact_alone] if exact_alone else [])
+        if exact_alone:
+            variants, error = first_exact([exact_alone])
     if error is not None:
         raise ValueError(f"the layers {stack}: {error}")
     return _table(plain, variants, layers)
@@ -142,17 +158,28 @@ def _calls_within(calls: Sequence[Call], prefix: str) -> list[Call]:
 
 
 def _pairs(layer: nn.Module, calls: Sequence[Call]) -> Iterator[_Pair]:
-    """Yield the pairs of a layer: successive linear calls with one input, then one whose output has its width."""
+    """Yield the pairs of a layer: successive linear calls with inputs of one module, then one that returns to a width.
+
+    A linear layer with another input than those before it is one of them if a module around all takes both inputs.
+    """
     columns: list[_Linear] = []
     for call in calls:
         module: Any = layer.get_submodule(call.path)
         if type(module) not in (nn.Linear, Conv1D) or not call.inputs:
             continue
         linear = _Linear(call.path, call.inputs[0], *widths(module))
-        if columns and _is_same(linear.x, columns[0].x):
+        if columns and (_is_same(linear.x, columns[0].x) or _region(calls, [*columns, linear])):
             columns.append(linear)
-        elif columns and linear.outputs == columns[0].inputs and columns[0].outputs % linear.inputs == 0:
-            yield _Pair(_region(calls, columns), tuple(columns), linear)
+        elif (
+            columns
+            and linear.outputs in {column.inputs for column in columns}
+            and columns[0].outputs % linear.inputs == 0
+        ):
+            region = _region(calls, columns)
+            path, second = columns[0].path, ""
+            if region is not None:
+                path, second = region.path, _second_input(region, columns)
+            yield _Pair(path, tuple(columns), linear, second)
             columns = []
         else:
             columns = [linear]
@@ -163,21 +190,25 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
 
 
-def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> str:
-    """Return the path of the innermost module around linear layers that takes their input.
-
-    Without one, the first linear layer is the region.
-    """
+def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> Call | None:
+    """Return the call of the innermost module around linear layers that takes their inputs; None if none does."""
     paths = [linear.path for linear in columns]
     parents = {*accumulate(paths[0].split(".")[:-1], lambda path, name: f"{path}.{name}")}
     around = [
-        call.path
+        call
         for call in calls
         if call.path in parents
         and all(path.startswith(f"{call.path}.") for path in paths)
-        and any(_is_same(x, columns[0].x) for x in call.inputs)
+        and all(any(_is_same(x, linear.x) for x in call.inputs) for linear in columns)
     ]
-    return max(around, key=len, default=paths[0])
+    return max(around, key=lambda call: len(call.path), default=None)
+
+
+def _second_input(region: Call, columns: Sequence[_Linear]) -> str:
+    """Return the name of a region's second argument that linear layers take; "" if they take one."""
+    names = [name for name, x in region.named.items() if any(_is_same(x, linear.x) for linear in columns)]
+    distinct = [name for name in names if not _is_same(region.named[name], region.named[names[0]])]
+    return distinct[0] if distinct else ""
 
 
 def _combinations(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
@@ -222,6 +253,7 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
     return replace(
         plain,
         regions=tuple(regions),
+        second_input={pair.region: pair.second_input for pair in pairs if pair.second_input},
         column=tuple(columns),
         row=tuple(rows),
         key_value=tuple(key_value),

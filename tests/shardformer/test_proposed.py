@@ -19,6 +19,7 @@ from echelon.shardformer.tables.table import RegionDropout, Table, table_for
 from ..derive.copies import double_copy_of
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+CROSS = ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj")
 
 
 def proposed(copy: Copy) -> Table:
@@ -46,6 +47,12 @@ def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
         ),
         ("gpt_oss", ATTENTION, ("self_attn.o_proj",)),  # its experts stay replicated
         ("gpt_bigcode", ("mlp.c_fc",), ("mlp.c_proj",)),  # one key-value head is fused to all query heads
+        ("m2m_100", (*ATTENTION, *CROSS, "fc1"), ("self_attn.out_proj", "encoder_attn.out_proj", "fc2")),
+        (  # its masks are random
+            "vit_mae",
+            ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1"),
+            ("attention.o_proj", "mlp.fc2"),
+        ),
     ],
 )
 def test_types_without_a_table_are_split(
@@ -55,6 +62,38 @@ def test_types_without_a_table_are_split(
     policy = DerivedPolicy(copy.model)
     assert split_errors(copy.model, policy, tp_size=2) == []
     assert (policy.table.column, policy.table.row) == (column, row)
+
+
+def test_cross_attention_takes_encoder_states_and_all_embeddings_of_one_weight_are_split() -> None:
+    table = proposed(double_copy_of("m2m_100"))
+    assert table.second_input == {"encoder_attn": "key_value_states"}
+    assert {table.embedding, *table.further_embeddings} == {
+        "shared", "encoder.embed_tokens", "decoder.embed_tokens"
+    }  # fmt: skip
+
+
+def test_a_vocabulary_that_departs_stays_replicated() -> None:
+    model = double_copy_of("blip").make(0)  # its decoder is a model of its own, with a head
+    policy = DerivedPolicy(model)
+    assert split_errors(model, policy, tp_size=2) == []
+    assert (policy.table.embedding, policy.table.heads) == (None, ())
+    assert "crossattention.output.dense" in policy.table.row
+
+
+def test_a_type_of_which_nothing_is_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="no linear layers widen and return to their width"):
+        proposed(double_copy_of("ibert"))  # its linear layers, and its embedding, are classes of their own
+
+
+def test_pairs_that_contradict_each_other_are_tried_alone() -> None:
+    model = double_copy_of("hy_v4_vl").make(0)
+    policy = DerivedPolicy(model)
+    assert split_errors(model, policy, tp_size=2) == [] and policy.table.row
+
+
+def test_the_refusal_says_how_the_last_split_departs() -> None:
+    with pytest.raises(ValueError, match=r"the layers model\.layers: RuntimeError: The size of tensor a"):
+        proposed(double_copy_of("bitnet"))  # norms over all features lie between its projections
 
 
 def test_keys_of_fewer_heads_are_those_of_the_full_model() -> None:

@@ -95,6 +95,21 @@ def test_collectives_of_threads_are_those_of_a_group() -> None:
     ]
 
 
+def test_every_thread_draws_random_numbers_as_a_process_does() -> None:
+    def draw(group: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        numbers = [torch.rand(3)]
+        for _ in range(4):
+            all_reduce(torch.ones(1), group)
+            numbers.append(torch.rand(3))
+        return numbers
+
+    first, second = run_threads(thread_groups(2), draw)
+    torch.manual_seed(1)
+    expected = torch.rand(5, 3)
+    assert torch.equal(torch.stack(first), expected) and torch.equal(torch.stack(second), expected)
+
+
 def test_threads_that_call_different_collectives_are_named() -> None:
     def uneven(group: ThreadGroup) -> None:
         if group.rank() == 0:
