@@ -112,17 +112,20 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
     for name, layer in copy.model.get_submodule(stack).named_children():
         for pair in _pairs(layer, _calls_within(calls, f"{stack}.{name}.")):
             pairs.setdefault(pair.row.path, pair)
-    if not pairs:
-        raise ValueError(f"the layers {stack}: no linear layers widen and return to their width")
     plain, layers = _table_without_layers(model, stack), list(model.get_submodule(stack).children())
     if departure(plain) is not None:
         plain = replace(plain, embedding=None, further_embeddings=(), heads=())
+    if not (pairs or plain.embedding or plain.heads):
+        raise ValueError(f"the layers {stack}: no linear layers widen and return to their width")
 
     def first_exact(candidates: Iterable[Sequence[_Variant]]) -> tuple[Sequence[_Variant], str | None]:
         """Return the first combination with the numbers of one process; or (), and how the last one differed."""
         error: str | None = None
         for variants in candidates:
-            error = departure(_table(plain, variants, layers))
+            try:
+                error = departure(_table(plain, variants, layers))
+            except ValueError as contradiction:  # between pairs, as of a row that is the region of another
+                error = str(contradiction)
             if error is None:
                 return variants, None
         return (), error
