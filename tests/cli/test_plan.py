@@ -86,6 +86,7 @@ def test_bad_arguments_are_refused(folder: Path, arguments: tuple[object, ...], 
     assert status == 2 and words in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_the_printed_script_runs_as_it_is(folder: Path) -> None:
     status, output = call(
         *("--model", folder, "--world", 2, "--global-batch", 4, "--seq", 32, "--precision", "fp32"),

@@ -158,7 +158,7 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     "LoRA": [test_adapters_are_saved_as_peft_reads_them],
     "profiles": [test_traces.test_actions_calls_layers_waits_and_collectives_have_names],
     "errors": [
-        test_misuses.test_the_suggestion_of_the_message_runs,
+        test_misuses.test_every_misuse_has_one_clear_message_on_every_rank_and_its_suggestion_runs,
         test_refusals.test_unsupported_calls_are_refused,
     ],
     "transformers' Trainer": [test_trainer.test_losses_norms_metrics_and_weights_are_those_of_one_process],

@@ -1,11 +1,9 @@
 """Bad configurations and misuses: one clear message on every rank, and a suggestion of it that then runs.
 
-The rows (misuse_rows.py) share one run of the pool, since a refusal changes nothing.
+The rows are those of misuse_rows.py.
 """
 
 from typing import NamedTuple
-
-import pytest
 
 from ..pool import Pool
 from .misuse_rows import LEFT_OUT, MISUSES, OPTIONS
@@ -28,37 +26,28 @@ def results_of_rank() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results(pool: Pool) -> dict[str, Result]:
-    by_rank = pool.run(NUM_RANKS, results_of_rank, timeout=200.0)
-    return {
-        name: Result(tuple(message for message, _ in rows), next((error for _, error in rows if error), ""))
-        for name, rows in zip(MISUSES, zip(*by_rank, strict=True), strict=True)
-    }
+def faults(name: str, result: Result) -> list[str]:
+    """List what is wrong with a row's message and suggestion."""
+    message, *others = result.messages
+    row = MISUSES[name]
+    found = [] if others == [message] * (NUM_RANKS - 1) else [f"ranks differ: {result.messages}"]
+    found += [f"{word!r} is not in {message!r}" for word in row.words if word not in message]
+    if name in OPTIONS:
+        wrong, right = row.wrong["options"], row.right["options"]
+        changed = [option for option, value in right.items() if wrong.get(option, LEFT_OUT) is not value]
+        if not any(option in message for option in changed):
+            found.append(f"none of {changed}, which the suggestion changes, is in {message!r}")
+    return found + ([f"the suggestion fails: {result.error}"] if result.error else [])
 
 
 def test_there_are_eighty() -> None:
     assert len(MISUSES) >= 80
 
 
-@pytest.mark.parametrize("name", MISUSES)
-def test_a_misuse_has_one_clear_message_on_every_rank(results: dict[str, Result], name: str) -> None:
-    message, *others = results[name].messages
-    assert others == [message] * (NUM_RANKS - 1)
-    assert all(word in message for word in MISUSES[name].words), message
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_message_names_an_option_that_its_suggestion_changes(results: dict[str, Result], name: str) -> None:
-    wrong, right = MISUSES[name].wrong["options"], MISUSES[name].right["options"]
-    changed = [option for option, value in right.items() if wrong.get(option, LEFT_OUT) is not value]
-    assert changed
-    assert any(option in results[name].messages[0] for option in changed), (
-        changed,
-        results[name].messages[0],
-    )
-
-
-@pytest.mark.parametrize("name", MISUSES)
-def test_the_suggestion_of_the_message_runs(results: dict[str, Result], name: str) -> None:
-    assert results[name].error == ""
+def test_every_misuse_has_one_clear_message_on_every_rank_and_its_suggestion_runs(pool: Pool) -> None:
+    by_rank = pool.run(NUM_RANKS, results_of_rank, timeout=200.0)  # one run: a refusal changes nothing
+    results = {
+        name: Result(tuple(message for message, _ in rows), next((error for _, error in rows if error), ""))
+        for name, rows in zip(MISUSES, zip(*by_rank, strict=True), strict=True)
+    }
+    assert {name: found for name, result in results.items() if (found := faults(name, result))} == {}
