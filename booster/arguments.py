@@ -19,6 +19,7 @@ from typing import Any, NoReturn, get_args
 import torch.distributed as dist
 
 from ..cluster.coordinator import DistCoordinator
+from ..cluster.errors import errors_of
 from ..cluster.options import described
 from ..plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from ..plugins.base import Plugin
@@ -123,8 +124,7 @@ def plugin_from_arguments(arguments: argparse.Namespace, **options: Any) -> Plug
         if isinstance(plugin, TorchDDPPlugin) and precision is not None:
             plugin.set_mixed_precision(precision)
     except ValueError as error:
-        _, *errors = str(error).split("\n- ")
-        _exit(errors or [str(error)])
+        _exit(errors_of(error))
     return plugin
 
 

@@ -158,10 +158,9 @@ class Metrics:
 
     def _measured(self, values: Mapping[str, float]) -> Record:
         """Return the numbers of a record. Collective over the world."""
-        loss = float(self._losses) / (
-            self._step - self._recorded
-        )  # waits for the device: the steps have ended
-        seconds = (time.perf_counter() - self._began) / (self._step - self._recorded)
+        num_steps = self._step - self._recorded
+        loss = float(self._losses) / num_steps  # waits for the device: the steps have ended
+        seconds = (time.perf_counter() - self._began) / num_steps
         peak = peak_memory(self._device)
         bits = struct.unpack("q", struct.pack("d", loss))[0]
         ranks = gather_integers((_resident_peak() if peak is None else peak, bits))
@@ -173,9 +172,8 @@ class Metrics:
             "step_seconds": seconds,
             "peak_memory_bytes": max(bytes_ for bytes_, _ in ranks),
         }
-        if (
-            norm := self._optimizer.get_grad_norm()
-        ) is not None:  # torch's wrappers have one where the script clips
+        norm = self._optimizer.get_grad_norm()
+        if norm is not None:  # torch's wrappers have one where the script clips
             record["grad_norm"] = norm
         if self._tokens is not None:
             per_device = self._tokens / seconds / len(ranks)

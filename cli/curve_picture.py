@@ -9,7 +9,7 @@ from ..pipeline.timeline import require_matplotlib
 _COLOURS = ("#1f4db8", "#db541f", "#914799")
 _DASHES = ("-", "--", ":")
 # Text stays text, and equal curves give equal files.
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 8.5}
+SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 8.5}
 
 
 def draw_curves(
@@ -37,7 +37,7 @@ def draw_curves(
     from matplotlib.figure import Figure
 
     steps = range(1, len(reference) + 1)
-    with rc_context(_SETTINGS):
+    with rc_context(SETTINGS):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         upper.plot(steps, reference, color="#cccccc", linewidth=5, label="plain torch, one process")

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..pipeline.timeline import require_matplotlib
+from .curve_picture import SETTINGS
 
 # Distinct in the three kinds of colour blindness, and in shades of grey.
 _COLOURS = ("#1f4db8", "#7fa3e8", "#914799", "#c9a0cf", "#db541f")
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 8.5}
 _GIB = 2**30
 
 
@@ -27,7 +27,7 @@ def draw_memory(path: Path, ranks: Sequence[Mapping[str, int]], *, limit: float,
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(_SETTINGS):
+    with rc_context(SETTINGS):
         figure = Figure(figsize=(7.2, 1.2 + 0.24 * len(ranks)), layout="constrained")
         axes = figure.subplots()
         starts = [0.0] * len(ranks)

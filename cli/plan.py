@@ -65,14 +65,9 @@ def plan(
     errors += [
         f"--{name} {number} must be at least 1" for name, number in (("seq", seq), ("top", top)) if number < 1
     ]
-    if precision not in ("fp32", "bf16", "fp16"):
-        errors.append(f"--precision {precision!r} must be fp32, bf16 or fp16")
     refuse("plan", errors + (picture_errors("plot", plot) if plot else []))
 
-    import transformers
-
-    from ..planning.model import build_on_meta, load_config
-    from ..planning.search import Job, Planner
+    from ..planning.search import Job
 
     job = Job(
         world=world,
@@ -82,13 +77,7 @@ def plan(
         precision=precision,
     )
     refuse("plan", job.errors())
-    transformers.logging.set_verbosity_error()
-    try:
-        module, task = build_on_meta(load_config(model), head)
-    except ValueError as error:
-        refuse("plan", [str(error)])
-        raise
-    planner = Planner(module, task, seq, job)
+    planner, class_name = _planner_of(model, head, seq, job)
     shown = _searched(planner, job, top) if layout is None else _checked(planner, job, layout)
     if not shown:
         raise typer.Exit(1)
@@ -98,7 +87,23 @@ def plan(
         from .memory_picture import draw_memory
 
         draw_memory(plot, [vars(memory) for memory in best.memory], limit=job.memory, title=str(best.layout))
-    typer.echo(script(best, model, seq, type(module).__name__))
+    typer.echo(script(best, model, seq, class_name))
+
+
+def _planner_of(model: str, head: str | None, seq: int, job: "Job") -> "tuple[Planner, str]":
+    """Return the planner of a model, and the name of its class; exit with status 2 if there is no such model."""
+    import transformers
+
+    from ..planning.model import build_on_meta, load_config
+    from ..planning.search import Planner
+
+    transformers.logging.set_verbosity_error()
+    try:
+        module, task = build_on_meta(load_config(model), head)
+    except ValueError as error:
+        refuse("plan", [str(error)])
+        raise
+    return Planner(module, task, seq, job), type(module).__name__
 
 
 def _searched(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]":

@@ -47,10 +47,14 @@ class Recorded(NamedTuple):
     state: str
     line: str
 
+    @property
+    def call(self) -> str:
+        """Name and tensors, which all ranks must have alike."""
+        return f"{self.name} of {', '.join(f'{dtype}{list(shape)}' for dtype, shape in self.inputs)}"
+
     def __str__(self) -> str:
-        tensors = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.inputs)
         line = f", {self.line}" if self.line else ""
-        return f"{self.name} of {tensors} ({self.state}{line})"
+        return f"{self.call} ({self.state}{line})"
 
 
 def in_flight() -> list[Recorded]:
@@ -166,9 +170,7 @@ def _first_difference(by_rank: Mapping[int, Mapping[int, Recorded]]) -> list[str
         missing = sorted(calls.keys() - made.keys())
         kinds: dict[str, list[int]] = {}
         for rank, call in made.items():
-            kinds.setdefault(str(call._replace(state=call.state, line="")).partition(" (")[0], []).append(
-                rank
-            )
+            kinds.setdefault(call.call, []).append(rank)
         group = next(iter(made.values())).description
         if missing:
             call, ranks = next(iter(made.values())), _ranks(sorted(made))

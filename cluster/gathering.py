@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from .device import backend_of, default_device
 from .errors import SAME_CALLS, UnmatchedCall
 from .failures import all_ranks_in, current_call, raise_if_stuck
 from .hashes import plain_settings, settings_hash
-from .whereabouts import Described, described_group
+from .whereabouts import DescribedCollective
 
 _MOST_NAMED = 8  # the most settings that an error lists
 _FEW = 16  # the most integers that are gathered in one message of fixed length
@@ -75,7 +75,7 @@ def begin_gather_integers(
 
 
 @dataclass(frozen=True)
-class _Watched(Described):
+class _Watched(DescribedCollective):
     """A collective between CPUs whose `wait` raises if other ranks never join it.
 
     See [Note: a call that others do not make].
@@ -83,14 +83,7 @@ class _Watched(Described):
 
     work: dist.Work
     group: dist.ProcessGroup | None
-
-    def describe(self) -> str:
-        """Name the ranks whose integers are gathered."""
-        return f"gathering integers {described_group(self.group)}"
-
-    def peers(self) -> tuple[int, ...]:
-        """All ranks of the group."""
-        return tuple(dist.get_process_group_ranks(self.group))
+    activity: ClassVar[str] = "gathering integers"
 
     def wait(self) -> None:
         """Wait for the collective."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .traffic import one_collective
-from .whereabouts import Described, described_group
+from .whereabouts import DescribedCollective
 
 # Shorter buffers gain nothing. Tests patch this: 0 sends slices of all buffers, infinity of none.
 MIN_BYTES: float = 2**16
@@ -30,7 +30,7 @@ def takes(buffer: Tensor, group: dist.ProcessGroup) -> bool:
     return bool(group._get_backend(buffer.device).name() == "gloo")
 
 
-class AllGather(Described):
+class AllGather(DescribedCollective):
     """An all-gather in flight: each rank sends its slice to all others. The constructor starts it.
 
     Args:
@@ -39,28 +39,22 @@ class AllGather(Described):
         group: every rank of it must construct one.
     """
 
+    activity = "all-gathering slices"
+
     def __init__(self, buffer: Tensor, local_slice: Tensor, group: dist.ProcessGroup) -> None:
-        slices, others, self._group = buffer.chunk(group.size()), _others(group), group
+        slices, others, self.group = buffer.chunk(group.size()), _others(group), group
         with one_collective("all_gather", buffer.nbytes, group):
             self._works = [group.recv([slices[rank]], rank, _GATHER) for rank in reversed(others)]
             self._works += [group.send([local_slice], rank, _GATHER) for rank in others]
         _copy_unless_same(local_slice, slices[group.rank()])
         _complete_when_dropped(self, self._works)
 
-    def describe(self) -> str:
-        """Name the group."""
-        return f"all-gathering slices {described_group(self._group)}"
-
-    def peers(self) -> tuple[int, ...]:
-        """All ranks of the group."""
-        return tuple(dist.get_process_group_ranks(self._group))
-
     def wait(self) -> None:
         """Wait until the buffer is filled and may be written to. A second call does nothing."""
         _wait_for(self._works)
 
 
-class ReduceScatter(Described):
+class ReduceScatter(DescribedCollective):
     """A reduce-scatter in flight: each rank receives and adds up its slice of all buffers. The constructor starts it.
 
     16-bit formats are added up in float32.
@@ -71,8 +65,10 @@ class ReduceScatter(Described):
         group: every rank of it must construct one.
     """
 
+    activity = "reduce-scattering slices"
+
     def __init__(self, local_slice: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         slices, others, length = buffer.chunk(group.size()), _others(group), local_slice.numel()
         _copy_unless_same(slices[group.rank()], local_slice)  # the first addend
         receive_buffer = _RECEIVE_BUFFERS.setdefault(group, _ReceiveBuffer())
@@ -91,14 +87,6 @@ class ReduceScatter(Described):
                 self._receives.append(receives)
         _complete_when_dropped(self, self._sends)
         receive_buffer.in_flight = self
-
-    def describe(self) -> str:
-        """Name the group."""
-        return f"reduce-scattering slices {described_group(self._group)}"
-
-    def peers(self) -> tuple[int, ...]:
-        """All ranks of the group."""
-        return tuple(dist.get_process_group_ranks(self._group))
 
     def wait(self) -> None:
         """Wait until the sum is complete and the buffer may be written to. A second call does nothing."""

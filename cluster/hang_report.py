@@ -44,7 +44,7 @@ def named(ranks: Sequence[int]) -> str:
             stretches[-1].append(rank)
         else:
             stretches.append([rank])
-    texts = [str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}" for own in stretches]
+    texts = [str(stretch[0]) if len(stretch) == 1 else f"{stretch[0]}-{stretch[-1]}" for stretch in stretches]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 

@@ -4,14 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from .mesh import ParallelMesh
 
 # Smaller messages (flags, norms, losses) are listed separately.
 SMALL_BYTES = 4096
@@ -50,6 +48,20 @@ class Count:
     nbytes: int = 0
     sent: float = 0.0
 
+    def __add__(self, other: "Count") -> "Count":
+        return Count(self.calls + other.calls, self.nbytes + other.nbytes, self.sent + other.sent)
+
+    def __sub__(self, other: "Count") -> "Count":
+        return Count(self.calls - other.calls, self.nbytes - other.nbytes, self.sent - other.sent)
+
+
+class HasAxes(Protocol):
+    """A mesh that knows the axes of its groups."""
+
+    def axis_of(self, group: dist.ProcessGroup) -> str:
+        """Return the axis of a group; "world" for any other group."""
+        ...
+
 
 class Traffic(TorchDispatchMode):
     """Context manager that counts this process's communication.
@@ -64,7 +76,7 @@ class Traffic(TorchDispatchMode):
     open: ClassVar[list["Traffic"]] = []
     pauses: ClassVar[bool] = False  # True within `one_collective`
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, mesh: HasAxes) -> None:
         super().__init__()
         self.counts: dict[tuple[str, str], Count] = defaultdict(Count)
         self._mesh = mesh

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +40,26 @@ class Described(ABC):
     def peers(self) -> tuple[int, ...]:
         """The global ranks that the present action waits for; none if it waits for no particular ones."""
         return ()
+
+
+class DescribedCollective(Described):
+    """A collective in flight, which waits for all ranks of its group.
+
+    Attributes:
+        activity: in words, "all-gathering slices".
+        group: None is the world.
+    """
+
+    activity: ClassVar[str]
+    group: dist.ProcessGroup | None
+
+    def describe(self) -> str:
+        """Name the activity and the group."""
+        return f"{self.activity} {described_group(self.group)}"
+
+    def peers(self) -> tuple[int, ...]:
+        """All ranks of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
 
 
 class Place(NamedTuple):
@@ -98,9 +118,9 @@ def _place(frames: Sequence[FrameType]) -> Place:
     if (
         not collective
         and not peers
-        and (own := [frame for frame in frames if _name(frame).startswith("echelon.")])
+        and (inner := next((frame for frame in frames if _name(frame).startswith("echelon.")), None))
     ):
-        steps.append(f"{own[0].f_code.co_name} of {_name(own[0])[:-1]}:{own[0].f_lineno}")
+        steps.append(f"{inner.f_code.co_name} of {_name(inner)[:-1]}:{inner.f_lineno}")
     return Place(
         steps=tuple(steps),
         line=_script_line(frames),

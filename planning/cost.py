@@ -5,7 +5,6 @@ when the gradient of its output arrives, and ends when that of its input does. F
 notes the bytes that are live at its end, the peak in between, the operations and the messages.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -132,7 +131,9 @@ class Meter(LiveBytes):
         messages = _totals(self._traffic)
         if self._current is not None:
             self._current.end, self._current.peak = self.now, self.peak
-            _add_differences(self._current.traffic, self._messages, messages)
+            for key, total in messages.items():
+                sent = total - self._messages.get(key, Count())
+                self._current.traffic[key] = self._current.traffic.get(key, Count()) + sent
         self._messages, self._current = messages, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,18 +171,4 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _totals(traffic: Traffic) -> dict[tuple[str, str], Count]:
-    return {key: Count(count.calls, count.nbytes, count.sent) for key, count in traffic.counts.items()}
-
-
-def _add_differences(
-    counts: dict[tuple[str, str], Count],
-    before: dict[tuple[str, str], Count],
-    after: dict[tuple[str, str], Count],
-) -> None:
-    """Add the messages between two states of a count."""
-    totals = defaultdict(Count, before)
-    for key, count in after.items():
-        sum_ = counts.setdefault(key, Count())
-        sum_.calls += count.calls - totals[key].calls
-        sum_.nbytes += count.nbytes - totals[key].nbytes
-        sum_.sent += count.sent - totals[key].sent
+    return {key: count + Count() for key, count in traffic.counts.items()}  # copies, which do not grow

@@ -11,6 +11,7 @@ from ..cluster.layout import MeshLayout
 from ..pipeline.action import Action, Op
 from ..pipeline.simulate import Costs, simulate
 from ..verify.layout import Layout
+from ..zero.partition import bucket_size_on_gpus
 from .sections import BACKWARD, FORWARD, LocalParameters, Section, Trace
 
 # Shares of a GPU's figures that good kernels reach.
@@ -19,7 +20,6 @@ PRODUCTS, MEMORY, LINKS = 0.7, 0.8, 0.8
 LAUNCH, LATENCY = 4e-6, 1.5e-5
 STATE_BYTES = 8  # AdamW, for every parameter that is stepped: two averages in float32
 GRADIENT_BYTES = MASTER_BYTES = 4  # float32
-BUCKET = 40 * 2**20  # elements of ZeRO's buckets on CUDA
 POOLED_BUCKETS = 2  # of unsharded gradients that ZeRO-2 holds at once: one that fills, one in flight
 
 
@@ -113,7 +113,8 @@ class Prediction:
         count = sum(parameter.numel for parameter in local)
         stepped = sum(self._num_stepped(parameter) for parameter in local)
         sharded = self._layout.zero == 2 and stepped < count
-        pooled = min(count, POOLED_BUCKETS * BUCKET)
+        bucket = bucket_size_on_gpus(self._mesh.size("data"))
+        pooled = min(count, POOLED_BUCKETS * bucket)
         return Memory(
             parameters=sum(parameter.nbytes for parameter in local),
             gradients=GRADIENT_BYTES * (stepped + pooled if sharded else count),
@@ -269,11 +270,10 @@ class Prediction:
             gathered += parameter.nbytes * share if self._layout.zero else 0
         bandwidth = self._bandwidth("data")
         backward = sum(map(self._backward, stages))
-        if self._layout.zero == 2:  # every backward reduces, and hides its own messages
-            beyond = max(0.0, reduced / bandwidth - backward) * self._layout.microbatches
-        else:
-            beyond = max(0.0, reduced / bandwidth - backward)
-        return update + beyond + gathered / bandwidth
+        # At stage 2 every backward reduces, and hides its own messages.
+        num_reductions = self._layout.microbatches if self._layout.zero == 2 else 1
+        beyond = max(0.0, reduced / bandwidth - backward)
+        return update + num_reductions * beyond + gathered / bandwidth
 
 
 @cache

@@ -20,6 +20,7 @@ from ..pipeline.stage_manager import assign_layers, layer_bounds, layer_errors
 from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.expert_sharding import interface_of
 from ..verify.layout import Layout
+from ..zero.precision import DTYPES
 from .predict import Memory, Prediction, StepTime
 from .sections import Trace
 from .tracer import Tracer
@@ -30,7 +31,6 @@ RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers, of which the smallest that
 STYLES = (("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
 LONG = 16_384  # tokens, from which on rings are tried
 MOST_PER_RANK = 8  # samples of a microbatch that are tried
-
 REFINED = 2  # how many times as many layouts as are shown are predicted without scaling
 
 
@@ -60,6 +60,8 @@ class Job:
             errors.append(
                 f"--memory without --reserve is {self.memory:g} GiB: give more memory, or a smaller --reserve"
             )
+        if self.precision not in DTYPES:
+            errors.append(f"--precision {self.precision!r} must be one of {', '.join(DTYPES)}")
         return errors
 
 

@@ -33,6 +33,8 @@ class Section:
     def recomputed(self) -> "Section":
         """The same section if backward computes its forward again."""
         forward, backward = self.operations[FORWARD], self.operations[BACKWARD]
+        sent, sent_back = self.traffic[FORWARD], self.traffic[BACKWARD]
+        both = {key: sent.get(key, Count()) + sent_back.get(key, Count()) for key in {**sent, **sent_back}}
         kept = min(self.kept, self.output)
         again = self.kept - kept
         return replace(
@@ -40,10 +42,7 @@ class Section:
             kept=kept,
             backward_peak=max(self.forward_peak, again + self.backward_peak),
             operations={FORWARD: forward, BACKWARD: [*forward, *backward]},
-            traffic={
-                FORWARD: self.traffic[FORWARD],
-                BACKWARD: _added(self.traffic[FORWARD], self.traffic[BACKWARD]),
-            },
+            traffic={FORWARD: sent, BACKWARD: both},
         )
 
     def scaled(self, samples: int) -> "Section":
@@ -122,19 +121,3 @@ class Trace:
             first, *others = self.layers[layer]
             sections += [first.recomputed if layer < start + num_recomputed else first, *others]
         return sections
-
-
-def _added(
-    left: Mapping[tuple[str, str], Count], right: Mapping[tuple[str, str], Count]
-) -> dict[tuple[str, str], Count]:
-    """Return the sum of two counts."""
-    none = Count()
-    return {
-        key: Count(
-            *(
-                getattr(left.get(key, none), name) + getattr(right.get(key, none), name)
-                for name in ("calls", "nbytes", "sent")
-            )
-        )
-        for key in {**left, **right}
-    }

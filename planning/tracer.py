@@ -43,8 +43,8 @@ _MOST_RANKS = 2**20
 
 
 @contextmanager
-def stand_in_groups() -> Iterator[None]:
-    """Provide a default process group that sends nothing, for `StandInMesh`.
+def fake_groups() -> Iterator[None]:
+    """Provide a default process group that sends nothing, for `FakeMesh`.
 
     Raises:
         RuntimeError: this process has a process group.
@@ -59,8 +59,8 @@ def stand_in_groups() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class StandInMesh:
-    """Groups of the axes, which exist in this process alone and send nothing; made in `stand_in_groups`.
+class FakeMesh:
+    """Groups of the axes, which exist in this process alone and send nothing; made in `fake_groups`.
 
     Args:
         sizes: sizes of the axes; an axis without one has size 1.
@@ -122,10 +122,8 @@ class Tracer:
         self._shortened = meta_copy(model)
         self._traced_of = [] if self.plan is None else shorten(self._shortened, self.plan)
         config: Any = self._shortened.config
-        for name in (
-            "pad_token_id",
-            "decoder_start_token_id",
-        ):  # a script sets them; any number is as good here
+        # A script sets them; any number is as good here.
+        for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
         self._traces: dict[Any, Trace | ValueError] = {}
@@ -171,10 +169,9 @@ class Tracer:
         return self._policies[is_split]
 
     def _trace(self, config: HybridConfig, samples: int) -> Trace:
-        with stand_in_groups(), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Accessing the data pointer of FakeTensor"
-            )  # by a cache of weights
+        with fake_groups(), warnings.catch_warnings():
+            # By a cache of weights.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             sharded, mesh = shard(meta_copy(self._shortened), config, self._policy(config))
             inputs = Inputs(sharded, self._task, length=self.length, target_length=self.length)
             made = {name: value for name, value in inputs.make(samples).items() if name != "attention_mask"}
@@ -185,7 +182,7 @@ class Tracer:
                 sharded.train()
                 batch = tree_map_only(Tensor, mode.from_tensor, made)
                 batch = tree_map_only(Tensor, partial(_in_format, dtype=config.dtype), batch)
-                before, *layers = _measure(sharded, batch, paths, Traffic(mesh))  # type: ignore[arg-type]
+                before, *layers = _measure(sharded, batch, paths, Traffic(mesh))
         return Trace(
             before=before, layers=[layers[traced] for traced in self._traced_of], parameters=parameters
         )
@@ -212,7 +209,7 @@ def _in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def shard(model: nn.Module, config: HybridConfig, policy: Policy | None) -> tuple[nn.Module, StandInMesh]:
+def shard(model: nn.Module, config: HybridConfig, policy: Policy | None) -> tuple[nn.Module, FakeMesh]:
     """Shard a model as boost does, without stages.
 
     Args:
@@ -225,7 +222,7 @@ def shard(model: nn.Module, config: HybridConfig, policy: Policy | None) -> tupl
     """
     axes = {"tp": config.tp_size, "sp": config.sp}
     sub_axes = {axis: size for axis in SUB_AXES if (size := getattr(config, f"{axis}_size")) > 1}
-    mesh: Any = StandInMesh(pp=1, data=lcm(config.sp, *sub_axes.values()), **axes, **sub_axes)
+    mesh: Any = FakeMesh(pp=1, data=lcm(config.sp, *sub_axes.values()), **axes, **sub_axes)
     options = TransformOptions(
         shard_config=config.shard_config(mesh, PipelineStageManager(mesh)),
         device=torch.device("cpu"),
@@ -321,7 +318,7 @@ class _Cuts:
 
 def _sections(measured: Mapping[Any, Measured], cuts: _Cuts) -> list[list[Section]]:
     """Return the sections before the first layer, and then those from each layer on."""
-    base = kept = measured[FORWARD, 0].start
+    kept = measured[FORWARD, 0].start
     groups: list[list[Section]] = [[]]
     for number in range(2 * cuts.num_runs + 1):
         forward, backward = measured[FORWARD, number], measured.get((BACKWARD, number), Measured(0))
@@ -338,5 +335,4 @@ def _sections(measured: Mapping[Any, Measured], cuts: _Cuts) -> list[list[Sectio
                 traffic={FORWARD: forward.traffic, BACKWARD: backward.traffic},
             )
         )
-    assert base <= kept
     return groups

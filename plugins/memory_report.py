@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ..cluster.device import allocated_bytes
-from ..zero.memory import described_bytes, memory_of
+from ..zero.memory import LAYOUT_ADVICE, described_bytes, memory_of
 from ..zero.optimizer import ShardedOptimizer
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
@@ -25,10 +25,7 @@ def memory_in_call(engine: PipelineEngine, optimizer: ShardedOptimizer | None) -
     """
     if optimizer is None:
         known = sum(parameter.nbytes for parameter in engine.module.parameters())
-        held, advice = (
-            [f"parameters {described_bytes(known)}"],
-            ["a larger tp_size or pp_size shards the model itself"],
-        )
+        held, advice = [f"parameters {described_bytes(known)}"], [LAYOUT_ADVICE]
     else:
         known = sum(optimizer.held_bytes().values())
         held, advice = memory_of(optimizer)

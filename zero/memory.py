@@ -57,6 +57,9 @@ def bytes_by_kind(
     return num_bytes
 
 
+LAYOUT_ADVICE = "a larger tp_size or pp_size shards the model itself"
+
+
 @dataclass(frozen=True)
 class Sharding:
     """The options by which an optimizer's memory is sharded.
@@ -118,10 +121,7 @@ def memory_of(optimizer: HoldsMemory) -> tuple[list[str], list[str]]:
     held = sorted(optimizer.held_bytes().items(), key=lambda kind: -kind[1])
     kinds = [f"{kind.replace('_', ' ')} {described_bytes(count)}" for kind, count in held if count]
     advice = (_advice(kind, optimizer.sharding) for kind, count in held if count)
-    return kinds or ["nothing"], [*dict.fromkeys(text for text in advice if text), _LAYOUT]
-
-
-_LAYOUT = "a larger tp_size or pp_size shards the model itself"
+    return kinds or ["nothing"], [*dict.fromkeys(text for text in advice if text), LAYOUT_ADVICE]
 
 
 def _advice(kind: str, sharding: Sharding) -> str:

@@ -301,7 +301,12 @@ def default_bucket_size(device: torch.device, num_replicas: int) -> int:
     On CUDA a bucket costs a few launches whatever its size, and links need long messages, of which each of n ranks
     sends 1/n at a time: 40M or n M, as in Megatron-LM. On CPUs it is 12M, as in ColossalAI.
     """
-    return (max(40, num_replicas) if is_cuda(device) else 12) * 2**20
+    return bucket_size_on_gpus(num_replicas) if is_cuda(device) else 12 * 2**20
+
+
+def bucket_size_on_gpus(num_replicas: int) -> int:
+    """Return `default_bucket_size` for a GPU, also on a machine without one."""
+    return max(40, num_replicas) * 2**20
 
 
 def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[ProcessGroup]:
