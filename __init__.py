@@ -10,7 +10,7 @@ from .migration.names import install, names_of
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ does the same
     from .booster import Booster
-    from .booster.arguments import ArgumentParser, add_plugin_arguments, plugin_from_arguments
+    from .booster.flags import ArgumentParser, add_plugin_arguments, plugin_from_arguments
     from .booster.flops import flops_per_token
     from .booster.interruption import Interruption
     from .booster.metrics import Metrics
@@ -61,7 +61,7 @@ __all__ = [
 
 # The module that defines each public name, and the sub-packages, which are attributes without an import of their own.
 _HOMES = {
-    "ArgumentParser": "booster.arguments",
+    "ArgumentParser": "booster.flags",
     "Booster": "booster",
     "CombinedOptimizer": "zero.combined",
     "DistCoordinator": "cluster.coordinator",
@@ -79,11 +79,11 @@ _HOMES = {
     "TorchDDPPlugin": "plugins",
     "TorchFSDPPlugin": "plugins",
     "Trainer": "trainer",
-    "add_plugin_arguments": "booster.arguments",
+    "add_plugin_arguments": "booster.flags",
     "clip_grad_norm_": "shardformer",
     "flops_per_token": "booster.flops",
     "launch_from_torch": "cluster.launch",
-    "plugin_from_arguments": "booster.arguments",
+    "plugin_from_arguments": "booster.flags",
     "shard_model": "shardformer",
 }
 _PACKAGES = (

@@ -15,13 +15,13 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from ..checkpoint.background import Save
-from ..checkpoint.calls import save_errors
-from ..checkpoint.step import Resume, Resumed
+from ..checkpoint.call_checks import save_errors
+from ..checkpoint.full_state import Resume, Resumed
 from ..cluster.coordinator import DistCoordinator
 from ..cluster.errors import naming_arguments, raise_errors
 from ..cluster.gathering import checked_together
+from ..plugins.adapters import enable_lora, unwrapped
 from ..plugins.base import Boosted, Dataloaders, Plugin, Returned
-from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
 from .traces import save_trace
 

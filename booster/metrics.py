@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..cluster.device import peak_memory
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import gather_integers
-from ..pipeline.timeline import require_matplotlib
+from ..pipeline.timeline_drawing import require_matplotlib
 from .booster import Booster
 from .flops import peak_flops
 

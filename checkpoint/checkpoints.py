@@ -18,9 +18,10 @@ from ..cluster.failures import all_ranks_in
 from ..cluster.gathering import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
 from .background import Copies, Keep, Save, Saver, wait_for_saves
-from .calls import lr_scheduler_errors, require_same_call
+from .call_checks import lr_scheduler_errors, require_same_call
 from .commit import finish_placing, replace_file, write_together
-from .local import Adapter, LocalModel
+from .full_state import Resume, Resumed, choose_step, load_step, prepare_step, scheduler_errors
+from .local_tensors import Adapter, LocalModel
 from .model import (
     ADAPTER_FILES,
     ADAPTER_SAFETENSORS,
@@ -33,9 +34,8 @@ from .model import (
     replaced_weights,
     write_model_file,
 )
-from .optimizer import STATES, Trained, fit_trained, prepare_states
+from .optimizer_state import STATES, Trained, fit_trained, prepare_states
 from .pretrained import fit, open_pretrained
-from .step import Resume, Resumed, choose_step, load_step, prepare_step, scheduler_errors
 from .tensor_file import loadable_bytes, read_values
 
 MEBI = 2**20

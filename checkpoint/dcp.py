@@ -32,7 +32,7 @@ from torch.futures import Future
 from ..cluster.box import Box
 from ..cluster.gathering import joined_errors
 from ..lazy.files import open_tensors
-from .local import LocalTensor, Part
+from .local_tensors import LocalBox, LocalTensor
 from .tensor_file import Entry, Records, TensorFileWriter, dtype_name, dtype_of, write_small
 
 INDEX = "index.json"
@@ -140,7 +140,7 @@ class _Planner(DefaultSavePlanner):
             for part in local.parts if local.may_save else ():
                 self._add(name, local, part)
 
-    def _add(self, name: str, local: LocalTensor, part: Part) -> None:
+    def _add(self, name: str, local: LocalTensor, part: LocalBox) -> None:
         """Add a box of a tensor to the plan, in torch's terms."""
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.size)),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.box import Box
-from .local import LocalTensor
+from .local_tensors import LocalTensor
 from .tensor_file import Entry, order_in_file
 
 Parts = Mapping[tuple[str, Box], Tensor]  # this rank's memory, by tensor and box
@@ -102,7 +102,7 @@ def _owners(entry: Entry, offers: Sequence[Mapping[str, Offer]]) -> dict[Box, li
     for rank, listing in enumerate(offers):
         for box in listing[entry.name].boxes if entry.name in listing else ():
             owners.setdefault(box, []).append(rank)
-    covered, full = sum(box.numel for box in owners), Box.whole(entry.shape).numel
+    covered, full = sum(box.numel for box in owners), Box.full(entry.shape).numel
     if covered != full:
         raise AssertionError(f"{entry.name} has {full} entries, and the ranks have {covered}")
     return owners
@@ -190,11 +190,11 @@ def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tenso
             receive = dist.irecv(_bytes(content), group=group, group_src=source, tag=tag)
             arriving.append((box, content, receive))
         else:
-            unsharded[box.within(Box.whole(entry.shape))] = parts[entry.name, box].detach().cpu()
+            unsharded[box.within(Box.full(entry.shape))] = parts[entry.name, box].detach().cpu()
     for box, content, receive in arriving:
         assert receive is not None
         receive.wait()
-        unsharded[box.within(Box.whole(entry.shape))] = content
+        unsharded[box.within(Box.full(entry.shape))] = content
     return unsharded
 
 

@@ -16,12 +16,12 @@ from transformers import AutoConfig
 from ..cluster.box import Box, Stored, coverage_errors
 from ..cluster.layout import AXES
 from .dcp import INDEX, StateFiles
-from .local import TensorNames
+from .full_state import MODEL, OPTIMIZER, RANDOM, TRAINING, random_file
+from .local_tensors import TensorNames
 from .model import SAFETENSORS, TORCH
-from .optimizer import GROUPS
+from .optimizer_state import GROUPS
 from .pretrained import Weights, fitting_errors, outline_of
-from .step import MODEL, OPTIMIZER, RANDOM, TRAINING, random_file
-from .steps import MANIFEST, damage_of, manifest_of, newest_first
+from .step_folders import MANIFEST, damage_of, manifest_of, newest_first
 from .tensor_file import dtype_name, read_values
 
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
@@ -123,7 +123,7 @@ def _mapping(content: Any, path: Path) -> Mapping[str, Any]:
 
 def nbytes(stored: Stored, name: str) -> int:
     """Return the size of an unsharded tensor in bytes."""
-    return Box.whole(stored.shape(name)).numel * stored.dtype(name).itemsize
+    return Box.full(stored.shape(name)).numel * stored.dtype(name).itemsize
 
 
 def summarize(opened: Opened) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _part(kind: str, tensors: Collection[tuple[Stored, str]]) -> dict[str, Any]:
     bytes_by_dtype: Counter[str] = Counter()
     for stored, name in tensors:
         bytes_by_dtype[dtype_name(stored.dtype(name))] += nbytes(stored, name)
-    entries = sum(Box.whole(stored.shape(name)).numel for stored, name in tensors)
+    entries = sum(Box.full(stored.shape(name)).numel for stored, name in tensors)
     sizes = {"tensors": len(tensors), "entries": entries, "bytes": bytes_by_dtype.total()}
     return {"name": kind, **sizes, "dtypes": dict(bytes_by_dtype)}
 

@@ -30,7 +30,7 @@ from .commit import (
     written_beside,
 )
 from .exchange import FilePlan, assemble, entries_of, needed_parts, offers_of, plan_files
-from .local import LocalTensor
+from .local_tensors import LocalTensor
 from .tensor_file import Entry, Records, TensorFileWriter, TorchFileWriter, Write, write_small
 
 # Minimum size of a weights file. Smaller shares are not split further, so some ranks write more than others.

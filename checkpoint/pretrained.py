@@ -31,7 +31,7 @@ from ..cluster.transformers_api import (
 from ..lazy.context import refuse_quantized
 from ..lazy.files import open_tensors
 from ..lazy.tensor import LazyTensor, lazily, real
-from .local import LocalTensor, TensorNames
+from .local_tensors import LocalTensor, TensorNames
 
 # File names that are tried in a folder, in the order of `from_pretrained`.
 _NAMES = (
@@ -81,14 +81,14 @@ class Weights:
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor; see [Note: reading by boxes]."""
         tensor = self.tensors[name]
-        if Box.whole(tensor.shape).common(box) != box and box.numel:
+        if Box.full(tensor.shape).common(box) != box and box.numel:
             raise AssertionError(f"{box} of {name}, which has shape {tuple(tensor.shape)}")
         if isinstance(tensor, LazyTensor):
             if self._made is None or self._made[0] != name:
                 self._made = None  # frees the previous one
                 self._made = name, real(tensor)
             tensor = self._made[1]
-        return tensor[box.within(Box.whole(tensor.shape))]
+        return tensor[box.within(Box.full(tensor.shape))]
 
 
 def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Weights:

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..pipeline.timeline import SUFFIXES, require_matplotlib
+from ..pipeline.timeline_drawing import SUFFIXES, require_matplotlib
 
 BAD_ARGUMENTS = 2
 WIDTH = 160  # width of tables if the output is not a terminal

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..pipeline.timeline import require_matplotlib
+from ..pipeline.timeline_drawing import require_matplotlib
 
 # The colours of the pipeline's pictures, which stay distinct in the three kinds of colour blindness.
 _COLOURS = ("#1f4db8", "#db541f", "#914799")

@@ -194,7 +194,7 @@ def environment_findings(environment: Mapping[str, str]) -> list[Finding]:
 
 def collective_findings(processes: int) -> list[Finding]:
     """Start local processes that add up numbers over gloo; return whether that works."""
-    from .local import run_on_processes
+    from .local_processes import run_on_processes
 
     subject = f"{processes} processes"
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..pipeline.timeline import require_matplotlib
+from ..pipeline.timeline_drawing import require_matplotlib
 from .curve_picture import SETTINGS
 
 # Distinct in the three kinds of colour blindness, and in shades of grey.

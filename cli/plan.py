@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..pipeline.timeline import SUFFIXES
+from ..pipeline.timeline_drawing import SUFFIXES
 from .console import picture_errors, refuse, show_table
 from .verify import layout_of, verify
 
 if TYPE_CHECKING:
     from ..planning.search import Job, Plan, Planner
-    from ..verify.layout import Layout
+    from ..verify.layout_choice import Layout
 
 RESERVED = 4.0  # GiB of a GPU for CUDA's context, NCCL's buffers and fragmentation
 NOTE = "times are estimates from data sheets, not measured on a GPU; memory follows from a trace of the model"
@@ -94,7 +94,7 @@ def _planner_of(model: str, head: str | None, seq: int, job: "Job") -> "tuple[Pl
     """Return the planner of a model, and the name of its class; exit with status 2 if there is no such model."""
     import transformers
 
-    from ..planning.model import build_on_meta, load_config
+    from ..planning.meta_model import build_on_meta, load_config
     from ..planning.search import Planner
 
     transformers.logging.set_verbosity_error()

@@ -16,11 +16,11 @@ import typer
 from ..pipeline.action import Op
 from ..pipeline.schedules import SCHEDULES, build_schedule, build_stage_ranks, style_errors
 from ..pipeline.simulate import Costs, Span, Timeline, simulate
-from ..pipeline.timeline import SUFFIXES, Panel, rank_bubble, save_timelines, stages_of
+from ..pipeline.timeline_drawing import SUFFIXES, Panel, rank_bubble, save_timelines, stages_of
 from .console import picture_errors, refuse, show_table
 
 if TYPE_CHECKING:
-    from ..verify.models import ModelChoice
+    from ..verify.model_choice import ModelChoice
 
 LAYERS_PER_STAGE = 2  # of the measured model, unless --layers is given
 WARMUP_STEPS = 2
@@ -211,7 +211,7 @@ def small_model(
     """Return the model to measure."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from ..verify.models import ModelChoice
+    from ..verify.model_choice import ModelChoice
 
     if num_layers is None:
         num_stages = 1 if pipeline.errors() else pipeline.num_stages
@@ -271,7 +271,7 @@ def measure(
 
     Starts a process for each rank. Returns an error message if one fails.
     """
-    from .local import run_on_processes
+    from .local_processes import run_on_processes
 
     steps = run_on_processes(
         _train,

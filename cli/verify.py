@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..pipeline.timeline import SUFFIXES
+from ..pipeline.timeline_drawing import SUFFIXES
 from .console import picture_errors, refuse, show_table
 from .curve_picture import draw_curves
 
 if TYPE_CHECKING:
     from ..plugins.hybrid_config import HybridConfig
     from ..verify.compare import Measure
-    from ..verify.layout import Layout
-    from ..verify.models import ModelChoice
-    from ..verify.resume import Part, Relay, ResumeReport
+    from ..verify.layout_choice import Layout
+    from ..verify.model_choice import ModelChoice
+    from ..verify.resume import Leg, Relay, ResumeReport
 
-# Options that a part inherits from the previous one unless it sets them; all others have their defaults.
+# Options that a leg inherits from the previous one unless it sets them; all others have their defaults.
 KEPT = ("precision", "microbatches", "steps")
-# Options of the run, which its parts cannot set.
+# Options of the run, which its legs cannot set.
 OF_THE_RUN = (
     "model",
     "head",
@@ -107,33 +107,31 @@ def verify(
 
 
 def run(context: typer.Context) -> None:
-    """Check a run whose first part has the options of `verify`; end the command with its exit status."""
-    from ..verify.layout import Training
-    from ..verify.models import ModelChoice
+    """Check a run whose first leg has the options of `verify`; end the command with its exit status."""
+    from ..verify.layout_choice import Training
+    from ..verify.model_choice import ModelChoice
     from ..verify.optimizers import OPTIMIZERS
-    from ..verify.resume import Part, Relay
+    from ..verify.resume import Leg, Relay
 
     first = context.params
     choice = ModelChoice(
         model_type=first["model"], head=first["head"], tied=first["tied"], num_layers=first["layers"]
     )
     further, errors = further_options(context, first["then"] or ())
-    parts = tuple(
-        Part(layout=layout_of(options), num_steps=options["steps"]) for options in (first, *further)
-    )
+    legs = tuple(Leg(layout=layout_of(options), num_steps=options["steps"]) for options in (first, *further))
     if first["optimizer"] not in OPTIMIZERS:
         errors.append(f"optimizer={first['optimizer']!r} is not known: use one of {', '.join(OPTIMIZERS)}")
     if first["batches"] is not None and first["batches"] < 1:
         errors.append(f"batches={first['batches']} must be at least 1")
     plot = first["plot"]
-    refuse("verify", errors + part_errors(choice, parts) + (picture_errors("plot", plot) if plot else []))
+    refuse("verify", errors + leg_errors(choice, legs) + (picture_errors("plot", plot) if plot else []))
     training = Training(optimizer=first["optimizer"], num_batches=first["batches"])
-    relay = Relay(choice=choice, parts=parts, training=training, seed=first["seed"])
+    relay = Relay(choice=choice, legs=legs, training=training, seed=first["seed"])
     report = run_relay(relay, timeout_seconds=first["timeout"])
     if isinstance(report, str):
         typer.echo(report, err=True)
         raise typer.Exit(1)
-    layouts = ", then ".join(str(part.layout) for part in parts)
+    layouts = ", then ".join(str(leg.layout) for leg in legs)
     comma = "," if further else ""
     show(
         report,
@@ -149,10 +147,10 @@ def run(context: typer.Context) -> None:
 def further_options(
     context: typer.Context, texts: Sequence[str]
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the options of each further part, by the names of `verify`'s arguments, and all errors in the texts.
+    """Return the options of each further leg, by the names of `verify`'s arguments, and all errors in the texts.
 
     Args:
-        context: the context of `verify` with the options of the first part; exits with status 2 for unknown words.
+        context: the context of `verify` with the options of the first leg; exits with status 2 for unknown words.
         texts: the value of each `--then`.
     """
     options_of_parts: list[Mapping[str, Any]] = []
@@ -180,8 +178,8 @@ def further_options(
 
 
 def layout_of(options: Mapping[str, Any]) -> "Layout":
-    """Return the layout with a part's options."""
-    from ..verify.layout import Layout
+    """Return the layout with a leg's options."""
+    from ..verify.layout_choice import Layout
 
     sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
     sizes = {field.name: options[field.name] for field in fields(Layout) if field.name in options}
@@ -191,16 +189,16 @@ def layout_of(options: Mapping[str, Any]) -> "Layout":
     return Layout(**sizes, sequence=sequence)
 
 
-def part_errors(choice: "ModelChoice", parts: Sequence["Part"]) -> list[str]:
-    """List all errors of a model and the parts of its run; those of the model once."""
-    first, *further = parts
+def leg_errors(choice: "ModelChoice", legs: Sequence["Leg"]) -> list[str]:
+    """List all errors of a model and the legs of its run; those of the model once."""
+    first, *further = legs
     errors = argument_errors(choice, first.layout, first.num_steps)
     if choice.errors():
         return errors
     return errors + [
         f"--then number {number}: {error}"
-        for number, part in enumerate(further, start=1)
-        for error in argument_errors(choice, part.layout, part.num_steps)
+        for number, leg in enumerate(further, start=1)
+        for error in argument_errors(choice, leg.layout, leg.num_steps)
     ]
 
 
@@ -242,32 +240,32 @@ def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
 
 
 def run_relay(relay: "Relay", *, timeout_seconds: float) -> "ResumeReport | str":
-    """Run all parts on local processes, new ones for each part; return the report, or an error message."""
-    from .local import run_on_processes
+    """Run all legs on local processes, new ones for each leg; return the report, or an error message."""
+    from .local_processes import run_on_processes
 
     answers: Sequence[ResumeReport | None] | str = []
     with TemporaryDirectory(prefix="echelon-verify-") as folder:
-        for number, part in enumerate(relay.parts):
+        for number, leg in enumerate(relay.legs):
             answers = run_on_processes(
-                _run_part,
+                _run_leg,
                 (relay, number, Path(folder)),
-                num_processes=part.layout.world_size,
+                num_processes=leg.layout.world_size,
                 timeout_seconds=timeout_seconds,
             )
             if isinstance(answers, str):
-                return f"part {number + 1}, under {part.layout}:\n{answers}" if relay.parts[1:] else answers
+                return f"part {number + 1}, under {leg.layout}:\n{answers}" if relay.legs[1:] else answers
     report = answers[0]
-    assert report is not None  # rank 0 returns it in the last part
+    assert report is not None  # rank 0 returns it in the last leg
     return report
 
 
-def _run_part(rank: int, relay: "Relay", number: int, folder: Path) -> "ResumeReport | None":
-    """Run a part of a relay; after the last one the first rank compares all parts."""
-    from ..verify.resume import compare_parts, run_part
+def _run_leg(rank: int, relay: "Relay", number: int, folder: Path) -> "ResumeReport | None":
+    """Run a leg of a relay; after the last one the first rank compares all legs."""
+    from ..verify.resume import compare_legs, run_leg
 
-    run_part(relay, number, folder)
-    is_last = number + 1 == len(relay.parts)
-    return compare_parts(relay, folder) if is_last and rank == 0 else None
+    run_leg(relay, number, folder)
+    is_last = number + 1 == len(relay.legs)
+    return compare_legs(relay, folder) if is_last and rank == 0 else None
 
 
 def show(report: "ResumeReport", *, title: str) -> None:

@@ -24,7 +24,7 @@ class Box(NamedTuple):
     size: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> "Box":
+    def full(shape: Sequence[int]) -> "Box":
         """Return the box that covers a full tensor."""
         return Box(offset=(0,) * len(shape), size=tuple(shape))
 
@@ -79,14 +79,14 @@ class Stored(Protocol):
         """Return a box of a tensor, on the CPU, in the stored dtype. It may be mapped from the file: do not keep it."""
 
 
-class Cut(NamedTuple):
+class Overlap(NamedTuple):
     """The same entries as a box of the global tensor and as a box of a rank's shard."""
 
-    whole: Box
+    full: Box
     shard: Box
 
 
-def whole_shape(shard_shape: Sequence[int], shards: Sequence[PlacedShard]) -> tuple[int, ...]:
+def global_shape(shard_shape: Sequence[int], shards: Sequence[PlacedShard]) -> tuple[int, ...]:
     """Return the global shape of a tensor, without padding, from the shape of a rank's shard."""
     shape = list(shard_shape)
     for shard, _ in reversed(shards):
@@ -94,7 +94,7 @@ def whole_shape(shard_shape: Sequence[int], shards: Sequence[PlacedShard]) -> tu
     return tuple(shape)
 
 
-def cuts_of(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Cut]:
+def overlaps(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Overlap]:
     """Yield the parts of a box that are not padding, with their position in the global tensor.
 
     Args:
@@ -104,19 +104,19 @@ def cuts_of(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Cut]:
     if not box.numel:
         return
     if not shards:
-        yield Cut(whole=box, shard=box)
+        yield Overlap(full=box, shard=box)
         return
     # The innermost axis shards the shard of the outer ones. Cut there, then move the result back.
-    *outer, (shard, rank) = shards
+    *others, (shard, rank) = shards
     dim, first, last = shard.dim, box.offset[shard.dim], box.ends()[shard.dim]
     for interval in shard.intervals_of(rank):
         begin, end = max(first, interval.shard), min(last, interval.shard + interval.length)
         if begin < end:
             shift = interval.whole - interval.shard
-            for outer_cut in cuts_of(box.along(dim, begin + shift, end - begin), outer):
-                in_outer = outer_cut.shard
+            for outer in overlaps(box.along(dim, begin + shift, end - begin), others):
+                in_outer = outer.shard
                 shard_box = in_outer.along(dim, in_outer.offset[dim] - shift, in_outer.size[dim])
-                yield Cut(whole=outer_cut.whole, shard=shard_box)
+                yield Overlap(full=outer.full, shard=shard_box)
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
@@ -144,7 +144,7 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 
 def coverage_errors(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     """Return errors if the boxes do not cover every entry of a tensor of this shape exactly once."""
-    whole = Box.whole(shape)
+    whole = Box.full(shape)
     errors = [f"{box} is out of its bounds" for box in boxes if box.numel and box.common(whole) != box]
     errors += [f"{a} and {b} overlap" for a, b in _overlaps(boxes)]
     covered = sum(box.numel for box in boxes)

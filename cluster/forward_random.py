@@ -93,7 +93,7 @@ def common_seed(split: int, rank: int) -> int:
     return (split - (rank + 1) * _SPREAD) % 2**63
 
 
-class _Call(NamedTuple):
+class _RandomCall(NamedTuple):
     """A training call that may be repeated in backward; see [Note: repeated calls]."""
 
     stream: tuple[int, int]  # the seed, and the number of the call
@@ -117,7 +117,7 @@ class ForwardRandom:
         # Not drawn from the generator, whose numbers are the script's.
         seed = _mixed(torch.default_generator.initial_seed() % 2**63, next(_BOOSTS))
         self._seed, self._num_calls = gather_integers((seed,))[0][0], 0
-        self._calls = deque[_Call](maxlen=_MOST_CALLS)
+        self._calls = deque[_RandomCall](maxlen=_MOST_CALLS)
         # Graph task and node of a recomputation, and the number of calls repeated in it.
         self._repeated: tuple[tuple[int, int], int] = ((-1, -1), 0)
 
@@ -174,11 +174,11 @@ class ForwardRandom:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         checkpoint_hook = None if hooks is None else ref(hooks[1])
         self._calls.append(
-            _Call(stream, torch.autograd._get_sequence_nr(), checkpoint_hook, torch.is_grad_enabled())
+            _RandomCall(stream, torch.autograd._get_sequence_nr(), checkpoint_hook, torch.is_grad_enabled())
         )
         return stream
 
-    def _repeated_calls(self, node: Any) -> list[_Call]:
+    def _repeated_calls(self, node: Any) -> list[_RandomCall]:
         """Return the calls of the checkpointed function that a node of autograd recomputes; none if it does not.
 
         Raises:

@@ -82,7 +82,7 @@ class Heartbeat:
 
 
 @dataclass(kw_only=True, eq=False)
-class Call:
+class WatchedCall:
     """The watched call that a thread is in, and the findings of the watch about it.
 
     Args:

@@ -42,10 +42,10 @@ from .errors import RankFailure, UnmatchedCall, is_broken, is_timeout
 from .hang_report import hang_report
 from .heartbeats import (
     KEPT,
-    Call,
     Event,
     Heartbeat,
     HeartbeatStore,
+    WatchedCall,
     absent_ranks,
     default_timeout,
     members,
@@ -86,7 +86,7 @@ class Watch(Described):
         self._store_is_lost = False
         self._stop = threading.Event()
         self.here = Heartbeat(beat=0, action=None, calls=0)
-        self._call: Call | None = None
+        self._call: WatchedCall | None = None
         self._has_failed = False
         self._own_errors = self._num_barriers = 0
         self._reported: Event | None = None  # reported outside of calls
@@ -121,7 +121,7 @@ class Watch(Described):
             here.joined[here.group] = here.joined.get(here.group, 0) + 1
             here.recent[here.group] = [*here.recent.get(here.group, []), action][-KEPT:]
         here.batch, here.action = "", action
-        self._call = Call(thread_id=threading.get_ident(), entered=time.monotonic())
+        self._call = WatchedCall(thread_id=threading.get_ident(), entered=time.monotonic())
         return True
 
     def describe(self) -> str:
@@ -204,7 +204,7 @@ class Watch(Described):
             self._given_up, call.unmatched = str(error), None  # see `wait_for_all`
             raise error
 
-    def _own_call(self) -> Call | None:
+    def _own_call(self) -> WatchedCall | None:
         call = self._call
         return call if call is not None and call.thread_id == threading.get_ident() else None
 
@@ -346,7 +346,7 @@ class Watch(Described):
             call.unmatched, call.since = error, now
 
     def _absence(
-        self, call: Call, here: Heartbeat, absent: Sequence[int], comparable: Sequence[int]
+        self, call: WatchedCall, here: Heartbeat, absent: Sequence[int], comparable: Sequence[int]
     ) -> RankFailure | None:
         """The error of a call that a rank can never enter any more.
 
@@ -366,7 +366,7 @@ class Watch(Described):
                 return self._failure(here.action or "", event=event)
         return None
 
-    def _mismatch(self, call: Call, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
+    def _mismatch(self, call: WatchedCall, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
         """The error of a call that a rank never makes, once two checks found both ranks unchanged."""
         error = unmatched_call(self.rank, beats)
         previous, call.suspected = call.suspected, str(error)  # with the calls and batches of both

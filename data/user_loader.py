@@ -142,7 +142,7 @@ def _set_global(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-class Position(NamedTuple):
+class LoaderPosition(NamedTuple):
     """The position of all replicas together.
 
     Args:
@@ -226,13 +226,13 @@ class ShardedSampler(Sampler[int], StatefulSampler):
         Raises:
             ValueError: the position is of other data, of other generators, or of a dataloader of `prepare_dataloader`.
         """
-        raise_errors(key_errors(state, (*Position._fields, "size")))
+        raise_errors(key_errors(state, (*LoaderPosition._fields, "size")))
         if state["size"] != self._size:
             raise ValueError(
                 f"the position in the data is of size={state['size']}, but this dataloader has size={self._size}: use "
                 "the same data as the saved run, or start without the position"
             )
-        position = Position(*(state[name] for name in Position._fields))
+        position = LoaderPosition(*(state[name] for name in LoaderPosition._fields))
         if position.start is not None:
             self._generators.require(position.start)
             if not position.start.get("begun", True):
@@ -245,10 +245,10 @@ class ShardedSampler(Sampler[int], StatefulSampler):
         with self._generators.drawing():
             return int(torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator).item())
 
-    def _next_pass(self, epoch: int, entropy: int | None) -> Position:
-        return Position(epoch, 0, None, entropy if self._keeps_seed else None)
+    def _next_pass(self, epoch: int, entropy: int | None) -> LoaderPosition:
+        return LoaderPosition(epoch, 0, None, entropy if self._keeps_seed else None)
 
-    def _batches(self, batch_size: int) -> Iterator[tuple[Draw, Position]]:
+    def _batches(self, batch_size: int) -> Iterator[tuple[Draw, LoaderPosition]]:
         """Yield this rank's draws from the position to the end of the pass, each with the position after it."""
         position = self.position
         assert position.entropy is not None

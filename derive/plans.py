@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..cluster.forward_random import generators_put_back
 from ..cluster.transformers_api import ROUTER_LOGITS
-from ..pipeline.plan import StagePlan
+from ..pipeline.stage_plan import StagePlan
 from .build import Copy, small_copy
 from .double import in_double
 from .stages import derived_plan

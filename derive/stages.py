@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..pipeline.plan import OutputStructure, StagePlan, is_within
 from ..pipeline.stage import Stage, cut_stages
+from ..pipeline.stage_plan import OutputStructure, StagePlan, is_within
 from .build import Copy, described
 from .double import StaysDouble, gradient_departure, loss_departure
 from .inputs import loss_of, tensors_in
@@ -33,7 +33,7 @@ from .inputs import loss_of, tensors_in
 _NUM_STACKS = 2  # lists of layers that are tried
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls.
 
     `inputs` are all tensors in the arguments, `named` the arguments that are tensors, in the order of the signature.
@@ -45,6 +45,9 @@ class Call(NamedTuple):
     inputs: tuple[Tensor, ...]
     output: Any
     named: dict[str, Tensor]
+
+
+Calls = Sequence[ModuleCall]
 
 
 def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
@@ -80,7 +83,7 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     raise ValueError(errors[0])
 
 
-def _plan_of_stack(copy: Copy, calls: Sequence[Call], stack: str, layers: Sequence[Call]) -> StagePlan:
+def _plan_of_stack(copy: Copy, calls: Calls, stack: str, layers: Calls) -> StagePlan:
     """Return a plan of one list of layers, proven by execution.
 
     Args:
@@ -106,9 +109,7 @@ def _plan_of_stack(copy: Copy, calls: Sequence[Call], stack: str, layers: Sequen
     raise ValueError(errors[0])
 
 
-def _joined_plan(
-    calls: Sequence[Call], stacks: Mapping[str, Sequence[Call]], first: StagePlan, second: StagePlan
-) -> StagePlan:
+def _joined_plan(calls: Calls, stacks: Mapping[str, Calls], first: StagePlan, second: StagePlan) -> StagePlan:
     """Return the plan of two lists of layers, the first of which runs within a module before the second.
 
     Args:
@@ -163,7 +164,7 @@ def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePla
     return departure(copy, plan) or plan
 
 
-def calls_of(copy: Copy) -> list[Call]:
+def calls_of(copy: Copy) -> list[ModuleCall]:
     """Trace one forward and backward of a copy; return the calls of its modules in the order of their starts.
 
     The gradients stay in the copy: they tell which modules were used without a call.
@@ -171,7 +172,7 @@ def calls_of(copy: Copy) -> list[Call]:
     paths: dict[nn.Module, str] = {}
     for path, module in copy.model.named_modules():
         paths.setdefault(module, path)
-    clock, begun, calls, handles = [0], list[tuple[str, int]](), list[Call](), []
+    clock, begun, calls, handles = [0], list[tuple[str, int]](), list[ModuleCall](), []
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         clock[0] += 1
@@ -182,7 +183,7 @@ def calls_of(copy: Copy) -> list[Call]:
         path, start = begun.pop()
         kept = tree_map(lambda leaf: leaf, output)  # the model may change the object afterwards
         inputs = tuple(tensors_in([args, kwargs]))
-        calls.append(Call(path, start, clock[0], inputs, kept, _named(module, args, kwargs)))
+        calls.append(ModuleCall(path, start, clock[0], inputs, kept, _named(module, args, kwargs)))
 
     for module in paths:
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -215,7 +216,12 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
 
 
 def traced_plan(
-    model: nn.Module, calls: Sequence[Call], stack: str, layers: Sequence[Call], *, arity: int | None = None
+    model: nn.Module,
+    calls: Calls,
+    stack: str,
+    layers: Calls,
+    *,
+    arity: int | None = None,
 ) -> StagePlan:
     """Return the plan that the calls of a forward suggest.
 
@@ -249,7 +255,7 @@ def traced_plan(
     )
 
 
-def _carrying_plan(model: nn.Module, calls: Sequence[Call], stack: str, layers: Sequence[Call]) -> StagePlan:
+def _carrying_plan(model: nn.Module, calls: Calls, stack: str, layers: Calls) -> StagePlan:
     """Return the plan by which stages send all tensors that their last layer returned; see [Note: carried outputs].
 
     Raises:
@@ -264,7 +270,7 @@ def _carrying_plan(model: nn.Module, calls: Sequence[Call], stack: str, layers: 
     return replace(traced_plan(model, calls, stack, layers, arity=0), carried=carried)
 
 
-def stacks_of(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int]) -> dict[str, list[Call]]:
+def stacks_of(model: nn.Module, calls: Calls, sizes: Mapping[str, int]) -> dict[str, list[ModuleCall]]:
     """Return the largest lists of layers, each with the calls of its members, the one with the most parameters first.
 
     Args:
@@ -275,10 +281,10 @@ def stacks_of(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int])
     Raises:
         ValueError: the largest list was not called in order, or there is none.
     """
-    by_path: dict[str, list[Call]] = {}
+    by_path: dict[str, list[ModuleCall]] = {}
     for call in calls:
         by_path.setdefault(call.path, []).append(call)
-    stacks: dict[str, list[Call]] = {}
+    stacks: dict[str, list[ModuleCall]] = {}
     others: dict[str, str] = {}
     for path in sizes_of(model):
         members = [f"{path}.{name}" for name in model.get_submodule(path)._modules]
@@ -297,7 +303,7 @@ def stacks_of(model: nn.Module, calls: Sequence[Call], sizes: Mapping[str, int])
     return {path: stacks[path] for path in by_size[:_NUM_STACKS] if path in stacks}
 
 
-def _irregular(runs: Sequence[Sequence[Call]]) -> str:
+def _irregular(runs: Sequence[Calls]) -> str:
     """Return why the members of a list are no layers of a pipeline; empty if they may be."""
     if silent := [place for place, layer_calls in enumerate(runs) if not layer_calls]:
         return f"layers {silent} were not called, or as layer.forward(), in the traced forward"
@@ -308,9 +314,9 @@ def _irregular(runs: Sequence[Sequence[Call]]) -> str:
     return "" if is_ordered else "its layers do not run one after the other"
 
 
-def _outermost(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> list[Call]:
+def _outermost(model: nn.Module, calls: Calls, around: Sequence[str]) -> list[ModuleCall]:
     """Return the calls of modules with parameters that no other call contains, but for those around the layers."""
-    outermost: list[Call] = []
+    outermost: list[ModuleCall] = []
     for call in calls:
         if call.path in around or (outermost and call.stop < outermost[-1].stop):
             continue
@@ -319,7 +325,7 @@ def _outermost(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -
     return outermost
 
 
-def _silent(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> list[str]:
+def _silent(model: nn.Module, calls: Calls, around: Sequence[str]) -> list[str]:
     """Return the modules whose parameters got gradients though neither they nor a module around them was called."""
     called = {call.path for call in calls} - {*around}
     silent = []
@@ -332,7 +338,7 @@ def _silent(model: nn.Module, calls: Sequence[Call], around: Sequence[str]) -> l
     return silent
 
 
-def _is_placeholder(call: Call, first: Call) -> bool:
+def _is_placeholder(call: ModuleCall, first: ModuleCall) -> bool:
     """Return True if a Placeholder has the shape of a module's output: that of ids, or of the first layer's output."""
     if not isinstance(call.output, Tensor) or not call.inputs:
         return False
@@ -342,7 +348,7 @@ def _is_placeholder(call: Call, first: Call) -> bool:
     return call.output.shape == (*leading_shape, layer_shape[-1])
 
 
-def _arity(layers: Sequence[Call]) -> int:
+def _arity(layers: Calls) -> int:
     """Return the `StagePlan.arity` of layers from their outputs.
 
     Raises:

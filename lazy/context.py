@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from ..cluster.errors import naming_arguments, raise_errors
 from ..cluster.transformers_api import file_readers, reading_files
 from .files import open_tensors
-from .replay import Geometry, make
+from .recorded_calls import Geometry, make
 from .tensor import LazyTensor, allocate, content_of, lazily
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")

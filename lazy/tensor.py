@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..cluster.device import cuda_device
-from .replay import Call, Geometry, Read, Value, borrow, make
+from .recorded_calls import Geometry, OperatorCall, Read, Value, borrow, make
 
 _CONTENT = "_echelon_content"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -256,7 +256,7 @@ def _computed(
 
 def _call(
     function: OpOverload, args: tuple, kwargs: dict[str, Any], written: UntypedStorage | None = None
-) -> Call:
+) -> OperatorCall:
     """Return the record of a call on the CPU; must be called before the call draws random numbers."""
 
     def recorded(tensor: Tensor) -> Any:
@@ -275,7 +275,7 @@ def _call(
     is_random = torch.Tag.nondeterministic_seeded in function.tags
     recorded_args, recorded_kwargs = tree_map_only(Tensor, recorded, (args, dict(kwargs)))
     on_cpu = {"device": _CPU, "generator": None}
-    return Call(
+    return OperatorCall(
         function=function,
         args=recorded_args,
         kwargs=recorded_kwargs | {name: on_cpu[name] for name in on_cpu if kwargs.get(name) is not None},

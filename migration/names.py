@@ -47,10 +47,10 @@ _COUNTERPARTS: dict[str, dict[str, str]] = {
         "migration.logger", "DistributedLogger", "disable_existing_loggers", "get_dist_logger"
     ),
     "nn": {
-        **_all_of("migration.optimizer", *_OPTIMIZERS),
+        **_all_of("migration.adam", *_OPTIMIZERS),
         **_all_of("migration.lr_scheduler", *_SCHEDULERS),
     },
-    "nn.optimizer": _all_of("migration.optimizer", *_OPTIMIZERS),
+    "nn.optimizer": _all_of("migration.adam", *_OPTIMIZERS),
     "nn.lr_scheduler": _all_of("migration.lr_scheduler", *_SCHEDULERS),
     "pipeline.schedule": {},
     "pipeline.schedule.v_schedule": {},

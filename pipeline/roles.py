@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .plan import Stack, StagePlan, is_within
+from .stage_plan import Stack, StagePlan, is_within
 from .stand_ins import (
     Absent,
     Arriving,

@@ -58,8 +58,8 @@ from transformers import Cache, PreTrainedModel
 
 from ..cluster.transformers_api import CACHE_NAMES, EmptyCache, attention_name
 from .host_masks import compiles_masks, is_compiled, mask_of_all
-from .plan import StagePlan, is_within
 from .roles import stage_roles
+from .stage_plan import StagePlan, is_within
 from .stand_ins import (
     Borrowed,
     Inbox,

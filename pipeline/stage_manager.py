@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
-from .plan import StageSize
+from .stage_plan import StageSize
 
 
 class PipelineStageManager:

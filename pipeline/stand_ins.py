@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from .plan import OutputStructure
+from .stage_plan import OutputStructure
 
 
 class StageExit(Exception):

@@ -10,7 +10,7 @@ from ..cluster.gpus import Gpu
 from ..cluster.layout import MeshLayout
 from ..pipeline.action import Action, Op
 from ..pipeline.simulate import Costs, simulate
-from ..verify.layout import Layout
+from ..verify.layout_choice import Layout
 from ..zero.partition import bucket_size_on_gpus
 from .sections import BACKWARD, FORWARD, LocalParameters, Section, Trace
 

@@ -19,7 +19,7 @@ from ..pipeline.action import Schedule
 from ..pipeline.stage_manager import assign_layers, layer_bounds, layer_errors
 from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.expert_sharding import interface_of
-from ..verify.layout import Layout
+from ..verify.layout_choice import Layout
 from ..zero.precision import DTYPES
 from .predict import Memory, Prediction, StepTime
 from .sections import Trace

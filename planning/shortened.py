@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..cluster.layout import SUB_AXES
 from ..cluster.placement import placements_of
-from ..pipeline.plan import StagePlan, is_within
+from ..pipeline.stage_plan import StagePlan, is_within
 from ..shardformer.policy_choice import policy_for
 from ..shardformer.sharder import stand_in_config
 from .sections import LocalParameters

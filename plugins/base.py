@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ..checkpoint.checkpoints import Checkpoints
-from ..checkpoint.local import Adapter, LocalModel
-from ..checkpoint.optimizer import Trained
+from ..checkpoint.local_tensors import Adapter, LocalModel
+from ..checkpoint.optimizer_state import Trained
 from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
 from ..cluster.forward_random import ForwardRandom

@@ -32,21 +32,21 @@ from ..pipeline.microbatch import (
     require_num_items,
     split,
 )
-from ..pipeline.plan import setting_errors
 from ..pipeline.runner import Criterion, RunResult, ScheduleRun
 from ..pipeline.schedules import forward_only
 from ..pipeline.stage import local_stages
+from ..pipeline.stage_plan import setting_errors
 from ..pipeline.transport import Transport
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
 from ..shardformer.layers.deferred_linear import defer_weight_gradients
-from ..shardformer.layers.loss import ShardedLogits
+from ..shardformer.layers.vocabulary_loss import ShardedLogits
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.router_loss import share_router_loss
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
-from .loss import WeightedCriterion, model_loss
 from .loss_reducer import BatchLoss, LossReducer, set_gradient_factor
+from .microbatch_weights import WeightedCriterion, model_loss
 
 _MAX_BYTES_HASHED_ON_HOST = 2**20  # of a batch: about a millisecond on a CPU
 _KINDS_DIFFER = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..checkpoint.local import Adapter, saved_state
+from ..checkpoint.local_tensors import Adapter, saved_state
 from ..cluster.errors import raise_errors
 from ..cluster.failures import all_ranks_in, naming_failures
 from ..cluster.gathering import checked_together, require_equal
@@ -45,10 +45,10 @@ from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
 from ..zero.precision import PrecisionConfig, cast_tables, format_errors, router_formats
+from .adapters import peft_model_errors, unwrapped
 from .base import BoostedModule, refuse_pipeline
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
-from .lora import peft_model_errors, unwrapped
 from .optimizer_errors import optimizer_errors
 from .state import ParameterNames
 

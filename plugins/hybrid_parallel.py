@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
-from ..checkpoint.local import LocalModel
-from ..checkpoint.optimizer import Trained
+from ..checkpoint.local_tensors import LocalModel
+from ..checkpoint.optimizer_state import Trained
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import require_equal

@@ -13,9 +13,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..checkpoint.background import Save
-from ..checkpoint.calls import save_errors
+from ..checkpoint.call_checks import save_errors
 from ..checkpoint.checkpoints import Checkpoints
-from ..checkpoint.local import (
+from ..checkpoint.full_state import Resumed
+from ..checkpoint.local_tensors import (
     Adapter,
     LocalModel,
     LocalTensor,
@@ -25,8 +26,7 @@ from ..checkpoint.local import (
     local_shard,
     saved_state,
 )
-from ..checkpoint.optimizer import Trained, TrainedPiece
-from ..checkpoint.step import Resumed
+from ..checkpoint.optimizer_state import Trained, TrainedPiece
 from ..cluster.errors import raise_errors
 from ..cluster.forward_random import ForwardRandom
 from ..cluster.mesh import ParallelMesh

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoint.local import Adapter, LocalModel
-from ..checkpoint.optimizer import Trained
+from ..checkpoint.local_tensors import Adapter, LocalModel
+from ..checkpoint.optimizer_state import Trained
 from ..cluster.device import is_cuda
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
@@ -27,9 +27,9 @@ from ..pipeline.stage import with_known_cache_name
 from ..shardformer.layers.batch_norm import RunningStatistics, convert_batch_norms
 from ..shardformer.refusals import given_errors, mark_parallelized
 from ..zero.precision import DTYPES, default_precision
+from .adapters import unwrapped
 from .base import BoostedModule, Plugin, init_from_options, require_boosted
 from .colossalai import DDP
-from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
 from .state import local_module, trained_parameters
 

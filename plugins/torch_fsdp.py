@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer, Rprop
 
-from ..checkpoint.local import Adapter
+from ..checkpoint.local_tensors import Adapter
 from ..cluster.errors import raise_errors
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.layout import divisors

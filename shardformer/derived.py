@@ -24,7 +24,7 @@ from ..cluster.transformers_api import (
     TP_PLAN,
     WITHOUT_GRADIENT,
 )
-from ..pipeline.plan import StagePlan, is_within
+from ..pipeline.stage_plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
 from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present_modules

@@ -7,7 +7,7 @@ from typing import Any
 from ..derive.build import Copy
 from ..derive.double import in_double
 from ..derive.plans import apart, copy_of, stage_plan_of
-from ..pipeline.plan import StagePlan
+from ..pipeline.stage_plan import StagePlan
 from .derived import derived_table
 from .proposed import proposed_table
 from .shard_config import ShardConfig

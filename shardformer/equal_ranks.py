@@ -12,7 +12,7 @@ from ..cluster.agreement import MODES, MODES_ADVICE, require_equal_call
 from ..cluster.forward_random import torch_state
 from ..cluster.gathering import gather_integers
 from ..cluster.hashes import batch_hash
-from ..lazy.replay import fingerprint
+from ..lazy.recorded_calls import fingerprint
 from ..lazy.tensor import LazyTensor, content_of
 
 SAMPLE = 64  # about as many values of each tensor are compared

@@ -11,7 +11,7 @@ from torch import nn
 from ..cluster.device import is_cuda
 from .fused_code import compile_elementwise, compiler_errors
 from .fused_norm import fuse_norms
-from .layers.attention import (
+from .layers.attention_kernels import (
     EAGER,
     FLASH_ATTENTION_2,
     KERNELS,

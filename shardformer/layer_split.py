@@ -13,7 +13,7 @@ from ..cluster.forward_random import SplitRandom
 from ..cluster.layout import divisors
 from ..cluster.placement import PartialGrad, ReplicaKind, Replicated
 from ..cluster.transformers_api import MASK_NAMES, Conv1D
-from ..pipeline.plan import is_within
+from ..pipeline.stage_plan import is_within
 from .layers.forward_code import mixing_errors
 from .layers.linear import (
     GPT2FusedLinearConv1D_Col,

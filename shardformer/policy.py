@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from ..cluster.errors import errors_of
 from ..cluster.placement import ReplicaKind, Replicated, TiedOtherwise
-from ..pipeline.plan import StagePlan, is_within, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
+from ..pipeline.stage_plan import StagePlan, is_within, setting_errors, settings_of
 from .shard_config import ShardConfig
 
 

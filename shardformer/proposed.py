@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cluster.transformers_api import Conv1D
 from ..derive.build import Copy
-from ..derive.stages import Call, calls_of, sizes_of, stacks_of
+from ..derive.stages import ModuleCall, calls_of, sizes_of, stacks_of
 from .derived import plain_table, region_dropout
 from .layer_split import widths
 from .tables.heads import HeadOrder
@@ -150,14 +150,14 @@ def _table_without_layers(model: Any, stack: str) -> Table:
     return replace(plain_table(model, stack.removeprefix(prefix)), divisible=divisible)
 
 
-def _calls_within(calls: Sequence[Call], prefix: str) -> list[Call]:
+def _calls_within(calls: Sequence[ModuleCall], prefix: str) -> list[ModuleCall]:
     """Return the calls of a layer's modules, with paths from the layer."""
     return [
         call._replace(path=call.path.removeprefix(prefix)) for call in calls if call.path.startswith(prefix)
     ]
 
 
-def _pairs(layer: nn.Module, calls: Sequence[Call]) -> Iterator[_Pair]:
+def _pairs(layer: nn.Module, calls: Sequence[ModuleCall]) -> Iterator[_Pair]:
     """Yield the pairs of a layer: successive linear calls with inputs of one module, then one that returns to a width.
 
     A linear layer with another input than those before it is one of them if a module around all takes both inputs.
@@ -190,7 +190,7 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
 
 
-def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> Call | None:
+def _region(calls: Sequence[ModuleCall], columns: Sequence[_Linear]) -> ModuleCall | None:
     """Return the call of the innermost module around linear layers that takes their inputs; None if none does."""
     paths = [linear.path for linear in columns]
     parents = {*accumulate(paths[0].split(".")[:-1], lambda path, name: f"{path}.{name}")}
@@ -204,7 +204,7 @@ def _region(calls: Sequence[Call], columns: Sequence[_Linear]) -> Call | None:
     return max(around, key=lambda call: len(call.path), default=None)
 
 
-def _second_input(region: Call, columns: Sequence[_Linear]) -> str:
+def _second_input(region: ModuleCall, columns: Sequence[_Linear]) -> str:
     """Return the name of a region's second argument that linear layers take; "" if they take one."""
     names = [name for name, x in region.named.items() if any(_is_same(x, linear.x) for linear in columns)]
     distinct = [name for name in names if not _is_same(region.named[name], region.named[names[0]])]

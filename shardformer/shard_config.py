@@ -10,7 +10,7 @@ from ..cluster.options import AT_LEAST_ONE, Check, option, option_errors
 from ..cluster.ring import Rings
 from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels
-from .layers.attention import KERNELS
+from .layers.attention_kernels import KERNELS
 from .sequence.config import SequenceParallelism, SequenceSplit
 
 _AXES = ("tensor_parallel", "data_parallel")  # each with an argument `_size` and one `_process_group`

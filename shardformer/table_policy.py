@@ -11,15 +11,15 @@ from ..cluster.errors import raise_errors
 from ..cluster.layout import divisors
 from ..cluster.placement import ReplicaKind, Replicated
 from ..cluster.transformers_api import grouped_width
-from ..pipeline.plan import StagePlan, is_within
+from ..pipeline.stage_plan import StagePlan, is_within
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layers.forward_code import returns_tuple
-from .layers.loss import reads_weights, route_loss
 from .layers.region import CommonInput, SplitParameter
 from .layers.sequence_axis import axis_of
 from .layers.split_gather import RegionSequence
+from .layers.vocabulary_loss import reads_weights, route_loss
 from .policy import (
     ModulePolicyDescription,
     Policy,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ..pipeline.plan import layer_drop_errors
+from ..pipeline.stage_plan import layer_drop_errors
 from .layers.gathered_linear import KINDS, ShardedLinear, WeightPool
 from .layers.parallel_module import native_errors
 from .policy import Policy

@@ -24,8 +24,8 @@ import transformers
 from echelon.cli.models import FAILED, FEATURES, PASSED, REFUSED, page
 from echelon.shardformer import model_types
 from echelon.shardformer.tables import table
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests" / "results"

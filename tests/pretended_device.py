@@ -30,8 +30,8 @@ from echelon.cluster.device import default_device
 from echelon.pipeline.microbatch import map_tensors
 from echelon.plugins.engine import PipelineEngine
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.layout import Layout
-from echelon.verify.models import LENGTH, ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import LENGTH, ModelChoice
 
 from .booster.adapters import Adapted
 from .fakes import fake_tensors, one_rank

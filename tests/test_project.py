@@ -364,7 +364,7 @@ def _is_kind(node: ast.expr) -> bool:
 
 # Files that name CUDA without depending on it, with the reason.
 NAMING_CUDA = {
-    "checkpoint/step.py": "a key of the file of random states",
+    "checkpoint/full_state.py": "a key of the file of random states",
     "shardformer/sequence/before_layers.py": "the table of a tensor's properties",
 }
 

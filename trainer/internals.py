@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from ..checkpoint.local import TensorNames
+from ..checkpoint.full_state import nearest_rank, random_file, random_state, restore_random_state
+from ..checkpoint.local_tensors import TensorNames
 from ..checkpoint.model import ADAPTER_SAFETENSORS
-from ..checkpoint.step import nearest_rank, random_file, random_state, restore_random_state
 from ..checkpoint.tensor_file import read_values
 from ..cluster.collectives import all_gather
 from ..cluster.gathering import run_or_raise_together

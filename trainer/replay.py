@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..pipeline.counted_loss import LossObserver
-from ..shardformer.layers.loss import ShardedLogits
+from ..shardformer.layers.vocabulary_loss import ShardedLogits
 from .fused_head import FUSED, FusedOutputs
 
 Compute = Callable[..., Any]

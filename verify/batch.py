@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 from ..pipeline.image_rows import image_rows
 from ..pipeline.microbatch import split
-from .models import (
+from .model_choice import (
     END,
     FRAMES,
     IMAGE_SIDE,

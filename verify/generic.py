@@ -1,4 +1,4 @@
-"""Small models of types that no settings of models.py describe: built, with their batches, by the rules of derive/."""
+"""Small models of types that no settings of model_choice.py describe: and their batches, by the rules of derive/."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from ..derive.small import LAYERS, depths_of
 from ..derive.tasks import tasks_of
 from ..shardformer.tables.table import table_for
 
-# Model types without a table that the settings of models.py suit.
+# Model types without a table that the settings of model_choice.py suit.
 # fmt: off
 WITHOUT_TABLE = (
     "apertus", "arcee", "cwm", "dbrx", "deepseek_v2", "doge", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",

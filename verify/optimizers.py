@@ -9,7 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 from ..zero.combined import CombinedOptimizer
 from ..zero.muon import Muon
-from .layout import EPSILON, LEARNING_RATE
+from .layout_choice import EPSILON, LEARNING_RATE
 
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 # The fraction of the learning rate by which a matrix may be off after a step of Muon whose gradients agree. It computes

@@ -32,8 +32,8 @@ from ..zero.precision import DTYPES
 from . import reference
 from .batch import make_batch, microbatches_of
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
-from .layout import EPSILON, LEARNING_RATE, Layout, Training
-from .models import ModelChoice
+from .layout_choice import EPSILON, LEARNING_RATE, Layout, Training
+from .model_choice import ModelChoice
 from .optimizers import combined, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
 from .routing import Routing, RoutingCheck

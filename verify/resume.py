@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.optimizer import saved_options
+from ..checkpoint.optimizer_state import saved_options
 from ..cluster.gathering import gather_objects
 from ..pipeline.microbatch import merge
 from ..plugins.hybrid_model import HybridParallelModule
@@ -21,8 +21,8 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.slot import Slot
 from .batch import microbatches_of
 from .compare import StepComparison, first_departure
-from .layout import Layout, Training
-from .models import ModelChoice
+from .layout_choice import Layout, Training
+from .model_choice import ModelChoice
 from .parity import (
     AS_USUAL,
     Batches,
@@ -40,8 +40,8 @@ PARAMETER, MASTER = "parameter/", "master/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A part of a run; it starts from the checkpoint of the previous part.
+class Leg:
+    """A leg of a run; it starts from the checkpoint of the previous leg.
 
     Args:
         layout: its parallel layout.
@@ -57,41 +57,41 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """A run in parts, each under its own layout and in new processes.
+    """A run in legs, each under its own layout and in new processes.
 
     Args:
         choice: the model.
-        parts: the parts, in order.
-        training: the settings of the steps, counted from the start of the first part.
+        legs: the legs, in order.
+        training: the settings of the steps, counted from the start of the first leg.
         seed: the seed of the model's weights and of the batches.
     """
 
     choice: ModelChoice
-    parts: tuple[Part, ...]
+    legs: tuple[Leg, ...]
     training: Training = AS_USUAL
     seed: int = 0
 
     def first_step(self, number: int) -> int:
-        """Return the number of steps before a part."""
-        return sum(part.num_steps for part in self.parts[:number])
+        """Return the number of steps before a leg."""
+        return sum(leg.num_steps for leg in self.legs[:number])
 
     def batches(self, number: int) -> list[Batches]:
-        """Return the batches of each step of a part, by replica.
+        """Return the batches of each step of a leg, by replica.
 
         The samples of a step do not depend on the number of replicas: they are drawn for the layout with the most
-        microbatches, and distributed over the replicas of the part.
+        microbatches, and distributed over the replicas of the leg.
         """
-        layouts = [part.layout for part in self.parts]
+        layouts = [leg.layout for leg in self.legs]
         largest = max(layouts, key=lambda layout: layout.dp * layout.microbatches)
-        first, part = self.first_step(number), self.parts[number]
+        first, leg = self.first_step(number), self.legs[number]
         batches = [
             drawn_batches(self.choice, largest, self.training, step, self.seed)
-            for step in range(first, first + part.num_steps)
+            for step in range(first, first + leg.num_steps)
         ]
-        if part.layout.dp == largest.dp:
+        if leg.layout.dp == largest.dp:
             return batches
         config = self.choice.config()
-        return [microbatches_of(merge(step_batches), part.layout.dp, config) for step_batches in batches]
+        return [microbatches_of(merge(step_batches), leg.layout.dp, config) for step_batches in batches]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +110,11 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a part.
+    """The result of a leg.
 
     Args:
         records: its steps.
-        loaded: its contents at the start; None for the first part.
+        loaded: its contents at the start; None for the first leg.
         saved: its contents at the end; None for the last.
         routing: of its first step, see `Report`.
     """
@@ -127,7 +127,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Handover:
-    """The contents that a part loaded, compared with those that the previous part saved.
+    """The contents that a leg loaded, compared with those that the previous leg saved.
 
     Args:
         step: the number of steps before it.
@@ -150,35 +150,35 @@ class Handover:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeReport(Report):
-    """A parity report over all parts, with the handovers between them."""
+    """A parity report over all legs, with the handovers between them."""
 
     handovers: tuple[Handover, ...]
 
 
-def run_part(relay: Relay, number: int, folder: Path) -> None:
-    """Train a part from the checkpoint of the previous one, save one for the next, and write its outcome.
+def run_leg(relay: Relay, number: int, folder: Path) -> None:
+    """Train a leg from the checkpoint of the previous one, save one for the next, and write its outcome.
 
-    Collective over the world, which has the size of the part's layout.
+    Collective over the world, which has the size of the leg's layout.
 
     Args:
-        folder: a folder of this relay only; the parts run in order.
+        folder: a folder of this relay only; the legs run in order.
     """
     # Other weights than the run's, so that a failure to load them is found.
     model = relay.choice.build(relay.seed + number)
     relay.training.freeze(model)
-    check = RoutingCheck(model, relay.parts[number].layout)
-    run = boosted_under(relay.parts[number].layout, model, relay.training)
+    check = RoutingCheck(model, relay.legs[number].layout)
+    run = boosted_under(relay.legs[number].layout, model, relay.training)
     first, batches = relay.first_step(number), relay.batches(number)
     loaded = saved = None
     if number:
         resumed = run.booster.load_checkpoint(folder, model=run.model, optimizer=run.optimizer)
         if resumed is None or resumed.step != first:
-            raise AssertionError(f"part {number} should resume from step {first}, but found {resumed}")
+            raise AssertionError(f"leg {number} should resume from step {first}, but found {resumed}")
         loaded = contents_of(run.model, run.optimizer)
     check.watch(run.model)
     records = take_steps(run, relay.training, batches, first_step=first)
-    routing = check.result(run.model, batches[0]) if not number else None  # later parts have trained weights
-    if number + 1 < len(relay.parts):
+    routing = check.result(run.model, batches[0]) if not number else None  # later legs have trained weights
+    if number + 1 < len(relay.legs):
         saved = contents_of(run.model, run.optimizer)
         step = first + len(batches)
         run.booster.save_checkpoint(folder, step, model=run.model, optimizer=run.optimizer).wait()
@@ -187,9 +187,9 @@ def run_part(relay: Relay, number: int, folder: Path) -> None:
         write_outcome(outcome, number, folder)
 
 
-def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
-    """Compare all completed parts with one uninterrupted process. Runs in one process."""
-    outcomes = [read_outcome(number, folder) for number in range(len(relay.parts))]
+def compare_legs(relay: Relay, folder: Path) -> ResumeReport:
+    """Compare all completed legs with one uninterrupted process. Runs in one process."""
+    outcomes = [read_outcome(number, folder) for number in range(len(relay.legs))]
     handovers = []
     for number in range(1, len(outcomes)):
         saved, loaded = outcomes[number - 1].saved, outcomes[number].loaded
@@ -203,11 +203,9 @@ def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
         )
     model = relay.choice.build(relay.seed)
     relay.training.freeze(model)
-    parts = [(part.layout, relay.batches(number)) for number, part in enumerate(relay.parts)]
+    legs = [(leg.layout, relay.batches(number)) for number, leg in enumerate(relay.legs)]
     records = [record for outcome in outcomes for record in outcome.records]
-    steps = compare_with_one_process(
-        model, parts, relay.training, records, weighed_by=relay.choice.weighed_by
-    )
+    steps = compare_with_one_process(model, legs, relay.training, records, weighed_by=relay.choice.weighed_by)
     return ResumeReport(
         steps=tuple(steps),
         departure=_first_departure(steps, handovers),
@@ -217,7 +215,7 @@ def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
 
 
 def write_outcome(outcome: Outcome, number: int, folder: Path) -> None:
-    """Write a part's outcome next to its checkpoint."""
+    """Write a leg's outcome next to its checkpoint."""
     torch.save(outcome, _path(number, folder))
 
 
@@ -228,7 +226,7 @@ def read_outcome(number: int, folder: Path) -> Outcome:
 
 
 def _path(number: int, folder: Path) -> Path:
-    return folder / f"part-{number}.pt"
+    return folder / f"leg-{number}.pt"
 
 
 def _first_departure(steps: Sequence[StepComparison], handovers: Sequence[Handover]) -> str | None:

@@ -20,7 +20,7 @@ from ..shardformer.tables.experts import interface_of
 from ..zero.precision import DTYPES
 from . import reference
 from .batch import microbatches_of
-from .layout import Layout
+from .layout_choice import Layout
 
 # N tokens, K choices of each; B samples, S positions
 

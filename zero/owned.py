@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.nn import Parameter
 
-from ..cluster.box import Box, cuts_of, flat_boxes, whole_shape
+from ..cluster.box import Box, flat_boxes, global_shape, overlaps
 from ..cluster.collectives import exchange_rows
 from ..cluster.layout import MeshLayout
 from ..cluster.mesh import ParallelMesh
@@ -58,7 +58,7 @@ class PlacedBox(NamedTuple):
 
     def view_in_full(self, full: Tensor) -> Tensor:
         """Return the view of these entries in a tensor of the full parameter's shape."""
-        return full[self.box.within(Box.whole(full.shape))]
+        return full[self.box.within(Box.full(full.shape))]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class OwnedParameters:
         team_rank, tp = self._team.rank(), layouts[0].size("tp")
         pairs = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
         shapes = {
-            slot: whole_shape(slot.weight.shape, shards_of(slot.parameter, layouts[0])) for _, slot in pairs
+            slot: global_shape(slot.weight.shape, shards_of(slot.parameter, layouts[0])) for _, slot in pairs
         }
         owners = assign_owners([prod(shapes[slot]) for _, slot in pairs], len(layouts))
         self._shapes: dict[Slot, tuple[int, ...]] = {}  # full shapes of this rank's `slots`
@@ -311,8 +311,8 @@ def _placed_boxes(bucket: Bucket, slot: Slot, layout: MeshLayout) -> Iterator[Pl
     shards = shards_of(slot.parameter, layout)
     offset = begin - slice_start  # of the flat box in the slice
     for flat in flat_boxes(begin - slot.start, end - slot.start, slot.weight.shape):
-        for cut in cuts_of(flat, shards):
-            yield PlacedBox(slot, bucket, cut.whole, offset, flat.size, cut.shard.within(flat))
+        for cut in overlaps(flat, shards):
+            yield PlacedBox(slot, bucket, cut.full, offset, flat.size, cut.shard.within(flat))
         offset += flat.numel
 
 

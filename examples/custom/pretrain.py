@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import Booster, Metrics
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer import Table, register_class
 
 MODULUS, LENGTH = 64, 16

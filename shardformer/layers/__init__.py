@@ -8,9 +8,9 @@ from .linear import (
     Linear1D_Col,
     Linear1D_Row,
 )
-from .loss import VocabParallelLogits, vocab_parallel_cross_entropy
 from .parallel_module import ParallelModule
 from .region import PartialGradient, Region
+from .vocabulary_loss import VocabParallelLogits, vocab_parallel_cross_entropy
 
 __all__ = [
     "FusedLinear1D_Col",

@@ -27,8 +27,8 @@ from ...derive.logits import LogitsUse
 from .class_change import change_class
 from .deferred_linear import DeferrableLinear
 from .embedding import VocabParallelLMHead1D, VocabRange
-from .loss import ShardedLogits, causal_logits_use, require_labels, route_causal_loss
 from .parallel_module import native_errors
+from .vocabulary_loss import ShardedLogits, causal_logits_use, require_labels, route_causal_loss
 
 # From hidden_CH and labels_C to the sum of a chunk's losses in float32 and the gradient of its logits, (C, P) in the
 # format of hidden_CH. Without needs_gradient the latter is undefined.

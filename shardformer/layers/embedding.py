@@ -140,9 +140,9 @@ class VocabParallelEmbedding1D(ParallelModule):
 class VocabParallelLMHead1D(ProductLayer):
     """A language-model head sharded over the vocabulary.
 
-    `gather_output` is True by default: all logits on all ranks. The loss route (loss.py) sets it to False for a call
-    whose loss is computed from sharded logits. Likewise `makes_logits` is False while the loss is computed from the
-    head's inputs (chunked_loss.py); forward then returns its inputs.
+    `gather_output` is True by default: all logits on all ranks. The loss route (vocabulary_loss.py) sets it to False
+    for a call whose loss is computed from sharded logits. Likewise `makes_logits` is False while the loss is computed
+    from the head's inputs (chunked_loss.py); forward then returns its inputs.
     """
 
     makes_logits = True

@@ -71,7 +71,7 @@ def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup) -> Rows:
     return Rows(sizes[: group.size()], sizes[group.size() : -1], arrived_PE, sizes[-1])
 
 
-class Call(NamedTuple):
+class ExpertCall(NamedTuple):
     """A call of experts: tokens (N, H), the indices of their experts (N, K), and weights (N, K) of the results.
 
     Pairs whose index is the number of experts, or above, stay where they are, and add nothing.
@@ -82,17 +82,17 @@ class Call(NamedTuple):
     weights_NK: Tensor
 
 
-def _common_call(inputs: dict[str, Any], count: int) -> Call:
+def _common_call(inputs: dict[str, Any], count: int) -> ExpertCall:
     """Return the call of tokens, indices and weights; weights may be of all experts (transformers 5.0's Phi-MoE)."""
     hidden_NH, index_NK, weights_NK = list(inputs.values())[:3]
     if weights_NK.shape[-1] != index_NK.shape[-1]:
         weights_NK = weights_NK.gather(-1, index_NK)
-    return Call(hidden_NH, index_NK, weights_NK)
+    return ExpertCall(hidden_NH, index_NK, weights_NK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """Calls of a class of experts, in terms of `Call`.
+    """Calls of a class of experts, in terms of `ExpertCall`.
 
     Args:
         counts: attributes with numbers of experts: first of those with parameters, then of all that have rows in a
@@ -107,8 +107,8 @@ class Interface:
     counts: tuple[str, ...] = ("num_experts",)
     is_apart: bool = False
     is_identity_above: bool = False
-    call: Callable[[dict[str, Any], int], Call] = _common_call
-    inputs: Callable[[Any, Call, Rows], tuple[tuple[Tensor, ...], Tensor | None]] = lambda _, call, __: (
+    call: Callable[[dict[str, Any], int], ExpertCall] = _common_call
+    inputs: Callable[[Any, ExpertCall, Rows], tuple[tuple[Tensor, ...], Tensor | None]] = lambda _, call, __: (
         call,
         None,
     )
@@ -201,7 +201,9 @@ class ExpertParallel:
         if self._interface.is_apart:
             expert_R = expert_R + self._group.rank() * self._num_local
         ones = weights_NK.new_ones(len(rows_RH), 1)
-        computed, in_output = self._interface.inputs(module, Call(rows_RH, expert_R[:, None], ones), rows)
+        computed, in_output = self._interface.inputs(
+            module, ExpertCall(rows_RH, expert_R[:, None], ones), rows
+        )
         inputs.update(zip(list(inputs), computed, strict=False))
         self._dispatched = _Dispatched(
             rows, order, positions, weights_NK, in_output, shape, unused_RH, identity_NH

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ...pipeline.plan import is_within
+from ...pipeline.stage_plan import is_within
 from .sequence_axis import INSTEAD
 
 # Attributes in code that accesses several positions, or their number.

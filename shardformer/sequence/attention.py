@@ -32,7 +32,7 @@ from ...cluster.transformers_api import (
     register_attention,
     set_attention_name,
 )
-from ..layers.attention import EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
+from ..layers.attention_kernels import EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
 from .block_mask import BlockKind, Mask, block_mask

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...cluster.transformers_api import checkpoint_function, is_recomputed
-from ...pipeline.plan import StagePlan, is_within
+from ...pipeline.stage_plan import StagePlan, is_within
 from ..layers.embedding import VocabParallelEmbedding1D, is_scaled, needs_all_uses
 from ..layers.parallel_module import require_all
 from ..layers.sequence_axis import SequenceAxis, axis_of

@@ -25,7 +25,6 @@ from ...cluster.transformers_api import (
     checkpoint_function,
     set_checkpoint_function,
 )
-from ...pipeline.plan import Stack, StagePlan, refused_settings, settings_of
 from ...pipeline.stage import (
     argument,
     cache_of,
@@ -36,8 +35,9 @@ from ...pipeline.stage import (
     with_known_cache_name,
     without_cache,
 )
+from ...pipeline.stage_plan import Stack, StagePlan, refused_settings, settings_of
 from ...pipeline.stand_ins import StandIn
-from ..layers.attention import FLASH_PACKAGES
+from ..layers.attention_kernels import FLASH_PACKAGES
 from ..layers.parallel_module import change_inputs, name_of_first_tensor
 from ..layers.sequence_axis import (
     CommonRandom,

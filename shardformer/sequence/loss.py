@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ...cluster.collectives import all_reduce, paired
 from ...derive.logits import LogitsUse
 from ...pipeline.counted_loss import unobserved
-from ...pipeline.plan import StagePlan, is_within
+from ...pipeline.stage_plan import StagePlan, is_within
 from ..layers.forward_code import is_by_position, is_by_position_after_loops
-from ..layers.loss import ShardedLogits, causal_logits_use, has_labels, route_causal_loss
 from ..layers.sequence_axis import SequenceAxis, gather_sequence, times_num_ranks
+from ..layers.vocabulary_loss import ShardedLogits, causal_logits_use, has_labels, route_causal_loss
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def ring_attention(
     _check_shapes(q_BNSD, k_BMSD, v_BMSD, axis)
     seed = int(torch.randint(2**62, ())) if dropout else 0
     view = View(BlockKind.ALL, scale=scale, softcap=softcap, dropout=dropout, seed=seed)
-    call = _Call(_as_mask(mask, axis.length, is_causal=is_causal), axis, axis.length, view)
+    call = _RingCall(_as_mask(mask, axis.length, is_causal=is_causal), axis, axis.length, view)
     device_type = q_BNSD.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -159,7 +159,7 @@ class OnlineSoftmax:
         lse_before.copy_(lse_after)
 
 
-class _Call(NamedTuple):
+class _RingCall(NamedTuple):
     """State shared by forward and backward of one call.
 
     Attributes:
@@ -241,7 +241,7 @@ class _RingAttention(Function):
     """The autograd node of `ring_attention`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _RingCall) -> Tensor:
         """Attend to the keys of every rank while they circulate, and combine the results; q, k, v are (B, N, S, D)."""
         softmax = OnlineSoftmax(q, v.shape[-1])
         call.classify_blocks(q, v)
@@ -264,7 +264,7 @@ class _RingAttention(Function):
     def backward(ctx: Any, gradient_BSND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Visit the keys of every rank again; the gradients of keys and values travel with them to their rank."""
         q, k, v, out_BSND, lse = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: _RingCall = ctx.call
         gradient, out = gradient_BSND.contiguous().transpose(1, 2), out_BSND.transpose(1, 2)
         # Queries that see no key have probabilities of 0: exp(score − infinity).
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)

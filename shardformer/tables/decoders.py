@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...pipeline.plan import StagePlan
+from ...pipeline.stage_plan import StagePlan
 from .heads import HeadOrder
 from .table import RegionDropout, Table
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ...cluster.transformers_api import BaseModelOutput
-from ...pipeline.plan import OutputStructure, StagePlan
+from ...pipeline.stage_plan import OutputStructure, StagePlan
 from .table import RegionDropout, Table
 
 # The output of an encoder.

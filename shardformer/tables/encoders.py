@@ -1,6 +1,6 @@
 """Tables of text encoders: BERT and its family, ALBERT."""
 
-from ...pipeline.plan import StagePlan
+from ...pipeline.stage_plan import StagePlan
 from .table import RegionDropout, Table
 
 # BERT and its family (RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE), with all of their heads.

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...cluster.transformers_api import is_experts
-from ..layers.expert_parallel import COMMON, Call, Interface, Rows
+from ..layers.expert_parallel import COMMON, ExpertCall, Interface, Rows
 
 
-def _llama4_call(inputs: dict[str, Any], count: int) -> Call:
+def _llama4_call(inputs: dict[str, Any], count: int) -> ExpertCall:
     """Return the call of Llama 4's experts, from one section of all tokens for each expert.
 
     The tokens of a section are multiplied by the score of the expert, which is zero if it was not chosen.
@@ -21,10 +21,10 @@ def _llama4_call(inputs: dict[str, Any], count: int) -> Call:
     (hidden_NH,) = inputs.values()
     section_N = torch.arange(count, device=hidden_NH.device).repeat_interleave(len(hidden_NH) // count)
     index_N = section_N.masked_fill((hidden_NH.detach() == 0).all(-1), count)
-    return Call(hidden_NH, index_N[:, None], hidden_NH.new_ones(len(hidden_NH), 1))
+    return ExpertCall(hidden_NH, index_N[:, None], hidden_NH.new_ones(len(hidden_NH), 1))
 
 
-def _llama4_inputs(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor, ...], Tensor]:
+def _llama4_inputs(experts: Any, call: ExpertCall, rows: Rows) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the input of Llama 4's experts: the rows of each expert as sections of equal length, padded with zeros.
 
     Also return the index of each row in the result.
@@ -42,7 +42,7 @@ def _llama4_inputs(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor, 
     return (sections.index_copy(0, in_output, hidden_RH),), in_output
 
 
-def _longcat_inputs(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor, ...], None]:
+def _longcat_inputs(experts: Any, call: ExpertCall, rows: Rows) -> tuple[tuple[Tensor, ...], None]:
     """Return the inputs of LongCat-Flash's experts, which need at least two choices of each row.
 
     The second is an expert without parameters, with weight 0.
@@ -52,26 +52,26 @@ def _longcat_inputs(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor,
     return (call.hidden_NH, torch.cat([call.index_NK, last], 1), weights_NK), None
 
 
-def _switch_call(inputs: dict[str, Any], count: int) -> Call:
+def _switch_call(inputs: dict[str, Any], count: int) -> ExpertCall:
     """Return the call of Switch's experts, from one-hot indices (N, 1, E): all zeros if the expert is full."""
     hidden_NH, chosen_N1E, weights_N1 = inputs.values()
     index_N1 = chosen_N1E.argmax(-1).masked_fill(chosen_N1E.sum(-1) == 0, count)
-    return Call(hidden_NH, index_N1, weights_N1)
+    return ExpertCall(hidden_NH, index_N1, weights_N1)
 
 
-def _switch_inputs(experts: Any, call: Call, rows: Rows) -> tuple[tuple[Tensor, ...], None]:
+def _switch_inputs(experts: Any, call: ExpertCall, rows: Rows) -> tuple[tuple[Tensor, ...], None]:
     """Return the inputs of Switch's experts, with one-hot indices (R, 1, E)."""
     one_hot_R1E = F.one_hot(call.index_NK, experts.num_experts)
     return (call.hidden_NH, one_hot_R1E, call.weights_NK), None
 
 
-def _nllb_call(inputs: dict[str, Any], count: int) -> Call:
+def _nllb_call(inputs: dict[str, Any], count: int) -> ExpertCall:
     """Return the call of NLLB-MoE's experts: E choices of each token, most of them with weight 0.
 
     Its forward takes the mask of first choices for indices.
     """
     hidden_NH, mask_NE, weights_NE = inputs.values()
-    return Call(hidden_NH, mask_NE.masked_fill(weights_NE == 0, count), weights_NE)
+    return ExpertCall(hidden_NH, mask_NE.masked_fill(weights_NE == 0, count), weights_NE)
 
 
 INTERFACES = {

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...pipeline.plan import StagePlan
+from ...pipeline.stage_plan import StagePlan
 from .table import PartStages, RegionDropout, Table
 
 # BLIP-2: a vision model, a Q-Former that attends to it every second layer, and a language model with its own table.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...cluster.errors import raise_errors
-from ...pipeline.plan import StagePlan, is_within
+from ...pipeline.stage_plan import StagePlan, is_within
 from .heads import HeadOrder
 
 

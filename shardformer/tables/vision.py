@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...pipeline.plan import StagePlan
+from ...pipeline.stage_plan import StagePlan
 from .table import PartStages, RegionDropout, Table
 
 # Vision transformers with one width: ViT, DeiT, and BEiT with relative position biases.

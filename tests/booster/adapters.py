@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.cluster.placement import shards_of
-from echelon.plugins.lora import enable_lora
+from echelon.plugins.adapters import enable_lora
 from echelon.verify.batch import loss_of
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..plugins.training import hybrid, share
 

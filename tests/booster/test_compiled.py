@@ -14,7 +14,7 @@ from echelon import (
     TorchFSDPPlugin,
     shard_model,
 )
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from ..shardformer.compare import named

@@ -28,7 +28,7 @@ from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlug
 from echelon.data.loader import ShardedLoader
 from echelon.data.sampler import num_parts
 from echelon.plugins import base
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..plugins.training import logged
 from ..pool import Pool

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 

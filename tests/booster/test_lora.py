@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echelon import Booster, HybridParallelPlugin, LazyInitContext, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.plugins.lora import enable_lora
+from echelon.plugins.adapters import enable_lora
 from echelon.verify.batch import loss_of, make_batch
 
 from ..plugins.training import hybrid, refused, share

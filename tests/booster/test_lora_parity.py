@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 from echelon.verify.parity import parity
 
 from ..compiled import traced_layers

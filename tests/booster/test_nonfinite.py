@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 

@@ -21,7 +21,7 @@ from echelon import (
 from echelon.shardformer import Policy
 from echelon.shardformer.refusals import given_errors
 from echelon.shardformer.tables.decoders import GPT2, LLAMA
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from ..shardformer.compare import named

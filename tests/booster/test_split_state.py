@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.shardformer import shard_model
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..plugins.training import boosted, hybrid, refused, share
 from ..pool import Pool

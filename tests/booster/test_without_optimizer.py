@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 

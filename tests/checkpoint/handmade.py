@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from echelon.checkpoint.steps import begin_step, commit_step
+from echelon.checkpoint.step_folders import begin_step, commit_step
 from echelon.checkpoint.tensor_file import (
     Entry,
     FileRecord,
@@ -27,7 +27,7 @@ Cut = Callable[[Sequence[int], int], list[list[Box]]]
 
 def flat_slices(shape: Sequence[int], ranks: int) -> list[list[Box]]:
     """Shard as ZeRO does: each rank has an equal interval of the flattened tensor."""
-    numel = Box.whole(shape).numel
+    numel = Box.full(shape).numel
     bounds = [numel * rank // ranks for rank in range(ranks + 1)]
     return [list(flat_boxes(bounds[rank], bounds[rank + 1], shape)) for rank in range(ranks)]
 
@@ -168,7 +168,7 @@ class Handmade:
             for rank, mine in enumerate(self.cut(tuple(tensor.shape), self.ranks)):
                 for box in mine:
                     key = f"{name}@{','.join(map(str, box.offset))}"
-                    files[rank][key] = tensor[box.within(Box.whole(tensor.shape))]
+                    files[rank][key] = tensor[box.within(Box.full(tensor.shape))]
                     place = {"file": f"rank-{rank:05}.safetensors", "key": key}
                     boxes.append({"offset": list(box.offset), "size": list(box.size), **place})
             listing[name] = {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "boxes": boxes}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.exchange import Offer, entries_of, plan_files
-from echelon.checkpoint.local import LocalTensor, local_piece, local_shard
+from echelon.checkpoint.local_tensors import LocalTensor, local_piece, local_shard
 from echelon.checkpoint.tensor_file import Entry
 from echelon.cluster.box import Box, coverage_errors, flat_boxes
 from echelon.cluster.placement import PlacedShard, Shard
@@ -38,7 +38,7 @@ def whole_of(shard: Shard) -> Tensor:
 
 def put(into: Tensor, times: Tensor, local: LocalTensor) -> None:
     for part in local.parts:
-        place = part.box.within(Box.whole(local.shape))
+        place = part.box.within(Box.full(local.shape))
         into[place] = part.local
         times[place] += 1
 
@@ -114,7 +114,7 @@ def test_a_flat_interval_is_few_boxes_in_order() -> None:
         for stop in range(start, 61):
             boxes = list(flat_boxes(start, stop, shape))
             assert len(boxes) <= 2 * len(shape) - 1
-            found = [whole[box.within(Box.whole(shape))].flatten() for box in boxes]
+            found = [whole[box.within(Box.full(shape))].flatten() for box in boxes]
             assert torch.cat([torch.empty(0, dtype=torch.long), *found]).tolist() == list(range(start, stop))
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.checkpoint.step import choose_step
-from echelon.checkpoint.steps import begin_step, commit_step
+from echelon.checkpoint.full_state import choose_step
+from echelon.checkpoint.step_folders import begin_step, commit_step
 from echelon.cluster.gathering import AgreedError, on_all_ranks, run_or_raise_together
 
 from ..pool import Pool
@@ -20,7 +20,7 @@ from .failures import logged
 from .handmade import Handmade, small_config
 from .runs import SHARD, Run, small_run
 
-LOADING = "echelon.checkpoint.step"
+LOADING = "echelon.checkpoint.full_state"
 NOBODY = 65534
 
 # The objects of a run that each call takes; paths are relative to the test's folder.

@@ -29,7 +29,7 @@ from echelon.checkpoint.commit import (
     replace_file,
     unfinished,
 )
-from echelon.checkpoint.steps import (
+from echelon.checkpoint.step_folders import (
     MANIFEST,
     begin_step,
     commit_step,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.checkpoint.step import choose_step
+from echelon.checkpoint.full_state import choose_step
 
 from ..pool import Pool
 from .failures import Harm, cut, flip_every_file, harmed, logged
@@ -26,7 +26,7 @@ def two_steps(directory: Path) -> Run:
 
 def require_skipped(run: Run, directory: Path, path: Path, part: str) -> None:
     """Require that the older step is chosen, and that the first rank logs the damaged file and its part."""
-    with logged("echelon.checkpoint.step") as lines:
+    with logged("echelon.checkpoint.full_state") as lines:
         chosen = choose_step(directory, "auto", run.booster.plugin.mesh.side_group())
     assert chosen == directory / "step-00000001"
     if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from echelon.checkpoint.dcp import StateFiles, save_states
-from echelon.checkpoint.local import LocalTensor, local_piece
+from echelon.checkpoint.local_tensors import LocalTensor, local_piece
 from echelon.checkpoint.pretrained import Weights, read_into
 from echelon.checkpoint.tensor_file import damage_of_tensors, read_values, write_values
 from echelon.cluster.box import Box
@@ -39,7 +39,7 @@ def test_files_are_exchanged_with_the_safetensors_library(tmp_path: Path) -> Non
     assert torch.equal(file.read("matrix", Box((1, 2), (2, 3))), TENSORS["matrix"][1:3, 2:5])
     for name, tensor in TENSORS.items():
         assert (file.shape(name), file.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
-        assert torch.equal(file.read(name, Box.whole(tensor.shape)), tensor)
+        assert torch.equal(file.read(name, Box.full(tensor.shape)), tensor)
 
 
 def test_any_flipped_byte_is_named_and_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def load(folder: Path, ends: list[int]) -> None:
     mine = local(torch.full((120,), -1.0), ends)
     read_into(mine, StateFiles(folder))
     for part in mine["exp_avg/w"].parts:
-        assert torch.equal(part.local, WHOLE[part.box.within(Box.whole(SHAPE))])
+        assert torch.equal(part.local, WHOLE[part.box.within(Box.full(SHAPE))])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), (([7, 83], [61]), ([0, 120], [20]), ([40, 80], [119])), ids=str)
@@ -107,7 +107,7 @@ def test_another_number_of_ranks_loads_other_intervals(
     pool.run(3, save, tmp_path, saved)
     pool.run(2, load, tmp_path, loaded)
     box = Box((1, 2, 1), (4, 2, 3))
-    assert torch.equal(StateFiles(tmp_path).read("exp_avg/w", box), WHOLE[box.within(Box.whole(SHAPE))])
+    assert torch.equal(StateFiles(tmp_path).read("exp_avg/w", box), WHOLE[box.within(Box.full(SHAPE))])
 
 
 def test_replicas_are_written_once_and_by_both_ranks(pool: Pool, tmp_path: Path) -> None:

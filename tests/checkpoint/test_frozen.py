@@ -80,7 +80,7 @@ def optimizer_of(model: nn.Module) -> AdamW:
 
 def contents(folder: Path, step: int) -> dict[str, torch.Tensor]:
     stored = StateFiles(folder / f"step-{step:08}" / "optimizer")
-    return {name: stored.read(name, Box.whole(stored.shape(name))) for name in stored.names}
+    return {name: stored.read(name, Box.full(stored.shape(name))) for name in stored.names}
 
 
 def hand_round(folder: Path, kinds: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin
 from echelon.cluster.gathering import gather_objects
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..plugins.training import share
 from ..pool import Pool

@@ -17,10 +17,10 @@ from transformers import CONFIG_MAPPING
 
 from echelon.checkpoint.difference import Comparison
 from echelon.checkpoint.inspection import Findings, examine, open_folder
-from echelon.verify.layout import AXES, Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import AXES, Layout, Training
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.reference import StepRecord
-from echelon.verify.resume import Part, Relay, ResumeReport, compare_parts, read_outcome, run_part
+from echelon.verify.resume import Leg, Relay, ResumeReport, compare_legs, read_outcome, run_leg
 
 from ..contract.planted.checkpoint import FAULTS
 from ..pool import Pool
@@ -83,19 +83,19 @@ def drawn_relays() -> Iterator[tuple[str, Relay]]:
         draw = random.Random(number)
         model = list(MODELS)[number % len(MODELS)]
         precision = PRECISIONS[draw.randrange(len(PRECISIONS))]
-        parts = tuple(Part(layout=drawn_layout(draw, model, precision)) for _ in range(2))
+        legs = tuple(Leg(layout=drawn_layout(draw, model, precision)) for _ in range(2))
         overflow = draw.choice((0, 1, 2, 4)) if precision == "fp16" else None
         training = Training(overflow_step=overflow)
-        name = f"{number:02}-{model}-{parts[0].layout}-{parts[1].layout}"
-        yield name, Relay(choice=MODELS[model], parts=parts, training=training, seed=number)
+        name = f"{number:02}-{model}-{legs[0].layout}-{legs[1].layout}"
+        yield name, Relay(choice=MODELS[model], legs=legs, training=training, seed=number)
 
 
-def changed(*parts: tuple[Layout, int]) -> tuple[str, Relay]:
-    """Make a relay of parts in different precisions."""
+def changed(*legs: tuple[Layout, int]) -> tuple[str, Relay]:
+    """Make a relay of legs in different precisions."""
     relay = Relay(
-        choice=MODELS["llama-tied"], parts=tuple(Part(layout=layout, num_steps=n) for layout, n in parts)
+        choice=MODELS["llama-tied"], legs=tuple(Leg(layout=layout, num_steps=n) for layout, n in legs)
     )
-    return "-".join(map(str, relay.parts)), relay
+    return "-".join(map(str, relay.legs)), relay
 
 
 RELAYS = dict(drawn_relays())
@@ -112,20 +112,20 @@ IS_QUICK = (*(list(RELAYS)[number] for number in QUICK), *list(CHANGES)[:1])
 
 
 def run_parts(pool: Pool, relay: Relay, folder: Path, *runs: Callable[..., None]) -> None:
-    """Run the parts of a relay with the given functions, the remaining ones with `run_part`."""
+    """Run the legs of a relay with the given functions, the remaining ones with `run_leg`."""
     folder.mkdir(exist_ok=True)
-    for number, part in enumerate(relay.parts):
-        run = runs[number] if number < len(runs) else run_part
-        pool.run(part.layout.world_size, run, relay, number, folder)
+    for number, leg in enumerate(relay.legs):
+        run = runs[number] if number < len(runs) else run_leg
+        pool.run(leg.layout.world_size, run, relay, number, folder)
 
 
 def reported(pool: Pool, relay: Relay, folder: Path, *runs: Callable[..., None]) -> ResumeReport:
     run_parts(pool, relay, folder, *runs)
-    report = pool.run(1, compare_parts, relay, folder)[0]
+    report = pool.run(1, compare_legs, relay, folder)[0]
     assert report.departure is None
-    assert [each.differing for each in report.handovers] == [()] * (len(relay.parts) - 1)
+    assert [each.differing for each in report.handovers] == [()] * (len(relay.legs) - 1)
     assert report.handovers[0].num_tensors >= 50
-    assert len(report.steps) == sum(part.num_steps for part in relay.parts)
+    assert len(report.steps) == sum(leg.num_steps for leg in relay.legs)
     return report
 
 
@@ -154,12 +154,12 @@ def test_experts_resume_on_other_ranks(
 ) -> None:
     if model_type != "mixtral" and "step3p7" not in CONFIG_MAPPING:
         pytest.skip("before 5.24, transformers calls these experts in another way")
-    parts = (Part(layout=before, num_steps=2), Part(layout=after, num_steps=2))
-    reported(pool, Relay(choice=ModelChoice(model_type=model_type), parts=parts), tmp_path)
+    legs = (Leg(layout=before, num_steps=2), Leg(layout=after, num_steps=2))
+    reported(pool, Relay(choice=ModelChoice(model_type=model_type), legs=legs), tmp_path)
 
 
 def test_the_drawn_pairs_cover_all_features() -> None:
-    layouts = [part.layout for relay in RELAYS.values() for part in relay.parts]
+    layouts = [leg.layout for relay in RELAYS.values() for leg in relay.legs]
     assert {relay.choice for relay in RELAYS.values()} == set(MODELS.values())
     assert {layout.precision for layout in layouts} == set(PRECISIONS)
     assert {layout.zero for layout in layouts} == {0, 1, 2}
@@ -169,7 +169,7 @@ def test_the_drawn_pairs_cover_all_features() -> None:
     assert schedules == {(each["schedule"], each.get("chunks", 1)) for each in SCHEDULES}
     assert {layout.wp for layout in layouts} == {1, 2, 4}
     for axis in AXES:
-        sizes = [[getattr(part.layout, axis) for part in relay.parts] for relay in RELAYS.values()]
+        sizes = [[getattr(leg.layout, axis) for leg in relay.legs] for relay in RELAYS.values()]
         assert {size for each in sizes for size in each} == {1, 2, 4}, axis
         assert sum(before != after for before, after in sizes) >= 5, axis
     # Step 4 is after the save.
@@ -205,11 +205,11 @@ def test_a_run_resumes_under_another_plugin(
         replace(layout, precision=precision, microbatches=2 if kind == "hybrid" else 1)
         for kind, layout in zip(kinds, PLUGINS[case], strict=True)
     )
-    # In FSDP's part: torch's scaler lacks the overflow counts of a hybrid part.
+    # In FSDP's leg: torch's scaler lacks the overflow counts of a hybrid leg.
     training = Training(overflow_step=2 if precision == "fp16" else None)
-    parts = tuple(Part(layout=layout, num_steps=2) for layout in layouts)
-    relay = Relay(choice=MODELS[model], parts=parts, training=training)
-    runs = (run_part if kind == "hybrid" else partial(run_torch_part, kind=kind) for kind in kinds)
+    legs = tuple(Leg(layout=layout, num_steps=2) for layout in layouts)
+    relay = Relay(choice=MODELS[model], legs=legs, training=training)
+    runs = (run_leg if kind == "hybrid" else partial(run_torch_part, kind=kind) for kind in kinds)
     reported(pool, relay, tmp_path, *runs)
 
 
@@ -244,12 +244,12 @@ def test_the_same_layout_with_dropout_resumes_with_the_same_bits(
 
 def run_wrong(relay: Relay, number: int, folder: Path) -> None:
     with FAULTS["random states are not restored"].planted():
-        run_part(relay, number, folder)
+        run_leg(relay, number, folder)
 
 
 @pytest.mark.slow
 def test_the_check_of_bits_sees_random_states_that_are_not_restored(pool: Pool, tmp_path: Path) -> None:
-    found = departures(pool, DROPOUT["gpt2"], SAME[0][1], tmp_path, run_part, run_wrong)
+    found = departures(pool, DROPOUT["gpt2"], SAME[0][1], tmp_path, run_leg, run_wrong)
     assert found[:3] == [None] * 3 and (found[3] or "").startswith("loss")
 
 
@@ -258,12 +258,12 @@ def departures(
 ) -> list[str | None]:
     """Compare each of six steps, stopped after three, with an uninterrupted run that saves nothing; bitwise."""
     training = Training(overflow_step=1 if layout.precision == "fp16" else None)
-    whole = Relay(choice=choice, parts=(Part(layout=layout, num_steps=6),), training=training)
-    stopped = replace(whole, parts=(Part(layout=layout), Part(layout=layout)))
+    whole = Relay(choice=choice, legs=(Leg(layout=layout, num_steps=6),), training=training)
+    stopped = replace(whole, legs=(Leg(layout=layout), Leg(layout=layout)))
     run_parts(pool, stopped, folder / "stopped", *runs)
     run_parts(pool, whole, folder / "whole")
-    parts = [read_outcome(number, folder / "stopped").records for number in range(2)]
-    found = [record for records in parts for record in records]
+    legs = [read_outcome(number, folder / "stopped").records for number in range(2)]
+    found = [record for records in legs for record in records]
     return [*map(departure, found, read_outcome(0, folder / "whole").records)]
 
 

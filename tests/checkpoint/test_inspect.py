@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from echelon.checkpoint import difference
 from echelon.checkpoint.difference import Comparison, Difference, Distance, chunks_of, distance_between
 from echelon.checkpoint.inspection import Findings, examine, open_folder
-from echelon.checkpoint.steps import commit_step, manifest_of
+from echelon.checkpoint.step_folders import commit_step, manifest_of
 from echelon.checkpoint.tensor_file import write_small
 from echelon.cluster.box import Box
 
@@ -397,7 +397,7 @@ def test_the_largest_differences_and_the_differing_entries_are_found(
 def test_chunks_cover_a_tensor_in_order_and_join_to_its_distance() -> None:
     a, b = torch.randn(3, 5, 7), torch.randn(3, 5, 7)
     b[0] = a[0]
-    parts = [box.within(Box.whole(a.shape)) for box in chunks_of(a.shape, 16)]
+    parts = [box.within(Box.full(a.shape)) for box in chunks_of(a.shape, 16)]
     assert torch.equal(torch.cat([a[part].reshape(-1) for part in parts]), a.reshape(-1))
     joined = Distance()
     for part in parts:

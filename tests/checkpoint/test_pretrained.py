@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from echelon.checkpoint.pretrained import open_pretrained
 from echelon.cluster.box import Box, Stored
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 State = dict[str, Tensor]
 LARGEST_FILE = 8000  # bytes, so that there are several files
@@ -41,7 +41,7 @@ def differences(stored: Stored, expected: State) -> list[str]:
         if (stored.shape(name), stored.dtype(name)) != (tuple(tensor.shape), tensor.dtype):
             errors.append(f"{name}: {stored.shape(name)} {stored.dtype(name)}")
             continue
-        whole = Box.whole(tensor.shape)
+        whole = Box.full(tensor.shape)
         for box in (whole, random_box(whole.size, numbers), random_box(whole.size, numbers)):
             found = stored.read(name, box)
             if found.dtype != tensor.dtype or not torch.equal(found, tensor[box.within(whole)]):

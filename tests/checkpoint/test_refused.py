@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2DoubleHeadsModel
 
 from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.checkpoint.dcp import _Writer
-from echelon.checkpoint.step import scheduler_errors
-from echelon.verify.models import ModelChoice
+from echelon.checkpoint.full_state import scheduler_errors
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..plugins.training import Numbers, hybrid, share

@@ -22,7 +22,7 @@ from echelon.checkpoint import background
 from echelon.checkpoint.background import Copies, Saver
 from echelon.checkpoint.model import describing
 from echelon.cluster.errors import RankFailure
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool, RankDied
 from ..registered_memory import registered_memory

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.checkpoint.optimizer import saved_options
+from echelon.checkpoint.optimizer_state import saved_options
 from echelon.verify.parity import LOSS_SCALE, Batches, make_optimizer
 from echelon.verify.reference import StepRecord
 from echelon.verify.resume import MASTER, PARAMETER, Contents, Outcome, Relay, write_outcome
 
 
 def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> None:
-    """Do the work of `run_part` under a plugin of torch's: a replica on each rank, and batches of one microbatch."""
+    """Do the work of `run_leg` under a plugin of torch's: a replica on each rank, and batches of one microbatch."""
     part = relay.parts[number]
     plugin: Any = (
         TorchDDPPlugin()

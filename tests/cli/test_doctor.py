@@ -84,7 +84,7 @@ def test_variables_of_the_environment_are_shown_with_advice() -> None:
     ],
 )
 def test_a_collective_is_tried(monkeypatch: pytest.MonkeyPatch, answer: Any, state: str, words: str) -> None:
-    monkeypatch.setattr("echelon.cli.local.run_on_processes", lambda *_, **__: answer)
+    monkeypatch.setattr("echelon.cli.local_processes.run_on_processes", lambda *_, **__: answer)
     (finding,) = command.collective_findings(2)
     assert finding.state == state and words in finding.text
 

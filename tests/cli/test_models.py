@@ -200,8 +200,8 @@ def test_the_page_is_made_once_all_parts_are_there_and_says_which_cells_are_of_o
 
 KEPT_ROWS = """
 import pytest
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 LLAMA, BERT = ModelChoice(model_type="llama"), ModelChoice(model_type="bert")
 

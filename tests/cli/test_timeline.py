@@ -12,7 +12,7 @@ from echelon.cli.timeline import Pipeline, mean_costs, median_step
 from echelon.pipeline.action import Action, Op
 from echelon.pipeline.schedules import SCHEDULES
 from echelon.pipeline.simulate import Costs, Span
-from echelon.pipeline.timeline import Panel
+from echelon.pipeline.timeline_drawing import Panel
 
 
 def call(*arguments: str) -> tuple[int, str]:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from echelon.cli import verify as command
-from echelon.cli.local import run_on_processes
+from echelon.cli.local_processes import run_on_processes
 from echelon.cli.main import app
 from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.compare import Measure, StepComparison
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
-from echelon.verify.resume import Handover, Part, Relay, ResumeReport
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
+from echelon.verify.resume import Handover, Leg, Relay, ResumeReport
 from echelon.verify.routing import Routing
 
 
@@ -117,10 +117,10 @@ def test_further_parts_inherit_precision_microbatches_and_steps(
         monkeypatch, *first, "--then", "--pp 2 --schedule zbv", "--then", "--sp 2 --precision=bf16 --steps 5"
     )
     same = {"microbatches": 4, "max_norm": 0.5}
-    assert relay.parts == (
-        Part(layout=Layout(dp=2, precision="fp16", **same), num_steps=2),
-        Part(layout=Layout(pp=2, schedule="zbv", precision="fp16", **same), num_steps=2),
-        Part(layout=Layout(sp=2, sequence="all_to_all", precision="bf16", **same), num_steps=5),
+    assert relay.legs == (
+        Leg(layout=Layout(dp=2, precision="fp16", **same), num_steps=2),
+        Leg(layout=Layout(pp=2, schedule="zbv", precision="fp16", **same), num_steps=2),
+        Leg(layout=Layout(sp=2, sequence="all_to_all", precision="bf16", **same), num_steps=5),
     )
 
 
@@ -141,7 +141,7 @@ def kill_rank_1(rank: int, *_: object) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_run_part", kill_rank_1)
+    monkeypatch.setattr(command, "_run_leg", kill_rank_1)
     status, output = call("--tp", "2")
     assert status == 1
     assert "rank 1 failed: process 1 terminated with signal SIGKILL" in output

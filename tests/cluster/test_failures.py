@@ -20,7 +20,7 @@ import torch.distributed as dist
 from echelon.cluster import watch
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.failures import naming_failures, start_watch, stop_watch
-from echelon.cluster.heartbeats import Call, Event, Heartbeat, HeartbeatStore
+from echelon.cluster.heartbeats import Event, Heartbeat, HeartbeatStore, WatchedCall
 
 from ..pool import Pool, RankDied
 
@@ -216,7 +216,7 @@ def test_another_rank_that_ends_does_not_prolong_the_wait_in_a_call_without_end(
     here._store_is_lost, here._own_errors, here._reported = False, 0, None
     since = now - watch.STUCK_SECONDS - 2 * watch.BRIEF_SECONDS
     unmatched = RankFailure("rank 2 has another batch", 2)
-    here._call = Call(thread_id=0, entered=since, is_reported=True, unmatched=unmatched, since=since)
+    here._call = WatchedCall(thread_id=0, entered=since, is_reported=True, unmatched=unmatched, since=since)
     with patch.object(os, "_exit", side_effect=SystemExit), pytest.raises(SystemExit):
         here._end_if_stuck()  # rank 0 ended just now, and freed nobody here
     here._call.since = now  # found just now: others may be freed by the end of rank 0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
 
 from .models import LoopChoice
 from .row import ParityRow

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
 
 from .models import BySamples
 from .row import ParityRow

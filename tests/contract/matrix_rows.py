@@ -10,8 +10,8 @@ import transformers
 from transformers import CONFIG_MAPPING, MixtralConfig
 
 from echelon.shardformer import model_types, table_for
-from echelon.verify.layout import Layout
-from echelon.verify.models import FURTHER_HEADS, HEADS, ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import FURTHER_HEADS, HEADS, ModelChoice
 
 from .models import NARROW_EXPERTS, REFUSED_MODES
 

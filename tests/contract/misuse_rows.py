@@ -17,7 +17,7 @@ from echelon import (
     TorchFSDPPlugin,
 )
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 LEFT_OUT = object()  # a value of a suggestion: the option is left out

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.models.beit import modeling_beit
 from transformers.models.gptj import modeling_gptj
 
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 # Experts so narrow that in 16 bits a quarter of one is not a multiple of 16 bytes.
 NARROW_EXPERTS = (("intermediate_size", 48),)

@@ -4,7 +4,7 @@ The rows are in `planted/`, a file per package of echelon; test_mutations.py run
 
     FAULTS = {
         "label logits are not summed": fault(
-            "shardformer.layers.loss:all_reduce", lambda sums, group: sums, LLAMA, Layout(tp=2)
+            "shardformer.layers.vocabulary_loss:all_reduce", lambda sums, group: sums, LLAMA, Layout(tp=2)
         ),
     }
 
@@ -29,8 +29,8 @@ from typing import Any
 from unittest.mock import patch
 
 from echelon.shardformer.tables.table import Table
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 PLAIN = Training()

@@ -8,8 +8,8 @@ from unittest.mock import patch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
 
 from ..zero.owners import Lamb
 from .row import ParityRow

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import cycle, product
 from typing import Any
 
-from echelon.verify.layout import LEARNING_RATE, Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import LEARNING_RATE, Layout, Training
+from echelon.verify.model_choice import ModelChoice
 
 from ..compiled import traced_layers
 from .covering import Row, covering

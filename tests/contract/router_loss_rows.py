@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
 
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from .expert_rows import MISSING, by_sgd
 from .row import ParityRow

@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import Report, parity
 
 from ..late_completion import late_completion

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from echelon import Booster, Plugin, ShardConfig, ShardFormer
 from echelon.verify import reference
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 NUM_STEPS, NUM_SAMPLES = 3, 8

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 from ..cuda_page import table, value
 from ..host_reads import Places, host_reads

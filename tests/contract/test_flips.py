@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.pipeline.microbatch import split
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import boosted_under, drawn_batches, parity, take_steps
 from echelon.verify.routing import Routing
 

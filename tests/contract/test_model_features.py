@@ -14,8 +14,8 @@ import torch
 
 from echelon.cli.models import SEQUENCE_MODES
 from echelon.shardformer import fused
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 from ..matrix import FeatureCase

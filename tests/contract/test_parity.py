@@ -3,8 +3,8 @@
 import pytest
 
 from echelon.shardformer import table_for
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import Report, parity
 
 from ..models.chatglm import register_chatglm

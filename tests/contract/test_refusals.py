@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..models.chatglm import ChatGLMConfig, ChatGLMForConditionalGeneration, register_chatglm

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from echelon.derive.stages import sizes_of
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ..models.stand_ins import NO_FLASH_ATTN, installed_flash_attn
 from .models import EagerChoice, PerMicrobatch

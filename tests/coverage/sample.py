@@ -27,8 +27,8 @@ TIMEOUT = 60.0
 def compared(model_type: str) -> dict[str, Any]:
     """Return the row of a model type. Collective over the world of two ranks."""
     from echelon.cli.verify import sharding_errors
-    from echelon.verify.layout import Layout
-    from echelon.verify.models import ModelChoice
+    from echelon.verify.layout_choice import Layout
+    from echelon.verify.model_choice import ModelChoice
     from echelon.verify.parity import parity
 
     choice, layout = ModelChoice(model_type=model_type), Layout(pp=2)
@@ -59,7 +59,7 @@ def compare_all(rank: int, types: Sequence[str], about: dict[str, str], folder: 
 
 def drawn(date: str, count: int) -> list[str]:
     """Return the types of a date."""
-    from echelon.verify.models import ModelChoice
+    from echelon.verify.model_choice import ModelChoice
 
     known = json.loads(DATA.read_text())["rows"]
     new = [
@@ -74,7 +74,7 @@ def drawn(date: str, count: int) -> list[str]:
 
 def main() -> None:
     """Compare the drawn types, and make the page."""
-    from echelon.cli.local import run_on_processes
+    from echelon.cli.local_processes import run_on_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--date", default=datetime.now(UTC).strftime("%Y-%m-%d"))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import Report, parity
 
 from ..pool import Pool

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from echelon.derive.build import small_copy
 from echelon.derive.plans import stage_plan_of
 from echelon.derive.stages import departure, derived_plan
-from echelon.pipeline.plan import OutputStructure, StagePlan
+from echelon.pipeline.stage_plan import OutputStructure, StagePlan
 from echelon.pipeline.stand_ins import Inbox
 from echelon.shardformer import Table
 from echelon.shardformer.tables.table import table_for

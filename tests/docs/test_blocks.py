@@ -189,7 +189,7 @@ PARTS: dict[Block, Callable[[], dict[str, Any]]] = {
 }
 
 
-def run_part(block: Block, folder: Path) -> None:
+def run_leg(block: Block, folder: Path) -> None:
     """Run a part of a script on the ranks of this run. An ellipsis in it stands for boost."""
     with chdir(folder), warnings.catch_warnings():
         # Of peft, about transformers' names.
@@ -206,7 +206,7 @@ def run_part(block: Block, folder: Path) -> None:
 
 @pytest.mark.parametrize("block", PARTS, ids=str)
 def test_a_part_of_a_script_runs(pool: Pool, tmp_path: Path, block: Block) -> None:
-    pool.run(2 if "pp_size=2" in blocks(block[0])[block[1]] else 1, run_part, block, tmp_path)
+    pool.run(2 if "pp_size=2" in blocks(block[0])[block[1]] else 1, run_leg, block, tmp_path)
 
 
 def test_five_minutes_print_the_same_on_one_process_and_on_four(pool: Pool, tmp_path: Path) -> None:

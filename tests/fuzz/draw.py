@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 MOST_RANKS = 4
 

@@ -19,7 +19,7 @@ from echelon import (
     launch_from_torch,
 )
 from echelon.verify.batch import make_batch
-from echelon.verify.models import VOCABULARY, ModelChoice
+from echelon.verify.model_choice import VOCABULARY, ModelChoice
 
 from .draw import FAMILIES, OPTIMIZERS, Draw
 

@@ -115,12 +115,12 @@ def run_parts(names: list[str], folder: Path, *, seconds: float) -> list[str]:
         limit = max(PARTS[name].seconds, end - time.monotonic() - later)
         limit = min(limit, end - time.monotonic())
         print(f"\n{name}: {PARTS[name].about}, up to {max(limit, 0):.0f} s", flush=True)
-        if limit <= 0 or not run_part(name, folder, seconds=limit):
+        if limit <= 0 or not run_leg(name, folder, seconds=limit):
             unfinished.append(name)
     return unfinished
 
 
-def run_part(name: str, folder: Path, *, seconds: float) -> bool:
+def run_leg(name: str, folder: Path, *, seconds: float) -> bool:
     """Run a part until its rows or its time are over; a row that ends the process, or hangs, has failed.
 
     Returns:

@@ -35,9 +35,9 @@ from echelon import (
 from echelon.cluster.device import default_device
 from echelon.shardformer import PipelineGradientCheckpointConfig
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
-from echelon.verify.resume import Part, Relay, compare_parts, run_part
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
+from echelon.verify.resume import Leg, Relay, compare_legs, run_leg
 
 from ..contract.row import ParityRow
 from .kernels import LLAMA, attention_rows, require_available, whole
@@ -162,12 +162,12 @@ def checkpoint(precision: str) -> Row:
     """Save a run after two steps and resume it; compare with an uninterrupted plain loop."""
     if find_spec("xxhash") is None:
         raise Unavailable(NO_HASHES)
-    part = Part(layout=Layout(precision=precision, zero=1), num_steps=2)
-    relay = Relay(choice=LLAMA, parts=(part, part))
+    leg = Leg(layout=Layout(precision=precision, zero=1), num_steps=2)
+    relay = Relay(choice=LLAMA, legs=(leg, leg))
     with tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
         for number in range(2):
-            run_part(relay, number, Path(folder))
-        report = compare_parts(relay, Path(folder))
+            run_leg(relay, number, Path(folder))
+        report = compare_legs(relay, Path(folder))
     return {"departure": report.departure or "", "handovers": [str(each) for each in report.handovers]}
 
 

@@ -14,11 +14,11 @@ import torch
 from echelon.cluster.device import default_device
 from echelon.plugins.hybrid_config import HybridConfig
 from echelon.shardformer.fused_code import compiler_errors
-from echelon.shardformer.layers.attention import FLEX_ATTENTION, KERNELS, SDPA_FA
+from echelon.shardformer.layers.attention_kernels import FLEX_ATTENTION, KERNELS, SDPA_FA
 from echelon.shardformer.sequence import flex
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ..contract.row import ParityRow
 from ..contract.variant_rows import packed_without_a_cache, with_unseen_keys

@@ -16,7 +16,7 @@ import torch
 from echelon import launch_from_torch
 from echelon.cluster.device import default_device
 from echelon.cluster.objects import broadcast_object
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 from ..contract.parity_rows import ALL_AXES, TIED_LLAMA, parity_rows
 from ..contract.row import ParityRow, distinct

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from echelon.verify import parity
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 from ..contract.row import ParityRow
 from .kernels import LLAMA

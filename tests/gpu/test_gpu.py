@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster.collectives import all_gather_single
-from echelon.shardformer.layers.attention import KERNELS
+from echelon.shardformer.layers.attention_kernels import KERNELS
 from echelon.verify.parity import Report
 
 from ..pool import Pool
@@ -124,7 +124,7 @@ def test_a_part_that_cannot_start_or_whose_row_hangs_reports_why(
     monkeypatch.setattr(runner, "STACKS", 0.5)
     monkeypatch.setattr(runner, "MOST_STARTS", 1)
     begun = time.monotonic()
-    assert not runner.run_part("many", tmp_path, seconds=30)
+    assert not runner.run_leg("many", tmp_path, seconds=30)
     assert time.monotonic() - begun < 25  # no longer than allowed
     assert why in Results(path, "many").rows[name]["error"]
 
@@ -138,7 +138,7 @@ def test_rows_that_had_just_begun_are_tried_again_once_the_command_was_interrupt
 
     monkeypatch.setattr(runner, "run_processes", broken_off)
     with pytest.raises(SystemExit):
-        runner.run_part("many", tmp_path, seconds=30)
+        runner.run_leg("many", tmp_path, seconds=30)
     assert Results(tmp_path / "many.json", "many").rows == {}
 
 

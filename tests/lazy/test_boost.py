@@ -23,8 +23,8 @@ from echelon import (
 from echelon.lazy.tensor import LazyTensor
 from echelon.plugins.hybrid_model import HybridParallelModule
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 from ..checkpoint.failures import anonymous_peak

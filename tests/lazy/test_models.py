@@ -29,7 +29,7 @@ from echelon import LazyInitContext
 from echelon.lazy import materialize
 from echelon.lazy.tensor import LazyTensor
 from echelon.shardformer import model_types, table_for
-from echelon.verify.models import HEADS, ModelChoice, heads_of
+from echelon.verify.model_choice import HEADS, ModelChoice, heads_of
 
 from ..contract.matrix_rows import DERIVED
 from ..models.chatglm import register_chatglm

@@ -18,7 +18,7 @@ from echelon import LazyInitContext
 from echelon.cluster.placement import Shard
 from echelon.lazy import materialize
 from echelon.lazy.files import open_tensors
-from echelon.lazy.replay import borrow, fingerprint, make
+from echelon.lazy.recorded_calls import borrow, fingerprint, make
 from echelon.lazy.tensor import LazyTensor, content_of, lazily, real
 
 from .compare import built_in_both_ways, differences

@@ -10,8 +10,8 @@ import torch
 
 import echelon
 from echelon.migration import names
+from echelon.migration.adam import CPUAdam, FusedAdam, HybridAdam
 from echelon.migration.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
-from echelon.migration.optimizer import CPUAdam, FusedAdam, HybridAdam
 
 # What ColossalAI's examples for BERT, GPT and Llama import.
 COUNTERPARTS = {
@@ -25,8 +25,8 @@ COUNTERPARTS = {
     "cluster.DistCoordinator": "DistCoordinator",
     "initialize.launch_from_torch": "launch_from_torch",
     "lazy.LazyInitContext": "LazyInitContext",
-    "nn.HybridAdam": "migration.optimizer.HybridAdam",
-    "nn.optimizer.HybridAdam": "migration.optimizer.HybridAdam",
+    "nn.HybridAdam": "migration.adam.HybridAdam",
+    "nn.optimizer.HybridAdam": "migration.adam.HybridAdam",
     "nn.lr_scheduler.CosineAnnealingWarmupLR": "migration.lr_scheduler.CosineAnnealingWarmupLR",
     "shardformer.PipelineGradientCheckpointConfig": "PipelineGradientCheckpointConfig",
     "shardformer.policies.base_policy.Policy": "shardformer.Policy",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention as flash_integration
 
-from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, KERNELS, XFORMERS
+from echelon.shardformer.layers.attention_kernels import FLASH_ATTENTION_2, KERNELS, XFORMERS
 
 # Models that import their calls of flash-attn only if it is installed.
 _IMPORT_IF_INSTALLED = ("falcon", "gpt_neo", "gptj")

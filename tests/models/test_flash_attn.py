@@ -8,10 +8,10 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from echelon.shardformer import model_types
-from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, SDPA, attention_errors
+from echelon.shardformer.layers.attention_kernels import FLASH_ATTENTION_2, SDPA, attention_errors
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 from ..contract.models import OWN_ATTENTION, EagerChoice

@@ -10,7 +10,7 @@ import torch
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.verify.batch import loss_of
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..contract.variant_rows import packed

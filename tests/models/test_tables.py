@@ -9,13 +9,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from echelon.pipeline.plan import OutputStructure, StagePlan
+from echelon.pipeline.stage_plan import OutputStructure, StagePlan
 from echelon.shardformer import policy_for, table_for
 from echelon.shardformer.derived import derived_table
 from echelon.shardformer.layers.region import LocalCount
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..contract.matrix_rows import ARE_PLANS_OLDER
 

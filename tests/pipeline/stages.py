@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import Stage, as_arguments, cut_stages
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer import policy_for
 from echelon.verify.batch import loss_of
 

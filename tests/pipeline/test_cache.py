@@ -14,7 +14,7 @@ from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.transformers_api import CACHE_NAMES, EmptyCache
 from echelon.pipeline.stage import Stage, cache_name, drop_cache, with_known_cache_name
 from echelon.shardformer.recompute import PipelineGradientCheckpointConfig, checkpoint_layers
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..contract.variant_rows import packed

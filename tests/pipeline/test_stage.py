@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.plan import OutputStructure, StagePlan
 from echelon.pipeline.stage import Stage, cut_stages, local_stages
+from echelon.pipeline.stage_plan import OutputStructure, StagePlan
 from echelon.pipeline.stand_ins import Absent, Inbox, Role
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice, heads_of
+from echelon.verify.model_choice import ModelChoice, heads_of
 
 from ..models.small_timm import build_timm, timm_pixels
 from .stages import Ranks, cut, plan_of, require_same

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from echelon.pipeline.action import Action, Op
 from echelon.pipeline.schedules import SCHEDULES, build_schedule
 from echelon.pipeline.simulate import Costs, Span, Timeline, simulate
-from echelon.pipeline.timeline import (
+from echelon.pipeline.timeline_drawing import (
     NAMES,
     WAITING,
     Panel,

@@ -11,7 +11,7 @@ from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.gpus import GPUS
 from echelon.planning.cost import LiveBytes
 from echelon.planning.search import GIB, Job, Plan, Planner
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 from ..pool import Pool
 

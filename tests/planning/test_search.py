@@ -9,10 +9,10 @@ import transformers
 from torch import nn
 
 from echelon.cluster.gpus import GPUS
-from echelon.planning.model import build_on_meta, load_config
+from echelon.planning.meta_model import build_on_meta, load_config
 from echelon.planning.search import Job, Planner
 from echelon.planning.shortened import _kind, shorten, stage_plan
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 
 def planner(memory: float, *, kind: str = "llama", world: int = 4, length: int = 64) -> Planner:

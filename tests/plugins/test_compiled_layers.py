@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from echelon import Booster, HybridParallelPlugin, PipelineGradientCheckpointConfig
 from echelon.shardformer.compiled_layers import compile_layers
 from echelon.verify.batch import loss_of
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer, parity
 from echelon.zero.bucket import GradientState
 

@@ -25,7 +25,7 @@ from echelon import (
 from echelon.cluster import forward_random as random_module
 from echelon.cluster.forward_random import ForwardRandom
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool

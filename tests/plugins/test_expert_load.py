@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from .training import hybrid, refused, sgd, share

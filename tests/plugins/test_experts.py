@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from echelon import LazyInitContext
 from echelon.verify.batch import loss_of
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from .training import hybrid, refused, sgd, share

@@ -11,7 +11,7 @@ from echelon import ShardConfig, ShardFormer
 from echelon.cluster.collectives import all_gather
 from echelon.cluster.placement import shard_on
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from .training import booster_of, refused

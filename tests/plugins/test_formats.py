@@ -8,7 +8,7 @@ import torch
 
 from echelon import Booster, TorchFSDPPlugin
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from .training import hybrid, refused, sgd, share

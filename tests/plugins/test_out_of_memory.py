@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.errors import RankFailure
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.zero.memory import Sharding, described_bytes, memory_of
 
 from ..pool import Pool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer.tables.decoders import LLAMA
 from echelon.verify.batch import loss_of
 

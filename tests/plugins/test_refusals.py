@@ -21,7 +21,7 @@ from echelon import (
 from echelon.cluster.errors import ErrorList
 from echelon.plugins.colossalai import DDP, FSDP, HYBRID, ZERO
 from echelon.verify.batch import loss_of
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool

@@ -15,7 +15,7 @@ from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.router_loss import local_mask
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..host_reads import Places, host_reads
 from ..pool import Pool

@@ -11,7 +11,7 @@ import torch
 from echelon import PipelineGradientCheckpointConfig
 from echelon.pipeline.action import Schedule
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pipeline.small_schedules import random_schedule
 from ..pool import Pool

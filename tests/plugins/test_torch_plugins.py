@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from echelon import PipelineGradientCheckpointConfig
 from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 from echelon.verify.reference import StepRecord, train
 from echelon.zero.precision import DTYPES

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
 from echelon import ShardConfig, ShardFormer
 from echelon.verify.batch import loss_of
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from .training import hybrid, refused, sgd, share

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from echelon import LazyInitContext
 from echelon.cluster.placement import shard_on
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from echelon.verify.batch import make_batch
-from echelon.verify.models import LENGTH, ModelChoice
+from echelon.verify.model_choice import LENGTH, ModelChoice
 
 from ..pool import Pool
 from .training import hybrid, logged

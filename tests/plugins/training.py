@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 BERT = ModelChoice(model_type="bert")

@@ -27,7 +27,7 @@ from echelon.shardformer.layers.chunked_loss import (
 )
 from echelon.shardformer.layers.embedding import VocabRange
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..models.stand_ins import installed

@@ -11,7 +11,7 @@ from echelon.cluster.placement import placements_of
 from echelon.shardformer import ShardConfig, ShardFormer, policy_for
 from echelon.shardformer.policy import Errors
 from echelon.shardformer.sharder import plan_parallelism, split_errors
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from .compare import build

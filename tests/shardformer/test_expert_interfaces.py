@@ -8,7 +8,7 @@ import transformers
 
 from echelon.shardformer.expert_sharding import expert_errors
 from echelon.shardformer.tables.experts import INTERFACES, REFUSED
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 MODELS = Path(transformers.__file__).parent / "models"
 # Classes of experts, of blocks that contain them, and of routers.

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.fused import FusedKernels
-from echelon.shardformer.layers.attention import (
+from echelon.shardformer.layers.attention_kernels import (
     FLASH_PACKAGES,
     KERNELS,
     SDPA,
@@ -22,7 +22,7 @@ from echelon.shardformer.layers.attention import (
     torch_attention,
     xformers_attention,
 )
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..models.stand_ins import installed, installed_xformers
 

@@ -16,8 +16,8 @@ from echelon.shardformer import fused_code
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.fused_code import compile_elementwise
 from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 from ..pool import Pool

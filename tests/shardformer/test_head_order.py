@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer.layer_split import heads_of
 from echelon.shardformer.tables.heads import Cut, HeadOrder, Heads
 from echelon.shardformer.tables.table import Table

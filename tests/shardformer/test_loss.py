@@ -20,7 +20,7 @@ from echelon.shardformer.layers import (
     vocab_parallel_cross_entropy,
 )
 from echelon.shardformer.layers.embedding import vocab_range, vocab_shard
-from echelon.shardformer.layers.loss import _causal_lm_loss, _vocab_parallel_sum
+from echelon.shardformer.layers.vocabulary_loss import _causal_lm_loss, _vocab_parallel_sum
 
 from ..pool import Pool
 from .compare import (

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.plan import OutputStructure, StagePlan
+from echelon.pipeline.stage_plan import OutputStructure, StagePlan
 from echelon.shardformer import Table
 from echelon.shardformer.table_policy import TablePolicy, table_as_installed
 from echelon.shardformer.tables.decoders import GPT2
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 
 class OfTensors(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.cluster.placement import PartialGrad, ReplicaKind, Replicated, Shard, place, placements_of
-from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import local_stages
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer import (
     ModulePolicyDescription,
     Policy,

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import nn
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer import Policy, Table, policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.decoders import GPT2, LLAMA
 from echelon.shardformer.tables.encoder_decoders import T5
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from . import compare
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from echelon import ShardConfig, ShardFormer
-from echelon.verify.models import FRAMES, MELS, VOCABULARY, ModelChoice
+from echelon.verify.model_choice import FRAMES, MELS, VOCABULARY, ModelChoice
 
 from ..pool import Pool
 from .compare import MULTIPLE, integers, named, numbers

@@ -24,7 +24,7 @@ from echelon.shardformer import (
 )
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.table import table_for
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
 from .compare import build

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer import RegionDropout, Table, model_types, register, table_for
 from echelon.shardformer.tables import table as table_module
 from echelon.shardformer.tables.decoders import LLAMA

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ..plugins.training import hybrid, refused, sgd
 from ..pool import Pool

@@ -7,8 +7,8 @@ from echelon.shardformer import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.tables.table import table_for_class
 from echelon.shardformer.tables.vision import TIMM_VIT
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import Report, parity
 
 from ..models.small_timm import VisionTransformer, build_timm, register_timm

@@ -4,7 +4,7 @@ import torch
 from transformers import T5Config
 
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 GEMMA3 = ModelChoice(model_type="gemma3")
 

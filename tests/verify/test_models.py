@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 
 def test_a_model_of_general_rules_has_the_chosen_settings() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 from echelon.verify.reference import is_one_mean, train
 

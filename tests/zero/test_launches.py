@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 from echelon.zero.partition import default_bucket_size
 
 from ..cuda_page import table, value

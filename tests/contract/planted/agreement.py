@@ -1,7 +1,7 @@
 """Faults in the agreement of ranks on a step."""
 
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ...plugins.test_step_agreement import depart
 from ..mutations import around, fault

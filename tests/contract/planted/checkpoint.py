@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from echelon.checkpoint.dcp import StateFiles
 from echelon.checkpoint.inspection import examine, find_folder
-from echelon.checkpoint.local import LocalTensor, Part
-from echelon.checkpoint.steps import recover
+from echelon.checkpoint.local_tensors import LocalBox, LocalTensor
+from echelon.checkpoint.step_folders import recover
 from echelon.verify.resume import contents_of, differing
 
 from ...checkpoint.failures import at_every_write, flip_every_file
@@ -149,7 +149,7 @@ def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTenso
         if first is None or not local.shape or first.box.ends()[0] == local.shape[0]:
             return local
         start, *rest = first.box.offset
-        moved = Part(first.box._replace(offset=(start + 1, *rest)), first.local)
+        moved = LocalBox(first.box._replace(offset=(start + 1, *rest)), first.local)
         return replace(local, parts=(moved, *local.parts[1:]))
 
     return found
@@ -222,16 +222,20 @@ FAULTS = {
         "checkpoint.pretrained:read_into", returning(None), check=resumed, notice="loaded.*model.norm.weight"
     ),
     "states of the optimizer are not read": fault(
-        "checkpoint.optimizer:read_into", returning(None), check=resumed, notice="loaded.*exp_avg", quick=True
+        "checkpoint.optimizer_state:read_into",
+        returning(None),
+        check=resumed,
+        notice="loaded.*exp_avg",
+        quick=True,
     ),
     "counts of steps are lost": fault(
-        "checkpoint.optimizer:_torch_state", around(without_counts), check=resumed, notice="stepped"
+        "checkpoint.optimizer_state:_torch_state", around(without_counts), check=resumed, notice="stepped"
     ),
     "random states are not restored": fault(
-        "checkpoint.step:_restore_random", returning(None), check=resumed, notice="random numbers"
+        "checkpoint.full_state:_restore_random", returning(None), check=resumed, notice="random numbers"
     ),
     "options are not loaded": fault(
-        "checkpoint.optimizer:_torch_state",
+        "checkpoint.optimizer_state:_torch_state",
         around(without_options),
         check=resumed_under_zero,
         args=("fp32",),
@@ -241,14 +245,14 @@ FAULTS = {
         "plugins.state:local_piece", around(shifted), check=resumed_under_zero, args=("fp32",)
     ),
     "a state is left at zero": fault(
-        "checkpoint.optimizer:read_into",
+        "checkpoint.optimizer_state:read_into",
         around(without_one_state),
         check=resumed_under_zero,
         args=("fp32",),
         notice="loaded.*exp_avg_sq/",
     ),
     "masters are not loaded": fault(
-        "checkpoint.optimizer:read_into",
+        "checkpoint.optimizer_state:read_into",
         around(without_masters),
         check=resumed_under_zero,
         args=("bf16",),
@@ -265,7 +269,7 @@ FAULTS = {
         "checkpoint.inspection:damage_of", returning([]), check=flipped, num_ranks=1, notice="called sound"
     ),
     "a step is removed before the new one has its name": fault(
-        "checkpoint.steps:_name_step",
+        "checkpoint.step_folders:_name_step",
         remove_first,
         check=replaced,
         num_ranks=1,

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from echelon.cluster.collectives import InFlight
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 from ...cluster.helpers import with_slices

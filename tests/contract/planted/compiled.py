@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.cluster.collectives import InFlight
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 from ...compiled import traced_layers

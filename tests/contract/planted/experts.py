@@ -13,8 +13,8 @@ from echelon.cluster.placement import Replicated
 from echelon.shardformer.layers import expert_parallel
 from echelon.shardformer.layers.expert_parallel import ExpertParallel, Interface
 from echelon.shardformer.tables.experts import INTERFACES
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ...shardformer.test_expert_parallel import HIDDEN, block, compared, output_of, sharded
 from ..mutations import around, fault, returning

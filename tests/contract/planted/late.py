@@ -9,8 +9,8 @@ from torch import Tensor
 from echelon.cluster import ring
 from echelon.cluster.collectives import begin_all_reduce
 from echelon.pipeline.action import Action, Op
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
 
 from ...late_completion import late_completion

@@ -13,8 +13,8 @@ from echelon.cluster.collectives import InFlight, all_reduce, gather_from, gathe
 from echelon.cluster.placement import Replicated, place
 from echelon.shardformer.layers import Linear1D_Col, linear
 from echelon.shardformer.tables.heads import Cut, Heads
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ...shardformer.compare import batch_for, build, require_same_training
 from ...shardformer.test_dropout import by_modules, checkpointing

@@ -10,8 +10,8 @@ from torch import nn
 
 from echelon import LazyInitContext
 from echelon.lazy import materialize
-from echelon.lazy.replay import Value
-from echelon.verify.models import ModelChoice
+from echelon.lazy.recorded_calls import Value
+from echelon.verify.model_choice import ModelChoice
 
 from ...lazy.compare import differences
 from ..mutations import around, fault
@@ -59,6 +59,6 @@ FAULTS = {
         "lazy.tensor:Value", around(forgetting), check=built, num_ranks=1, notice="lm_head.weight"
     ),
     "a value is made in memory that another needs": fault(
-        "lazy.replay:_made_of", around(overwriting), check=built, num_ranks=1
+        "lazy.recorded_calls:_made_of", around(overwriting), check=built, num_ranks=1
     ),
 }

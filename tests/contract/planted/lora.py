@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from echelon.cluster.placement import Replicated
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 from ...booster.adapters import GPT2, LLAMA
 from ..mutations import around, fault, returning

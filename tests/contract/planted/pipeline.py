@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.pipeline.host_masks import TensorWithHostCopy
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ...pipeline.test_host_masks import (
     test_a_change_in_place_is_seen,
@@ -53,7 +53,7 @@ def answered(target: str, change: Any, check: Callable[..., None], **further: An
 
 
 ASK = {"check": test_transformers_reads_no_mask_and_computes_the_same, "args": ("LlamaForCausalLM", "sdpa")}
-LAYERS_OF = "pipeline.plan:StagePlan.layers_of"
+LAYERS_OF = "pipeline.stage_plan:StagePlan.layers_of"
 TIES = "pipeline.stage_manager:PipelineStageManager.tie_group"
 
 FAULTS = {
@@ -79,7 +79,7 @@ FAULTS = {
         PP2,
     ),
     "a module before the layers is expected to keep the shape": fault(
-        "pipeline.plan:StagePlan.with_modules_before",
+        "pipeline.stage_plan:StagePlan.with_modules_before",
         around(
             lambda after: lambda self, **before: replace(after(self, **before), derives_entry_shapes=False)
         ),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 from ...plugins.test_batch_norm import plain, trained
 from ...plugins.test_torch_plugins import evaluate_before_a_step
@@ -69,10 +69,10 @@ FAULTS = {
         "pipeline.counted_loss:LossObserver.record_of", around(of_one_label), check=of_whole_batch
     ),
     "the terms of a loss are weighed together": fault(
-        "plugins.loss:terms_of", returning([]), check=of_whole_batch, args=("several terms",)
+        "plugins.microbatch_weights:terms_of", returning([]), check=of_whole_batch, args=("several terms",)
     ),
     "microbatches of pairs weigh equally, whatever their samples": fault(
-        "plugins.loss:batch_size", returning(1), "clip", Layout(dp=2)
+        "plugins.microbatch_weights:batch_size", returning(1), "clip", Layout(dp=2)
     ),
     "every replica trains on the first one's samples": fault(
         "plugins.base:Plugin.data_rank", property(always_first), check=SCRIPTS["LowLevelZeroPlugin"].departure

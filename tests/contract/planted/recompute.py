@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ...cluster.test_device import test_copies_run_beside_the_computation_and_are_waited_for_by_it_alone
 from ...shardformer.test_checkpoint_config import test_named_modules_run_twice_and_no_others

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.collectives import all_reduce, paired, unchanged
-from echelon.verify.layout import Layout
+from echelon.verify.layout_choice import Layout
 
 from ..mutations import around, fault
 from ..router_loss_rows import MIXTRAL

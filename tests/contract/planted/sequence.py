@@ -10,8 +10,8 @@ from torch import Tensor
 
 from echelon.cluster.collectives import InFlight
 from echelon.cluster.placement import Replicated
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ...shardformer.sequence.test_flex import (
     attend_round_rings,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from echelon.shardformer.tables.heads import HeadOrder
 from echelon.shardformer.tables.table import Table
-from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ..mutations import TABLES, fault, in_table, without
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from echelon.cluster.collectives import InFlight
-from echelon.verify.layout import Layout, Training
-from echelon.verify.models import ModelChoice
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
 
 from ..models import UNUSED, Occasional
 from ..mutations import around, fault, returning

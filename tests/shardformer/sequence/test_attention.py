@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function
 
-from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage_plan import StagePlan
 from echelon.shardformer import policy_for
 from echelon.shardformer.derived import derived_table
 from echelon.shardformer.layers.forward_code import mixing_errors
@@ -24,7 +24,7 @@ from echelon.shardformer.sequence.config import MODES, SequenceParallelism
 from echelon.shardformer.sequence.loss import stays_sharded
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
-from echelon.verify.models import ModelChoice
+from echelon.verify.model_choice import ModelChoice
 
 from ...pool import Pool
 from ..compare import build

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ..checkpoint.local import Adapter
+from ..checkpoint.local_tensors import Adapter
 from ..checkpoint.model import ADAPTER_SAFETENSORS, ADAPTER_TORCH
 from ..cluster.errors import raise_errors
 from ..cluster.transformers_api import modeling_auto

@@ -14,9 +14,9 @@ from ..cluster.errors import raise_errors
 from ..cluster.gathering import on_all_ranks, raise_different
 from ..cluster.options import is_number
 from ..data.loader import ShardedLoader
-from .local import LocalModel, saved_state
+from .local_tensors import LocalModel, saved_state
 from .model import config_errors
-from .optimizer import Trained, saved_options
+from .optimizer_state import Trained, saved_options
 from .tensor_file import dtype_errors, value_errors
 
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

@@ -56,7 +56,7 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class OperatorCall:
     """A recorded call of a torch operator.
 
     Args:
@@ -108,7 +108,7 @@ class Value:
     """
 
     num_bytes: int
-    call: Call | None = None
+    call: OperatorCall | None = None
     existing: Tensor | None = None
     returned: tuple[int, Geometry] | None = None
     before: "Value | None" = None
@@ -218,7 +218,7 @@ def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool)
 
 
 def _returned(
-    call: Call, index: int, geometry: Geometry, num_bytes: int, needs: dict[Value, UntypedStorage]
+    call: OperatorCall, index: int, geometry: Geometry, num_bytes: int, needs: dict[Value, UntypedStorage]
 ) -> UntypedStorage:
     """Return the memory of a returned tensor; a copy if the recorded geometry differs or the memory is not new."""
 

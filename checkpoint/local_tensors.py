@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..cluster.box import Box, cuts_of, flat_boxes, whole_shape
+from ..cluster.box import Box, flat_boxes, global_shape, overlaps
 from ..cluster.forward_random import ForwardRandom
 from ..cluster.placement import PlacedShard
 from .background import Keep
@@ -19,7 +19,7 @@ from .background import Keep
 _WRAPPED = (".base_layer.", ".original_module.")
 
 
-class Part(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of a global tensor, and this rank's memory of it: a view of the box's size."""
 
     box: Box
@@ -42,17 +42,17 @@ class LocalTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[LocalBox, ...]
     may_save: bool = True
 
     @property
     def nbytes(self) -> int:
         """Size of the global tensor in bytes."""
-        return Box.whole(self.shape).numel * self.dtype.itemsize
+        return Box.full(self.shape).numel * self.dtype.itemsize
 
     def kept(self, keep: Keep) -> "LocalTensor":
         """Return this tensor with its memory replaced by that of `keep`."""
-        return replace(self, parts=tuple(Part(part.box, keep(part.local)) for part in self.parts))
+        return replace(self, parts=tuple(LocalBox(part.box, keep(part.local)) for part in self.parts))
 
 
 def local_shard(
@@ -66,7 +66,7 @@ def local_shard(
         shards: the shardings of the tensor, outermost first; empty if it is replicated.
         may_save: see `LocalTensor`.
     """
-    return _local(name, shard, [Box.whole(shard.shape)], tuple(shard.shape), shards, may_save)
+    return _local(name, shard, [Box.full(shard.shape)], tuple(shard.shape), shards, may_save)
 
 
 def local_piece(
@@ -99,7 +99,7 @@ def local_dtensor(name: str, tensor: DTensor) -> LocalTensor:
     box = Box(tuple(offset), tuple(size))
     if tuple(local.shape) != box.size:
         raise AssertionError(f"{name} has {tuple(local.shape)} here, and torch says {box}")
-    parts = (Part(box, local.detach()),) if box.numel else ()
+    parts = (LocalBox(box, local.detach()),) if box.numel else ()
     return LocalTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts)
 
 
@@ -114,15 +114,15 @@ def _local(
     """Return a `LocalTensor` from boxes of a shard that are consecutive in memory."""
     memory = memory.detach()
     is_one_box = len(boxes) == 1 and tuple(memory.shape) == boxes[0].size
-    parts: list[Part] = []
+    parts: list[LocalBox] = []
     start = 0
     for box in boxes:
         entries = memory if is_one_box else memory.view(-1)[start : start + box.numel].view(box.size)
-        parts += [Part(cut.whole, entries[cut.shard.within(box)]) for cut in cuts_of(box, shards)]
+        parts += [LocalBox(cut.full, entries[cut.shard.within(box)]) for cut in overlaps(box, shards)]
         start += box.numel
     return LocalTensor(
         name=name,
-        shape=whole_shape(shard_shape, shards),
+        shape=global_shape(shard_shape, shards),
         dtype=memory.dtype,
         parts=tuple(parts),
         may_save=may_save,

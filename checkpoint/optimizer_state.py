@@ -20,7 +20,7 @@ from ..zero.combined import name_of
 from .background import Keep
 from .commit import Replaced
 from .dcp import INDEX, StateFiles, save_states
-from .local import LocalTensor
+from .local_tensors import LocalTensor
 from .pretrained import raise_of_all, read_into
 from .tensor_file import Records, Write, read_values, write_values
 

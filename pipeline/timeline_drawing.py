@@ -67,7 +67,7 @@ class Panel:
     timeline: Timeline
 
 
-class Box(NamedTuple):
+class PlacedSpan(NamedTuple):
     """A span and its place in the drawing. `gid` is its id in an SVG, `chunk` counts the stages of its rank."""
 
     gid: str
@@ -200,13 +200,13 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def boxes(panel: int, timeline: Timeline) -> Iterator[Box]:
+def boxes(panel: int, timeline: Timeline) -> Iterator[PlacedSpan]:
     """Yield all boxes of a panel, given by its number from the top."""
     for rank, spans in enumerate(timeline.spans):
         stages = stages_of(spans)
         for index, span in enumerate(spans):
             chunk = stages.index(span.action.stage)
-            yield Box(f"box-{panel}-{rank}-{index}", rank, chunk, span)
+            yield PlacedSpan(f"box-{panel}-{rank}-{index}", rank, chunk, span)
 
 
 def stages_of(spans: Sequence[Span]) -> list[int]:

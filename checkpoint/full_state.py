@@ -1,4 +1,4 @@
-"""Save and load the full state of a run at one step. steps.py handles the folders."""
+"""Save and load the full state of a run at one step. step_folders.py handles the folders."""
 
 import logging
 import random
@@ -20,11 +20,11 @@ from ..cluster.layout import AXES
 from ..cluster.mesh import ParallelMesh
 from .background import Keep
 from .commit import written_beside
-from .local import LocalModel
+from .local_tensors import LocalModel
 from .model import SAFETENSORS, describing, prepare_model
-from .optimizer import Trained, fit_trained, prepare_states
+from .optimizer_state import Trained, fit_trained, prepare_states
 from .pretrained import fit, open_pretrained
-from .steps import (
+from .step_folders import (
     MANIFEST,
     begin_step,
     commit_step,
