@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.planning.cost import LiveBytes
-from echelon.shardformer.sequence.before_layers import PartTensor
+from echelon.shardformer.sequence.before_layers import ShardTensor
 
 
 class KeptBytes(LiveBytes):
@@ -57,7 +57,7 @@ def bytes_before_layers(compute: Callable[[], None], *, embedding: nn.Module, fi
             live.peak = live.now
 
         def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-            part = output.part if isinstance(output, PartTensor) else None  # this rank's shard of the output
+            part = output.part if isinstance(output, ShardTensor) else None  # this rank's shard of the output
             (output if part is None else part).register_hook(arrive)
 
         handles = (

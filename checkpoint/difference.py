@@ -88,7 +88,9 @@ class Comparison:
         self._stores.append(("optimizer", a.optimizer, b.optimizer))
         for part in ("scalars", "groups"):
             if a.optimizer is not None and b.optimizer is not None:
-                self._values.append((part, _part_of(a.groups, part), _part_of(b.groups, part)))
+                self._values.append(
+                    (part, _scalars_or_rest(a.groups, part), _scalars_or_rest(b.groups, part))
+                )
         self._values.append(("training", {**a.training, "layout": None}, {**b.training, "layout": None}))
         if a.random.keys() == b.random.keys():  # comparable only between the same ranks
             self._values.append(("random", dict(a.random), dict(b.random)))
@@ -173,7 +175,7 @@ def _config_of(opened: Opened) -> Mapping[str, Any]:
     return {name: value for name, value in (opened.config or {}).items() if name not in PASSED_OVER}
 
 
-def _part_of(groups: Mapping[str, Any], part: str) -> Any:
+def _scalars_or_rest(groups: Mapping[str, Any], part: str) -> Any:
     """Return the scalars of an optimizer's groups file, or everything else in it."""
     if part == "scalars":
         return groups.get("scalars", {})

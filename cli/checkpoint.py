@@ -49,7 +49,7 @@ def inspect(
     errors = []
     if pattern is not None and not tensors:
         errors.append(f"{pattern!r} is a pattern of names: give --tensors too")
-    (folder,) = found_folders("inspect", directory, errors=errors)
+    (folder,) = checkpoint_folders("inspect", directory, errors=errors)
     with reported("inspect"):
         opened = open_folder(folder)
         summary = summarize(opened)
@@ -94,7 +94,7 @@ def diff(
     errors = []
     if not (isfinite(tolerance) and tolerance >= 0):
         errors.append(f"tolerance={tolerance} must be a number of at least 0")
-    folders = found_folders("diff", a, b, errors=errors)
+    folders = checkpoint_folders("diff", a, b, errors=errors)
     with reported("diff"):
         first, second = map(open_folder, folders)
         comparison = Comparison(a=first, b=second, tolerance=tolerance)
@@ -121,7 +121,7 @@ def verify(directory: Folder) -> None:
     Of a Hugging Face folder the index and the config are compared with the files. Exit status: 0 valid, 1 damaged
     (each file and tensor is named), 2 bad arguments.
     """
-    (folder,) = found_folders("verify", directory)
+    (folder,) = checkpoint_folders("verify", directory)
     with reported("verify"):  # an unreadable file may be valid
         findings = examined(folder)
     for note in findings.notes:
@@ -151,7 +151,7 @@ for _name in REMOVED:
     checkpoint.command(_name, hidden=True, context_settings={"ignore_unknown_options": True})(removed)
 
 
-def found_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> list[Path]:
+def checkpoint_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> list[Path]:
     """Return the checkpoint folders of some paths, and name those on stderr that are not the given ones.
 
     Ends the command with all errors if one is missing.

@@ -131,7 +131,7 @@ def timeline(
     1 a process failed, 2 bad arguments.
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
-    given_options = [name for name in context.params if _is_given(context, name)]
+    given_options = [name for name in context.params if _is_set_by_user(context, name)]
     errors = [*pipeline.errors(), *picture_errors("out", out)]
     try:
         stage_costs = parse_costs(costs)
@@ -200,7 +200,7 @@ def parse_costs(text: str) -> Costs:
     )
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _is_set_by_user(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 

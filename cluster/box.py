@@ -112,7 +112,7 @@ def overlaps(box: Box, shards: Sequence[PlacedShard]) -> Iterator[Overlap]:
     for interval in shard.intervals_of(rank):
         begin, end = max(first, interval.shard), min(last, interval.shard + interval.length)
         if begin < end:
-            shift = interval.whole - interval.shard
+            shift = interval.full - interval.shard
             for outer in overlaps(box.along(dim, begin + shift, end - begin), others):
                 in_outer = outer.shard
                 shard_box = in_outer.along(dim, in_outer.offset[dim] - shift, in_outer.size[dim])

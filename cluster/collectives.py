@@ -161,7 +161,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return torch.cat(begin_gather(x, group).wait().unbind(0), dim)
 
 
-def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def rank_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's slice of `x` along `dim`, contiguous. The length must be divisible by the size of the group."""
     if x.shape[dim] % group.size():
         raise AssertionError(f"length {x.shape[dim]} of dim {dim} is not divisible by {group.size()} ranks")
@@ -263,14 +263,14 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward this rank's slice of a replicated `x`, backward all-gather."""
     return _apply(
-        x, group, lambda x: own_slice(x, group, dim), lambda gradient: all_gather(gradient, group, dim)
+        x, group, lambda x: rank_slice(x, group, dim), lambda gradient: all_gather(gradient, group, dim)
     )
 
 
 def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward all-gather for a replicated consumer, backward this rank's slice."""
     return _apply(
-        x, group, lambda x: all_gather(x, group, dim), lambda gradient: own_slice(gradient, group, dim)
+        x, group, lambda x: all_gather(x, group, dim), lambda gradient: rank_slice(gradient, group, dim)
     )
 
 

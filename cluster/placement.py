@@ -26,7 +26,7 @@ _MOST_RANKS = 64  # upper bound of the numbers of ranks that an error proposes
 class Interval(NamedTuple):
     """Consecutive entries along the sharded dim: their start in the full tensor and in the shard, and their number."""
 
-    whole: int
+    full: int
     shard: int
     length: int
 
@@ -99,7 +99,7 @@ class Shard:
         chunks = [block.chunk(self._shards_of_stretch, self.dim)[index] for block in stretch_blocks]
         return chunks[0].clone() if len(chunks) == 1 else torch.cat(chunks, self.dim)
 
-    def whole(self, locals_: Sequence[Tensor]) -> Tensor:
+    def full(self, locals_: Sequence[Tensor]) -> Tensor:
         """The full tensor from the shards of all ranks of the axis, in their order, without padding."""
         if self.owner is not None:
             return locals_[self.owner]

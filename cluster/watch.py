@@ -154,7 +154,7 @@ class Watch(Described):
     @property
     def action(self) -> str | None:
         """The watched call that this thread is in."""
-        return None if self._own_call() is None else self.here.action
+        return None if self._call_of_this_thread() is None else self.here.action
 
     def wait_for_all(self) -> None:
         """Wait for all ranks through the store only, so that no message of training can be mixed up with another."""
@@ -170,7 +170,7 @@ class Watch(Described):
 
     def _wait_at(self, name: str, size: int) -> None:
         """Wait at a barrier in the store; raise if another rank never comes."""
-        start, call = time.monotonic(), self._own_call()
+        start, call = time.monotonic(), self._call_of_this_thread()
         self._heartbeats.arrive(name, size)
         while not self._heartbeats.all_arrived(name):
             waited = time.monotonic() - start
@@ -196,7 +196,7 @@ class Watch(Described):
 
     def raise_if_stuck(self) -> None:
         """Raise the error of a call that other ranks never make; its messages would corrupt all later calls."""
-        call = self._own_call()
+        call = self._call_of_this_thread()
         if call is None or (error := call.unmatched) is None:
             return
         # A rank that waits in `wait_for_all` first may handle its error there, and enter this call.
@@ -204,14 +204,14 @@ class Watch(Described):
             self._given_up, call.unmatched = str(error), None  # see `wait_for_all`
             raise error
 
-    def _own_call(self) -> WatchedCall | None:
+    def _call_of_this_thread(self) -> WatchedCall | None:
         call = self._call
         return call if call is not None and call.thread_id == threading.get_ident() else None
 
     def explain(self, error: BaseException, action: str) -> RankFailure | None:
         """Find the cause of a broken connection or a timeout, None if unknown; waits for its event."""
         start = time.monotonic()
-        if (call := self._own_call()) is not None:
+        if (call := self._call_of_this_thread()) is not None:
             call.is_reported = True
         entered = start if call is None else call.entered
         self._read()

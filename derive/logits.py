@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from .build import Copy, small_copy
-from .plans import apart
+from .plans import isolated
 from .tasks import task_of
 
 # Functions that compute each logit alone, if all other tensors are single numbers: also in place, and as operators.
@@ -61,7 +61,7 @@ class _Settings:
 @cache  # every candidate of a trial asks again
 def _use_in(kind: type[nn.Module], settings: _Settings, head: str) -> LogitsUse:
     """Return the use of the logits in the forward of a class with a config."""
-    with apart():
+    with isolated():
         try:
             return _traced_use(small_copy(kind, settings.config, task_of(kind)), head)
         except Exception:  # of any model class: no copy trains, or it has no such head, loss or outputs

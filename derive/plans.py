@@ -32,7 +32,7 @@ def stage_plan_of(model: nn.Module, copy: Copy | None = None) -> StagePlan:
     Raises:
         ValueError: it has no config, no small copy trains, or the stages depart from the whole copy.
     """
-    with apart():
+    with isolated():
         return derived_plan(copy or in_double(copy_of(model)), model)
 
 
@@ -55,7 +55,7 @@ def copy_of(model: nn.Module) -> Copy:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Compute on the CPU in float32 with gradients, and leave nothing behind: no random number, no warning."""
     cpu, dtype, verbosity = (
         torch.device("cpu"),

@@ -27,7 +27,7 @@ from ..shardformer.refusals import policy_errors
 from ..shardformer.sequence.config import SequenceParallelism, double_ring
 from ..shardformer.shard_config import ShardConfig, ShardOptions
 from ..shardformer.tables.table import Table
-from ..zero.precision import DTYPES, PRECISION, PrecisionConfig, ScaleOptions, given_precision
+from ..zero.precision import DTYPES, PRECISION, PrecisionConfig, ScaleOptions, precision_or_default
 from .loss_reducer import LOSS_REDUCTIONS, LossReduction
 
 _RECOMPUTED = Check(
@@ -180,7 +180,7 @@ class HybridConfig(ShardOptions, DataOptions):
     @property
     def used_precision(self) -> str:
         """The precision, the device's default for None."""
-        return given_precision(self.precision)
+        return precision_or_default(self.precision)
 
     @cached_property
     def dtype(self) -> torch.dtype:

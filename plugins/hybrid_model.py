@@ -32,12 +32,12 @@ from ..shardformer.equal_ranks import require_equal_models, tensors_of_call
 from ..shardformer.expert_load import ExpertLoad, LayerLoad
 from ..shardformer.layers.batch_norm import RunningStatistics
 from ..shardformer.refusals import (
-    given_errors,
     mark_all_parallelized,
     mark_parallelized,
     mark_trained,
     refuse_partial_state,
     trained_errors,
+    unfit_model_errors,
 )
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.transforms import ModelPlan, TransformOptions
@@ -114,7 +114,7 @@ def plan_boost(
     Raises:
         ValueError: a change is impossible; all errors at once.
     """
-    raise_errors(given_errors(model) or peft_model_errors(model))
+    raise_errors(unfit_model_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
     errors = optimizer_errors(model, optimizer, config.ep_size) + format_errors(model, config.dtype)
     if optimizer is not None:

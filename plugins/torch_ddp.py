@@ -25,7 +25,7 @@ from ..cluster.options import Check, option, option_errors
 from ..lazy import materialize
 from ..pipeline.stage import with_known_cache_name
 from ..shardformer.layers.batch_norm import RunningStatistics, convert_batch_norms
-from ..shardformer.refusals import given_errors, mark_parallelized
+from ..shardformer.refusals import mark_parallelized, unfit_model_errors
 from ..zero.precision import DTYPES, default_precision
 from .adapters import unwrapped
 from .base import BoostedModule, Plugin, init_from_options, require_boosted
@@ -105,7 +105,7 @@ class TorchPlugin(Plugin):
         Raises:
             ValueError: they cannot; all errors at once.
         """
-        raise_errors(given_errors(model))
+        raise_errors(unfit_model_errors(model))
         model, adapters = unwrapped(model)
         raise_errors(self._errors(model, optimizer))
         return model, adapters

@@ -34,7 +34,7 @@ from ..shardformer.refusals import is_partial, mark_parallelized, refuse_partial
 from ..zero.combined import members_of
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.kinds import require_elementwise
-from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, given_precision, routers_of
+from ..zero.precision import DTYPES, POSITIVE, PRECISION, ScaleOptions, precision_or_default, routers_of
 from .base import init_from_options
 from .colossalai import FSDP
 from .optimizer_errors import optimizer_errors
@@ -87,7 +87,7 @@ class TorchFSDPPlugin(TorchPlugin):
     @init_from_options(FSDPConfig, FSDP)
     def __init__(self, config: FSDPConfig, errors: list[str]) -> None:
         self._settings = vars(config)
-        self._precision = given_precision(config.precision)
+        self._precision = precision_or_default(config.precision)
         raise_errors(
             [
                 *errors,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..derive.build import Copy
 from ..derive.double import in_double
-from ..derive.plans import apart, copy_of, stage_plan_of
+from ..derive.plans import copy_of, isolated, stage_plan_of
 from ..pipeline.stage_plan import StagePlan
 from .derived import derived_table
 from .proposed import proposed_table
@@ -70,7 +70,7 @@ class DerivedPolicy(TablePolicy):
         kind = type(self._full_model).__name__
         errors = list(self.table.tensor_errors)
         try:
-            with apart():
+            with isolated():
                 if not errors:
                     error = _table_error(self._copy, self.table)
                     if error is None:
@@ -89,7 +89,7 @@ class DerivedPolicy(TablePolicy):
     @cached_property
     def _copy(self) -> Copy:
         """The small copy of the full model, on which stages and splits are tried."""
-        with apart():
+        with isolated():
             return in_double(copy_of(self._full_model))
 
     def _stacks(self) -> list[str]:

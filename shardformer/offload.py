@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..cluster.device import CopyStream, host_memory
 from .recompute import RECOMPUTE
-from .sequence.before_layers import PartTensor
+from .sequence.before_layers import ShardTensor
 
 _MAX_BEING_OFFLOADED = 2  # a layer reads its input while the previous input is copied
 
@@ -103,7 +103,7 @@ class ActivationOffload:
         """
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        if hidden is None or isinstance(hidden, PartTensor):  # a PartTensor has no memory of its own
+        if hidden is None or isinstance(hidden, ShardTensor):  # a ShardTensor has no memory of its own
             return RECOMPUTE(function, *args)
         shape_and_dtype = hidden.shape, hidden.dtype
 

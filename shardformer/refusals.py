@@ -76,7 +76,7 @@ def is_parallelized(model: nn.Module) -> bool:
     return is_split(model) or any(_is_marked(module) for module in model.modules())
 
 
-def given_errors(model: object) -> list[str]:
+def unfit_model_errors(model: object) -> list[str]:
     """List reasons why an object cannot be sharded or boosted as a model, with any options; empty if it can.
 
     For example it is not a module, has parameters without values, or was boosted or sharded before. Call this before

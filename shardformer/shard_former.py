@@ -21,7 +21,7 @@ from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import add_gradient_hooks
 from .layers.parallel_module import is_of_peft
 from .policy import Policy
-from .refusals import given_errors, mark_all_parallelized, refuse_partial_state
+from .refusals import mark_all_parallelized, refuse_partial_state, unfit_model_errors
 from .shard_config import ShardConfig
 from .tables.table import Table
 from .transforms import ModelPlan, TransformOptions
@@ -79,7 +79,7 @@ class ShardFormer:
 
     def shard_model(self, model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
         """Call `optimize` and move the local model to this rank's device; return only the model."""
-        raise_errors(given_errors(model))
+        raise_errors(unfit_model_errors(model))
         return self._optimize(model, policy, default_device())[0]
 
     def optimize(
@@ -199,7 +199,7 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
             f"axis_groups of {', '.join(config.axis_groups)} need a booster, which averages gradients over the other "
             "data-parallel ranks: use HybridParallelPlugin"
         ]
-    if errors := given_errors(model):
+    if errors := unfit_model_errors(model):
         return errors
     if config.num_stages > 1 and router_loss_file(model) is not None and adds_router_loss(model):
         return [

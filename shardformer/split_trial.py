@@ -87,7 +87,7 @@ def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter])
             sum(gradients[rank - rank % num_replicas :][:num_replicas], start=torch.zeros(()))
             for rank in range(len(gradients))
         ]
-        totals = [placement.whole(gradients)]
+        totals = [placement.full(gradients)]
     else:
         totals = [sum(gradients, start=torch.zeros(()))] if isinstance(placement, PartialGrad) else gradients
     return gradient_departure(f"{name} on {len(local)} ranks", _gradient_or_zeros(whole), totals)

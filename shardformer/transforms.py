@@ -112,7 +112,7 @@ class ModelPlan:
         return model
 
 
-def own_configs(plan: ModelPlan) -> Change | None:
+def unshared_configs(plan: ModelPlan) -> Change | None:
     """Give the model configs that no other model has."""
     return copy_configs
 
@@ -214,7 +214,7 @@ def compilation(plan: ModelPlan) -> Change | None:
 
 # In this order:
 TRANSFORMS: tuple[Callable[[ModelPlan], Change | None], ...] = (
-    own_configs,  # the next ones write into configs, which the script may use for other models
+    unshared_configs,  # the next ones write into configs, which the script may use for other models
     attention,  # before the cut: stages share configs; sequence modes replace the chosen kernel
     stages,  # before layers are sharded: those of other stages are not there to be sharded
     sequences_and_tensors,  # before weights: only linear layers that no other axis has replaced are sharded over wp

@@ -379,7 +379,7 @@ def _over_axes(local: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
             pieces = gather_objects(local, mesh.group(shard.axis))
         elif shard.size > 1:
             pieces = begin_gather(local, mesh.group(shard.axis)).wait().unbind(0)
-        local = shard.whole(pieces)
+        local = shard.full(pieces)
     return local
 
 

@@ -161,7 +161,7 @@ def default_precision(device: torch.device) -> Precision:
     return "bf16" if computes_in_bf16(device) else "fp16"
 
 
-def given_precision(precision: str | None) -> str:
+def precision_or_default(precision: str | None) -> str:
     """Return the given precision, or the device's default for None."""
     return default_precision(default_device()) if precision is None else precision
 

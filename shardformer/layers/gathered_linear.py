@@ -128,7 +128,7 @@ class _GatheredLinear(Function):
         # Save the shard, so that autograd detects writes to it before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, shard)
         ctx.shape, ctx.layer, ctx.later_product = x.shape, layer, later_product
-        with layer.pool.whole(layer, for_backward=False) as weight:
+        with layer.pool.full_weight(layer, for_backward=False) as weight:
             out = linear(x, weight.T if layer.is_transposed else weight, bias)
         # Otherwise the caller could not write to it in place.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
@@ -146,7 +146,7 @@ class _GatheredLinear(Function):
         mean: InFlight[Tensor] | None = None
         of_input = of_weight = None
         if needs_input:
-            with layer.pool.whole(layer, for_backward=True) as weight:
+            with layer.pool.full_weight(layer, for_backward=True) as weight:
                 mean = _begin_mean(layer, x, gradient_NO) if needs_weight else None  # in flight meanwhile
                 of_input = gradient_NO.mm(weight.T if layer.is_transposed else weight).view(ctx.shape)
         elif needs_weight:
@@ -260,7 +260,7 @@ class WeightPool:
         self._prepared: tuple[Any, ...] = ()
 
     @contextmanager
-    def whole(self, layer: ShardedLinear, *, for_backward: bool) -> Iterator[Tensor]:
+    def full_weight(self, layer: ShardedLinear, *, for_backward: bool) -> Iterator[Tensor]:
         """Provide the full weight of a layer to the computation inside this context, on the current stream.
 
         Begins the all-gather of this weight, unless it was prefetched, and of the expected next one. Every rank of the

@@ -1,6 +1,6 @@
 """Sequence sharding before the layers: the embedding and rotary tables compute only this rank's shard.
 
-The embedding must be the model's only entry. It returns a `PartTensor` with the shape of the full sequence, from which
+The embedding must be the model's only entry. It returns a `ShardTensor` with the shape of the full sequence, from which
 the first layer takes the shard: no rank materializes hidden states of a full sequence, nor their gradient. If a model
 computes with the embedding's output, the full tensor is materialized, and later calls compute it directly.
 
@@ -42,50 +42,50 @@ _METADATA = frozenset(
 )
 
 
-class PartTensor(Tensor):
+class ShardTensor(Tensor):
     """Placeholder of a full sequence, (…, S, W), that contains only this rank's shard.
 
     Any use of it except for shape, dtype and device materializes the full tensor, once: slower, with the same result.
     An autograd function that gets the placeholder itself raises.
 
     Args:
-        part: this rank's shard, (…, S/P, W), with padding.
+        shard: this rank's shard, (…, S/P, W), with padding.
         length: length of the full sequence, S.
-        make_whole: computes the full tensor, equal on every rank; with gradients if they were enabled here.
+        make_full: computes the full tensor, equal on every rank; with gradients if they were enabled here.
     """
 
-    _part: Tensor
-    _make_whole: Callable[[], Tensor]
-    _whole: Tensor | None
+    _local: Tensor
+    _make_full: Callable[[], Tensor]
+    _full: Tensor | None
     _has_graph: bool
 
     @staticmethod
-    def __new__(cls, part: Tensor, *, length: int, make_whole: Callable[[], Tensor]) -> "PartTensor":
-        """Make a tensor of the full sequence's shape that has only a part; `make_whole` computes it if it is read."""
-        shape = (*part.shape[:DIM], length, part.shape[-1])
-        part_tensor: PartTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+    def __new__(cls, shard: Tensor, *, length: int, make_full: Callable[[], Tensor]) -> "ShardTensor":
+        """Make a tensor of the full sequence's shape that has only a shard; `make_full` computes it if it is read."""
+        shape = (*shard.shape[:DIM], length, shard.shape[-1])
+        shard_tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
         )
-        part_tensor._part, part_tensor._make_whole, part_tensor._whole = part, make_whole, None
-        part_tensor._has_graph = torch.is_grad_enabled()
-        if part.requires_grad:
+        shard_tensor._local, shard_tensor._make_full, shard_tensor._full = shard, make_full, None
+        shard_tensor._has_graph = torch.is_grad_enabled()
+        if shard.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                part_tensor.register_hook(
+                shard_tensor.register_hook(
                     _refuse_gradient
-                )  # the first layer takes `part`: this one's would be lost
-        return part_tensor
+                )  # the first layer takes `shard`: this one's would be lost
+        return shard_tensor
 
     @property
-    def part(self) -> Tensor | None:
+    def shard(self) -> Tensor | None:
         """This rank's shard, with padding; None if the full tensor was materialized, which must be sharded then."""
-        return self._part if self._whole is None else None
+        return self._local if self._full is None else None
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """Return the full tensor, materialized by the first call."""
-        if self._whole is None:
+        if self._full is None:
             with torch.set_grad_enabled(self._has_graph):
-                self._whole = self._make_whole()
-        return self._whole
+                self._full = self._make_full()
+        return self._full
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +93,7 @@ class PartTensor(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(PartTensor, PartTensor.whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(ShardTensor, ShardTensor.full, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -189,42 +189,42 @@ class ShardedCalls:
             self._needs_full = True
             return tree_flatten(module(*full_args, **full_kwargs))[0]
 
-        def placeholder_of(index: int, part: Tensor) -> PartTensor:
+        def placeholder_of(index: int, shard: Tensor) -> ShardTensor:
             """Return the placeholder of an output, by its index among all outputs and this rank's shard of it."""
-            if part.shape[DIM] * self._axis.order.size != self._axis.order.padded(length):
+            if shard.shape[DIM] * self._axis.order.size != self._axis.order.padded(length):
                 raise AssertionError(
-                    f"{type(module).__name__} returned {tuple(part.shape)} for a shard of length {length}"
+                    f"{type(module).__name__} returned {tuple(shard.shape)} for a shard of length {length}"
                 )
-            return PartTensor(
-                self._without_padding(part, length), length=length, make_whole=lambda: make_all()[index]
+            return ShardTensor(
+                self._without_padding(shard, length), length=length, make_full=lambda: make_all()[index]
             )
 
         leaves, structure = tree_flatten(output)
-        return tree_unflatten([placeholder_of(index, part) for index, part in enumerate(leaves)], structure)
+        return tree_unflatten([placeholder_of(index, shard) for index, shard in enumerate(leaves)], structure)
 
-    def _shard(self, whole: Tensor) -> Tensor:
+    def _shard(self, full: Tensor) -> Tensor:
         """Return this rank's shard along the last dimension, padded with the last position as by `shard_sequence`."""
-        missing = self._axis.order.padded(whole.shape[-1]) - whole.shape[-1]
-        padding = whole[..., -1:].expand(*whole.shape[:-1], missing)
-        return self._axis.shard(torch.cat([whole, padding], -1) if missing else whole, -1)
+        missing = self._axis.order.padded(full.shape[-1]) - full.shape[-1]
+        padding = full[..., -1:].expand(*full.shape[:-1], missing)
+        return self._axis.shard(torch.cat([full, padding], -1) if missing else full, -1)
 
-    def _without_padding(self, part: Tensor, length: int) -> Tensor:
+    def _without_padding(self, shard: Tensor, length: int) -> Tensor:
         """Return a shard whose padding, at its end, is detached, so that it adds nothing to gradients."""
         stretches = self._axis.order.stretches(self._axis.rank, length)
         num_real = sum(position < length for stretch in stretches for position in stretch)
-        num_padded = part.shape[DIM] - num_real
-        if not part.requires_grad or not num_padded:
-            return part
+        num_padded = shard.shape[DIM] - num_real
+        if not shard.requires_grad or not num_padded:
+            return shard
         return torch.cat(
-            [part.narrow(DIM, 0, num_real), part.narrow(DIM, num_real, num_padded).detach()], DIM
+            [shard.narrow(DIM, 0, num_real), shard.narrow(DIM, num_real, num_padded).detach()], DIM
         )
 
 
-def _require_rows(module: nn.Module, whole: Tensor) -> None:
+def _require_rows(module: nn.Module, full: Tensor) -> None:
     """Raise ValueError on all ranks for an index outside of an embedding, not only on the rank with that token."""
     if isinstance(count := getattr(module, "num_embeddings", None), int):
-        is_row = (whole >= 0) & (whole < count)
-        require_all(is_row, lambda: f"entry {whole[~is_row][0].item()} is outside the vocabulary of {count}")
+        is_row = (full >= 0) & (full < count)
+        require_all(is_row, lambda: f"entry {full[~is_row][0].item()} is outside the vocabulary of {count}")
 
 
 def _is_lookup(module: nn.Module) -> bool:

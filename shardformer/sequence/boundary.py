@@ -51,7 +51,7 @@ from ..layers.sequence_axis import (
     shard_sequence,
 )
 from .attention import ALL_TO_ALL, RING, attention_kernels, sequence_attention_errors, set_sequence_attention
-from .before_layers import PartTensor
+from .before_layers import ShardTensor
 from .config import SEQUENCE_MODES, SequenceSplit
 
 
@@ -206,7 +206,7 @@ def _average_entering_gradients(
     def average_gradient(x: Tensor) -> Tensor:
         """Return the same tensor, whose gradient is averaged over the ranks in backward."""
         # A placeholder comes from the model's embedding, whose parameters the optimizer averages.
-        if not x.requires_grad or isinstance(x, PartTensor) or not torch.is_grad_enabled():
+        if not x.requires_grad or isinstance(x, ShardTensor) or not torch.is_grad_enabled():
             return x
         return paired(x, lambda x: x.view_as(x), lambda gradient: all_reduce(gradient, group) / group.size())
 
@@ -309,10 +309,10 @@ class Boundary:
                     "out for this model"
                 )
             self.axis.length = hidden.shape[_DIM]
-            if is_local and isinstance(hidden, PartTensor) and hidden.part is not None:
-                inputs[name] = hidden.part  # the modules before the layers sharded it
+            if is_local and isinstance(hidden, ShardTensor) and hidden.shard is not None:
+                inputs[name] = hidden.shard  # the modules before the layers sharded it
                 return
-            full = hidden.whole() if isinstance(hidden, PartTensor) else hidden
+            full = hidden.full() if isinstance(hidden, ShardTensor) else hidden
             inputs[name] = (
                 shard_sequence(full, self.axis, is_on_sequence_axis=self._is_on_sequence_axis)
                 if is_local
@@ -374,8 +374,8 @@ class Boundary:
         return value
 
     def _shard_tensor(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard of a full sequence along `dim`; a `PartTensor` already contains it."""
-        part = x.part if isinstance(x, PartTensor) else None
+        """Return this rank's shard of a full sequence along `dim`; a `ShardTensor` already contains it."""
+        part = x.shard if isinstance(x, ShardTensor) else None
         return self.axis.shard(x, dim) if part is None else part
 
 

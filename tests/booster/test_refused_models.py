@@ -19,7 +19,7 @@ from echelon import (
     shard_model,
 )
 from echelon.shardformer import Policy
-from echelon.shardformer.refusals import given_errors
+from echelon.shardformer.refusals import unfit_model_errors
 from echelon.shardformer.tables.decoders import GPT2, LLAMA
 from echelon.verify.model_choice import ModelChoice
 
@@ -138,7 +138,7 @@ def test_models_and_policies_are_taken_or_refused_on_all_ranks(
 
 
 def test_a_module_without_values_is_reported_by_name() -> None:
-    (reported,) = given_errors(nn.Linear(2, 2, bias=False, device="meta"))
+    (reported,) = unfit_model_errors(nn.Linear(2, 2, bias=False, device="meta"))
     assert reported.startswith("weight of the model is on the meta device")
 
 

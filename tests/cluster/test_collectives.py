@@ -92,7 +92,7 @@ def take_a_transposed_input() -> None:
     assert torch.equal(collectives.all_gather(x, world, 1), torch.cat([x, x], 1))
     assert torch.equal(collectives.all_reduce(x, world), 2 * x)
     assert torch.equal(collectives.sum_slice(x, world, 1), own(2 * x, 1))
-    assert collectives.own_slice(x, world, 1).is_contiguous()
+    assert collectives.rank_slice(x, world, 1).is_contiguous()
     whole = collectives.gather_to(x.detach().requires_grad_(), world, 0)
     (gradient,) = torch.autograd.grad(whole.t().contiguous().sum(), whole)  # arrives with odd strides
     assert gradient.shape == (8, 6)

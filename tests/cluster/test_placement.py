@@ -45,7 +45,7 @@ def test_the_whole_comes_back_from_the_pieces(
     shape[dim] = sum(blocks)
     whole = torch.randn(shape)
     shards = [shard.local(whole, rank) for rank in range(size)]
-    assert torch.equal(shard.whole(shards), whole)
+    assert torch.equal(shard.full(shards), whole)
     assert len({local.shape for local in shards}) == 1
 
 
@@ -75,10 +75,10 @@ def test_shards_are_those_of_blocks_copies_and_stretches(name: str) -> None:
     whole = torch.arange(1, 1 + sum(shard.blocks))
     shards = [shard.local(whole, rank) for rank in range(shard.size)]
     assert [local.tolist() for local in shards] == expected
-    assert torch.equal(shard.whole(shards), whole)
+    assert torch.equal(shard.full(shards), whole)
     for rank, local in enumerate(shards):
         for interval in shard.intervals_of(rank):
-            of_whole = whole[interval.whole : interval.whole + interval.length]
+            of_whole = whole[interval.full : interval.full + interval.length]
             assert torch.equal(local[interval.shard : interval.shard + interval.length], of_whole)
 
 

@@ -85,7 +85,7 @@ def unsharded(parameter: nn.Parameter, config: ShardConfig) -> Tensor:
     assert gradient is not None
     if placement is None or config.split_group is None:
         return gradient
-    return placement.whole(list(all_gather(gradient[None], config.split_group, 0).unbind(0)))
+    return placement.full(list(all_gather(gradient[None], config.split_group, 0).unbind(0)))
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)

@@ -113,4 +113,4 @@ def _whole(parameter: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, n
     for index, shard in enumerate(shards):
         if not torch.allclose(shard, shards[index // replicas * replicas], rtol=1e-5, atol=1e-9):
             return torch.full_like(tensor, torch.nan)
-    return tensor.clone() if placement is None else placement.whole(shards).clone()
+    return tensor.clone() if placement is None else placement.full(shards).clone()

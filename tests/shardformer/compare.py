@@ -164,10 +164,10 @@ def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
     if isinstance(placement, PartialGrad):
         return torch.stack(all_pieces).sum(0) if gradient else tensor
     if not gradient:
-        return placement.whole(all_pieces)
+        return placement.full(all_pieces)
     replicas = placement.replicas
     summed = [torch.stack(all_pieces[i : i + replicas]).sum(0) for i in range(0, len(all_pieces), replicas)]
-    whole = placement.whole([piece for piece in summed for _ in range(replicas)])
+    whole = placement.full([piece for piece in summed for _ in range(replicas)])
     _require_no_gradient_of_padding(placement, summed, whole, name)
     return whole
 

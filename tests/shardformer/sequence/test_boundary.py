@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer
 from echelon.cluster.mesh import ParallelMesh
 from echelon.shardformer.layers.sequence_axis import axis_of
-from echelon.shardformer.sequence.before_layers import PartTensor
+from echelon.shardformer.sequence.before_layers import ShardTensor
 from echelon.shardformer.sequence.loss import SequenceParallelLogits
 
 from ...pool import Pool
@@ -282,7 +282,7 @@ def know_frequencies() -> None:
     """Rotary tables that depend on the largest position get full sequences."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     settings = {"rope_parameters": dynamic, "max_position_embeddings": 16}
-    for given, expected in (({}, PartTensor), (settings, Tensor)):
+    for given, expected in (({}, ShardTensor), (settings, Tensor)):
         whole, model = pair(settings=given)
         found: list[Any] = []
         model.unwrap().model.rotary_emb.register_forward_hook(
@@ -304,7 +304,7 @@ def test_modules_that_compute_with_full_sequences_get_them(pool: Pool, function:
     pool.run(2, function)
 
 
-def stands_for(whole: Tensor) -> tuple[PartTensor, list[int]]:
+def stands_for(whole: Tensor) -> tuple[ShardTensor, list[int]]:
     """Return a placeholder with a shard of half the length, and a list of materializations."""
     made: list[int] = []
 
@@ -312,7 +312,7 @@ def stands_for(whole: Tensor) -> tuple[PartTensor, list[int]]:
         made.append(1)
         return whole
 
-    return PartTensor(whole[:, : whole.shape[1] // 2], length=whole.shape[1], make_whole=make), made
+    return ShardTensor(whole[:, : whole.shape[1] // 2], length=whole.shape[1], make_full=make), made
 
 
 def test_shape_and_dtype_are_known_without_materializing() -> None:
@@ -320,7 +320,7 @@ def test_shape_and_dtype_are_known_without_materializing() -> None:
     known = (x.shape, x.size(1), x.ndim, x.dim(), len(x), x.dtype, x.device.type, x.is_floating_point())
     assert known == ((2, 6, 4), 6, 3, 3, 2, torch.float32, "cpu", True)
     assert x.requires_grad and isinstance(x, Tensor) and {x: 1}[x] == 1
-    assert not made and x.part is not None and x.part.shape == (2, 3, 4)
+    assert not made and x.shard is not None and x.shard.shape == (2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_operations_on_the_placeholder_use_the_full_tensor(use: Callable[[Tensor
     assert type(found) is Tensor and torch.equal(found, use(whole))
     (own,), (expected,) = (torch.autograd.grad(each.sum(), whole) for each in (found, use(whole)))
     assert torch.equal(own, expected)
-    assert made == [1] and x.part is None  # shards are taken from the full tensor from now on
+    assert made == [1] and x.shard is None  # shards are taken from the full tensor from now on
 
 
 class Doubled(Function):
