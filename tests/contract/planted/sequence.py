@@ -141,7 +141,7 @@ FAULTS = {
         RING_ATTENTION,
     ),
     "FlexAttention takes the keys of other ranks for local ones": fault(
-        f"{SEQUENCE}.ring_attention:_Call._flex_mask",
+        f"{SEQUENCE}.ring_attention:_RingCall._flex_mask",
         around(with_keys_of_the_own_rank),
         check=attend_round_rings,
         notice="^AssertionError: results: ",
