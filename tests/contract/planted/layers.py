@@ -144,7 +144,9 @@ FAULTS = {
     "experts have no entry": fault(ENTRY, same, MIXTRAL, TP2),
     "outputs of a row layer are not summed": fault(SUMS, same, LLAMA, TP2),
     "outputs of the embedding are not summed": fault(f"{LAYERS}.embedding:reduce_from", same, LLAMA, TP2),
-    "logits of the labels are not summed": fault(f"{LAYERS}.loss:all_reduce", without_second_row, LLAMA, TP2),
+    "logits of the labels are not summed": fault(
+        f"{LAYERS}.vocabulary_loss:all_reduce", without_second_row, LLAMA, TP2
+    ),
     "gradients of the head's inputs are not summed": fault(
         f"{LAYERS}.chunked_loss:copy_to", same, LLAMA, CHUNKED
     ),
