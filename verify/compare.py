@@ -70,7 +70,7 @@ def compare_float32(
     expected: Sequence[StepRecord],
     *,
     learning_rate: float,
-    epsilon: float,
+    epsilon: float | None,
     bitwise: bool,
     rounding: Mapping[str, float] | None = None,
     rounded: Iterable[Sequence[StepRecord]] = (),
@@ -86,7 +86,7 @@ def compare_float32(
     entry near epsilon. At most 1e-1 × learning rate, as for divided noise.
 
     Args:
-        epsilon: AdamW's.
+        epsilon: AdamW's; None for SGD, which divides by nothing.
         bitwise: loss and gradients of the first step must be equal (a pipeline alone, nothing tied). Weights, and
             so later steps, may differ: an update in another memory layout may round differently.
         rounding: by name, the fraction of the learning rate by which a weight may differ though gradients agree, if it
@@ -145,19 +145,22 @@ def _allowed_gradients(reference: StepRecord, *, exact: bool) -> dict[str, float
 
 
 def _add_update_errors(
-    shares: dict[str, float], step: StepRecord, reference: StepRecord, *, epsilon: float
+    shares: dict[str, float], step: StepRecord, reference: StepRecord, *, epsilon: float | None
 ) -> None:
-    """Add to the allowed errors of weights what AdamW makes of this step's gradient distances; see `compare_float32`.
+    """Add to the allowed errors of weights what an update makes of this step's gradient distances.
 
     Args:
         shares: by name, the fraction of the learning rate by which a weight may be off; changed in place.
-        epsilon: AdamW's.
+        epsilon: see `compare_float32`.
     """
     peaks, noise = _peaks_and_noise(reference)
     for name, peak in peaks.items():
         distance = _distance(step.gradients.get(name), reference.gradients[name])
-        added = 1e-1 if peak < noise else distance / epsilon
-        shares[name] = min(shares.get(name, 1e-3) + added, 1e-1)
+        if epsilon is None:
+            added, most = distance, inf
+        else:
+            added, most = 1e-1 if peak < noise else distance / epsilon, 1e-1
+        shares[name] = min(shares.get(name, 1e-3) + added, most)
 
 
 def _peaks_and_noise(reference: StepRecord) -> tuple[dict[str, float], float]:

@@ -34,7 +34,7 @@ from .batch import make_batch, microbatches_of
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
-from .optimizers import combined, optimizers_of, rounding_of
+from .optimizers import combined, largest_rate, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
 from .routing import Routing, RoutingCheck
 
@@ -153,7 +153,7 @@ def compare_with_one_process(
         for replicas in batches
     ]
     dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
-    first_layout, rate = parts[0][0], max(LEARNING_RATE, training.vector_rate)
+    first_layout = parts[0][0]
     model = model.to(default_device())
     bitwise = _gives_equal_bits(model, first_layout) and (
         weighed_by == "samples" or is_one_mean(model, steps[0][0][0], training.criterion)
@@ -185,9 +185,9 @@ def compare_with_one_process(
     first_16_bit = next((step for step, dtype in enumerate(dtypes) if dtype is not torch.float32), len(steps))
     compared: list[StepComparison] = []
     if first_16_bit:
-        float32_records, rounding = records[:first_16_bit], rounding_of(model, training.optimizer)
-        compared = _compare_float32(model, float32_records, train, rate, bitwise=bitwise, rounding=rounding)
+        compared = _compare_float32(model, records[:first_16_bit], train, training, bitwise=bitwise)
     if first_16_bit < len(steps):
+        rate = largest_rate(training.optimizer, training.vector_rate)
         compared += _compare_16_bit(model, records, dtypes, train, rate)[first_16_bit:]
     return compared
 
@@ -196,10 +196,9 @@ def _compare_float32(
     model: nn.Module,
     records: Sequence[StepRecord],
     train: _Train,
-    rate: float,
+    training: Training,
     *,
     bitwise: bool,
-    rounding: Mapping[str, float],
 ) -> list[StepComparison]:
     """Compare steps in float32 with one process."""
     dtypes = [torch.float32] * len(records)
@@ -207,10 +206,10 @@ def _compare_float32(
         compare_float32,
         records,
         train(dtypes, model),
-        learning_rate=rate,
-        epsilon=EPSILON,
+        learning_rate=largest_rate(training.optimizer, training.vector_rate),
+        epsilon=None if training.optimizer == "sgd" else EPSILON,
         bitwise=bitwise,
-        rounding=rounding,
+        rounding=rounding_of(model, training.optimizer),
     )
     compared = compare()
     if first_departure(compared) is not None:
