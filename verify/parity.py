@@ -32,6 +32,7 @@ from ..zero.precision import DTYPES
 from . import reference
 from .batch import make_batch, microbatches_of
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
+from .draws import equal_draws
 from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
 from .optimizers import combined, largest_rate, optimizers_of, rounding_of
@@ -101,13 +102,14 @@ def parity(
     check = RoutingCheck(model, layout)
     run = boosted_under(layout, model, training)
     check.watch(run.model)
-    records = take_steps(run, training, batches)
-    routing = check.result(run.model, batches[0])
-    compared: list[StepComparison] = []
-    if untouched is not None:
-        compared = compare_with_one_process(
-            untouched, [(layout, batches)], training, records, weighed_by=choice.weighed_by
-        )
+    with equal_draws(choice):
+        records = take_steps(run, training, batches)
+        routing = check.result(run.model, batches[0])
+        compared: list[StepComparison] = []
+        if untouched is not None:
+            compared = compare_with_one_process(
+                untouched, [(layout, batches)], training, records, weighed_by=choice.weighed_by
+            )
     steps = tuple(broadcast_object(compared, 0, None))
     return Report(steps=steps, departure=first_departure(steps), routing=routing)
 

@@ -8,13 +8,13 @@ goes on. An outcome is "agrees", "refused", "fails" (an error), or "departs": a 
 none. One process for each type builds the small copy and derives stages and splits; the ranks are forked from it.
 """
 
+import signal
 import time
 from typing import Any
 
 from .records import run_types
 
-# Of one process; `LAYOUT_SECONDS` for all ranks of a layout.
-CPU_SECONDS, WALL_SECONDS, MEMORY, LAYOUT_SECONDS = 90, 400, 12 << 30, 100
+CPU_SECONDS, WALL_SECONDS, MEMORY = 90, 400, 10 << 30
 _LONGEST_TEXT = 240
 
 
@@ -66,11 +66,11 @@ def _chosen_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
 
 
 def _under(choice: Any, layout: Any) -> dict[str, Any]:
-    """Return the outcome of three steps under a layout."""
+    """Return the outcome of three steps under a layout, in a third of the time that this process has left."""
     from .ranks import Failure, run_forked
 
-    started = time.monotonic()
-    answers = run_forked(layout.world_size, _report, choice, layout, seconds=LAYOUT_SECONDS)
+    started, left = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0] or WALL_SECONDS
+    answers = run_forked(layout.world_size, _report, choice, layout, seconds=left // 3)
     row = {
         "layout": str(layout).removesuffix("·fp32"),
         "seconds": round(time.monotonic() - started, 1),
