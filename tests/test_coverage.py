@@ -1,6 +1,8 @@
 """The page of model types that train at all, and the record that it is made from."""
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,9 @@ def test_a_record_goes_on_and_forgets_other_releases(tmp_path: Path) -> None:
 
 
 def _fails(argument: str) -> dict[str, Any]:
+    if argument == "hangs":  # with a child that would hold the pipe open
+        os.fork()
+        time.sleep(60)
     if argument == "loops":
         while True:
             pass
@@ -68,10 +73,14 @@ def _fails(argument: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("argument", "reason"),
-    [("raises", "ValueError: no raises"), ("loops", "passed a limit of time or memory")],
+    [
+        ("raises", "ValueError: no raises"),
+        ("loops", "passed a limit of time or memory"),
+        ("hangs", "passed a limit of time or memory"),
+    ],
 )
 def test_a_row_that_fails_is_a_reason(argument: str, reason: str) -> None:
-    limits = LIMITS | ({"cpu_seconds": 1} if argument == "loops" else {})
+    limits = LIMITS | ({"loops": {"cpu_seconds": 1}, "hangs": {"wall_seconds": 1}}.get(argument, {}))
     ((name, found),) = run_each(_fails, [argument], **limits)
     assert name == argument
     assert found["reason"].startswith(reason)

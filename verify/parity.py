@@ -24,6 +24,7 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
 from ..cluster.placement import shards_of
 from ..lazy import materialize
+from ..pipeline.microbatch import batch_size
 from ..plugins.hybrid_model import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..shardformer import policy_for
@@ -248,7 +249,7 @@ def _counted(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float
 
 
 def _samples(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float:
-    return len(next(value for value in microbatch.values() if isinstance(value, Tensor) and value.dim()))
+    return batch_size(microbatch)
 
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:

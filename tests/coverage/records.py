@@ -72,30 +72,34 @@ def run_each(
     A process that passes a limit is a row with a reason; processes that it has forked end with it.
     """
     waiting, selector = list(arguments), selectors.DefaultSelector()
-    running: dict[int, tuple[int, str, list[bytes]]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            argument = waiting.pop(0)
-            child, read = _forked(function, argument, cpu_seconds, wall_seconds, memory)
-            running[read] = (child, argument, [])
-            selector.register(read, selectors.EVENT_READ)
-        for key, _ in selector.select():
-            child, argument, parts = running[key.fd]
-            if data := os.read(key.fd, 1 << 16):
-                parts.append(data)
-                continue
-            selector.unregister(key.fd)
-            os.close(key.fd)
-            del running[key.fd]
-            signaled = os.waitpid(child, 0)[1]
-            with suppress(ProcessLookupError):  # none is left
-                os.killpg(child, signal.SIGKILL)
-            text = b"".join(parts).decode()
-            name = signal.Signals(os.WTERMSIG(signaled)).name if os.WIFSIGNALED(signaled) else "exit"
-            yield (
-                argument,
-                json.loads(text) if text else {"reason": f"passed a limit of time or memory ({name})"},
-            )
+    running: dict[int, tuple[int, str, int]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                argument = waiting.pop(0)
+                child, read = _forked(function, argument, cpu_seconds, wall_seconds, memory)
+                running[ends := os.pidfd_open(child)] = (child, argument, read)
+                selector.register(ends, selectors.EVENT_READ)
+            for key, _ in selector.select():
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                child, argument, read = running.pop(key.fd)
+                signaled = os.waitpid(child, 0)[1]
+                _end_group(child)
+                with os.fdopen(read) as pipe:  # a row fits into a pipe
+                    text = pipe.read()
+                name = signal.Signals(os.WTERMSIG(signaled)).name if os.WIFSIGNALED(signaled) else "exit"
+                reason = {"reason": f"passed a limit of time or memory ({name})"}
+                yield argument, json.loads(text) if text else reason
+    finally:
+        for child, _, _ in running.values():
+            _end_group(child)
+
+
+def _end_group(child: int) -> None:
+    """End the processes that a child has forked, and itself."""
+    with suppress(ProcessLookupError):  # none is left
+        os.killpg(child, signal.SIGKILL)
 
 
 def run_options(description: str | None) -> Any:
