@@ -3,13 +3,17 @@
 import json
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from .coverage import parity
 from .coverage.page import DATA, PAGE, make_page
-from .coverage.records import Records, run_each
+from .coverage.ranks import run_forked
+from .coverage.records import Records, run_each, trained_types
 
 ABOUT = {"commit": "abc1234", "torch": "2.13.0", "transformers": "5.24.0"}
 LIMITS = {"jobs": 1, "cpu_seconds": 20, "wall_seconds": 20, "memory": 1 << 40}
@@ -84,3 +88,42 @@ def test_a_row_that_fails_is_a_reason(argument: str, reason: str) -> None:
     ((name, found),) = run_each(_fails, [argument], **limits)
     assert name == argument
     assert found["reason"].startswith(reason)
+
+
+def _rank(what: str) -> int:
+    rank = dist.get_rank()
+    if what == "refuses" or (what == "fails" and rank == 1):
+        raise ValueError(f"no {what}")
+    if what == "hangs" and rank == 0:
+        time.sleep(60)
+    return rank
+
+
+def _on_ranks(what: str) -> dict[str, Any]:
+    answers = run_forked(2, _rank, what, seconds=20 if what != "hangs" else 4)
+    return {"answers": answers if isinstance(answers, list) else [answers.why, answers.is_refusal]}
+
+
+@pytest.mark.parametrize(
+    ("what", "answers"),
+    [
+        ("returns", [0, 1]),
+        ("refuses", ["no refuses", True]),
+        ("fails", ["no fails", False]),
+        ("hangs", ["ranks [0] did not end within 4 s", False]),
+    ],
+)
+def test_forked_ranks_answer_or_say_why_not(what: str, answers: list[Any]) -> None:
+    ((_, found),) = run_each(_on_ranks, [what], **LIMITS)
+    assert found == {"answers": answers}
+
+
+# Known departures, with the types, are in docs/coverage.md.
+@pytest.mark.slow
+def test_drawn_types_agree_with_one_process_or_refuse() -> None:
+    types = trained_types(datetime.now(UTC).strftime("%Y-%m-%d"))[:12]
+    known = {row["type"] for row in json.loads(DATA.read_text())["parity"] if row["parity"] == "departs"}
+    limits = {"cpu_seconds": parity.CPU_SECONDS, "wall_seconds": parity.WALL_SECONDS, "memory": parity.MEMORY}
+    rows = dict(run_each(parity.compared, types, jobs=1, **limits))
+    assert not {name: row for name, row in rows.items() if row.get("parity") == "departs"}.keys() - known
+    assert sum(row.get("parity") == "agrees" for row in rows.values()) >= 6

@@ -10,6 +10,7 @@ none. One process for each type builds the small copy and derives stages and spl
 
 import signal
 import time
+from math import isfinite
 from typing import Any
 
 from .records import run_types
@@ -82,7 +83,7 @@ def _under(choice: Any, layout: Any) -> dict[str, Any]:
         }
     report = answers[0]
     off = {name: max(step.measure(name).distance for step in report.steps) for name in ("gradient", "loss")}
-    row |= {name: float(f"{distance:.1e}") for name, distance in off.items()}
+    row |= {name: float(f"{distance:.1e}") for name, distance in off.items() if isfinite(distance)}
     if report.agrees:
         return row | {"outcome": "agrees"}
     return row | {"outcome": "departs", "why": report.departure}

@@ -1,15 +1,21 @@
 """Ranks forked from this process: they begin with all that it has imported, built and derived."""
 
+import faulthandler
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.launch import join_local_group, local_store
 
+from .records import FOLDER
+
+STACKS = FOLDER / "stacks"
 GRACE = 5.0  # seconds that the other ranks may go on after one has failed
 
 
@@ -39,19 +45,20 @@ def run_forked(
         function: called with `arguments`; its values are pickled.
         seconds: time until ranks that still run are killed.
     """
-    store, context = local_store(), multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("fork")
     ranks, processes = {}, []
     for rank in range(world_size):
-        receive, send = context.Pipe(duplex=False)
+        here, there = context.Pipe()
         process = context.Process(
-            target=_serve,
-            args=(send, rank, world_size, store.port, seconds, function, arguments),
-            daemon=True,
+            target=_serve, args=(there, rank, world_size, seconds, function, arguments), daemon=True
         )
         process.start()
-        send.close()
-        ranks[receive] = rank
+        there.close()
+        ranks[here] = rank
         processes.append(process)
+    store = local_store()  # after the forks: it has threads, whose locks would be held in the ranks for ever
+    for connection in ranks:
+        connection.send(store.port)
     try:
         answers = _collected(ranks, time.monotonic() + seconds)
     finally:
@@ -87,24 +94,28 @@ def _collected(ranks: dict[Connection, int], deadline: float) -> dict[int, Any]:
 
 
 def _serve(
-    send: Connection,
+    parent: Connection,
     rank: int,
     world_size: int,
-    port: int,
     seconds: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Send the value of the function on this rank, or what it raises."""
+    """Send the value of the function on this rank, or what it raises; one that hangs writes its stack to `STACKS`."""
+    port = parent.recv()
+    STACKS.mkdir(parents=True, exist_ok=True)
+    stacks = (STACKS / f"{os.getppid()}-{rank}.txt").open("w")
+    faulthandler.dump_traceback_later(0.9 * seconds, file=stacks)
     try:
         with join_local_group(rank, world_size, port=port, timeout_seconds=seconds):
             try:
-                send.send(function(*arguments))
+                parent.send(function(*arguments))
             except BaseException as error:
                 # Sent before this rank leaves the group, with which it would break the calls of the others.
-                send.send(_raised(error))
+                parent.send(_raised(error))
     except BaseException as error:
-        send.send(_raised(error))
+        parent.send(_raised(error))
+    Path(stacks.name).unlink()
 
 
 def _raised(error: BaseException) -> _Raised:

@@ -138,24 +138,30 @@ def run_types(
     options = run_options(description)
     number, count = options.part
     records, field = Records(name, released()), FIELDS[name]
-    done = {each for each, row in records.rows.items() if row[field] not in UNSUPPORTED or not options.failed}
+    done = {
+        model_type
+        for model_type, row in (kept_rows(name, records.about) | records.rows).items()
+        if row[field] not in UNSUPPORTED or not options.failed
+    }
     trained = trained_types(options.date)
     types = options.only or [each for each in trained[number - 1 :: count] if each not in done]
     warmed()
-    limits = {
-        name: options.limit * limit
-        for name, limit in {
-            "cpu_seconds": cpu_seconds,
-            "wall_seconds": wall_seconds,
-            "memory": memory,
-        }.items()
-    }
+    limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory": memory}
+    limits = {limit: options.limit * value for limit, value in limits.items()}
     for model_type, row in run_each(function, types[: options.count], jobs=options.jobs, **limits):
         if "reason" in row:
             row = {field: "fails" if name == "parity" else "refused", "why": row["reason"]}
         records.add({"type": model_type} | row)
         print(model_type, row[field], row.get("why", "")[:200], flush=True)
     print(make_page(**{name: records.rows}))
+
+
+def kept_rows(name: str, about: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the rows of docs/coverage.json by type, of these releases: those of a run elsewhere count, too."""
+    from .page import DATA
+
+    rows = json.loads(DATA.read_text()).get(name, ())
+    return {row["type"]: row for row in rows if row["transformers"] == about["transformers"]}
 
 
 def trained_types(date: str | None = None) -> list[str]:
