@@ -47,6 +47,18 @@ def test_the_page_counts_by_family_and_gives_reasons(tmp_path: Path) -> None:
     make_page(stages=stages, data=data, page=page)
     assert "| all | 0 | 1 | 0 | 100 |" in page.read_text()
     assert "| causal LM | 2 | 1 | 50 |" in page.read_text()
+    layouts = [
+        {"layout": "tp2·pp2", "outcome": "agrees", "gradient": 1e-9},
+        {"layout": "pp3", "outcome": "departs", "why": "<loss>"},
+    ]
+    parity = {
+        "good": {"type": "good", "parity": "departs", "layouts": layouts, "refused": {}, **ABOUT},
+        "bad": {"type": "bad", "parity": "fails", "why": "passed a limit", **ABOUT},
+    }
+    make_page(parity=parity, data=data, page=page)
+    text = page.read_text()
+    assert "| all | 0 | 1 | 1 | 0 | 0 |" in text and "| pp3 | 0 | 1 | 0 | 0 |" in text
+    assert "- good, pp3: (loss)" in text and "- bad: passed a limit" in text
 
 
 def test_the_page_is_made_from_the_data() -> None:

@@ -231,7 +231,7 @@ def _parity_lines(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[st
     if not parity:
         return []
     families = {row["type"]: row["family"] for row in rows}
-    tried = [(row["type"], layout) for row in parity for layout in row["layouts"]]
+    tried = [(row["type"], layout) for row in parity for layout in row.get("layouts", ())]
     counts: dict[str, Counter[str]] = {}
     for row in parity:
         for name in (families[row["type"]], "all"):
@@ -287,10 +287,11 @@ def _parity_lines(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[st
 
 def _reasons(row: Mapping[str, Any], outcome: str) -> list[tuple[str, str]]:
     """Return where a type has this outcome, and why: under layouts, or as a whole."""
-    if not row["layouts"] and row["parity"] == outcome:
-        return [("", row.get("why", ""))]
+    layouts = row.get("layouts") or [{"outcome": row["parity"], "why": row.get("why", "")}]
     return [
-        (f", {layout['layout']}", layout["why"]) for layout in row["layouts"] if layout["outcome"] == outcome
+        (f", {layout['layout']}" if "layout" in layout else "", layout["why"])
+        for layout in layouts
+        if layout["outcome"] == outcome
     ]
 
 
