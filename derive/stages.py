@@ -13,38 +13,25 @@ Nothing of this is believed: `departure` runs a plan with a stage for every laye
 this stage alone, as on a rank of its own, forward and backward, and compares loss and gradients with the whole model.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..pipeline.plan import OutputStructure, StagePlan, is_within
 from ..pipeline.stage import Stage, cut_stages
 from .build import Copy, described
+from .calls import Call, calls_of, unused_tensors
 from .double import StaysDouble, gradient_departure, loss_departure
 from .inputs import loss_of, tensors_in
 
 _NUM_STACKS = 2  # lists of layers that are tried
-
-
-class Call(NamedTuple):
-    """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls.
-
-    `inputs` are all tensors in the arguments, `named` the arguments that are tensors, in the order of the signature.
-    """
-
-    path: str
-    start: int
-    stop: int
-    inputs: tuple[Tensor, ...]
-    output: Any
-    named: dict[str, Tensor]
+_NAN = "the outputs of the stages have nan, in place of values that do not travel"
 
 
 def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
@@ -71,9 +58,10 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     if len(plans) > 1:
         in_order = sorted(plans, key=lambda plan: stacks[plan.layers][0].start)
         with suppress(ValueError):  # they run in another way than one after the other
-            plan = _joined_plan(calls, stacks, *in_order)
-            if departure(copy, plan) is None:
-                return plan
+            joined = _joined_plan(calls, stacks, *in_order)
+            for plan in (joined, _sending_all(joined)):
+                if departure(copy, plan) is None:
+                    return plan
     largest = sizes[next(iter(stacks))]
     if plans and sizes[plans[0].layers] * 2 >= largest:  # otherwise one stage would have most of the model
         return plans[0]
@@ -133,7 +121,7 @@ def _joined_plan(
     encoder = replace(
         first,
         module=module,
-        returned=OutputStructure.of(output),
+        returned=replace(OutputStructure.of(output), unused=unused_tensors(calls, output)),
         entry=inside(first.entry),
         leading=inside(first.leading),
         everywhere=inside(first.everywhere),
@@ -141,6 +129,14 @@ def _joined_plan(
     )
     everywhere = tuple(path for path in second.everywhere if not is_within(path, module))
     return replace(second, everywhere=everywhere, encoder=encoder)
+
+
+def _sending_all(plan: StagePlan) -> StagePlan:
+    """Return the plan of two lists whose encoder sends all tensors of its output, also those that seem unused."""
+    assert plan.encoder is not None and plan.encoder.returned is not None
+    return replace(
+        plan, encoder=replace(plan.encoder, returned=replace(plan.encoder.returned, unused=frozenset()))
+    )
 
 
 def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:
@@ -161,48 +157,6 @@ def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePla
     ]
     plan = _kept(copy.model, plan, {name: outputs[name] for name in read})
     return departure(copy, plan) or plan
-
-
-def calls_of(copy: Copy) -> list[Call]:
-    """Trace one forward and backward of a copy; return the calls of its modules in the order of their starts.
-
-    The gradients stay in the copy: they tell which modules were used without a call.
-    """
-    paths: dict[nn.Module, str] = {}
-    for path, module in copy.model.named_modules():
-        paths.setdefault(module, path)
-    clock, begun, calls, handles = [0], list[tuple[str, int]](), list[Call](), []
-
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        clock[0] += 1
-        begun.append((paths[module], clock[0]))
-
-    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        clock[0] += 1
-        path, start = begun.pop()
-        kept = tree_map(lambda leaf: leaf, output)  # the model may change the object afterwards
-        inputs = tuple(tensors_in([args, kwargs]))
-        calls.append(Call(path, start, clock[0], inputs, kept, _named(module, args, kwargs)))
-
-    for module in paths:
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        copy.model.zero_grad()
-        with StaysDouble():  # `float()` in a model's code would round what is compared later
-            copy.loss().backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sorted(calls, key=lambda call: call.start)
-
-
-def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments of a call that are tensors, by name, in the order of the signature."""
-    names = list(inspect.signature(module.forward).parameters)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    ordered = {name: given[name] for name in names if name in given} | given
-    return {name: value for name, value in ordered.items() if isinstance(value, Tensor)}
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:
@@ -392,7 +346,8 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
         return (
             loss_departure(loss, staged, "in stages")
             or _backward(sent, received, staged)
-            or (_gradient_departure(whole, plan, stages))
+            or _gradient_departure(whole, plan, stages)
+            or (_NAN if any(tensor.isnan().any() for tensor in tensors_in(output)) else None)
         )
     except RuntimeError as error:  # a graph that layers of two stages share
         return f"the backward of the stages fails: {described(error)}"
@@ -433,14 +388,11 @@ def _backward(
         pairs = [
             (output, next_input.grad)
             for output, next_input in zip(outputs, next_inputs, strict=True)
-            if output.requires_grad
+            if output.requires_grad and next_input.grad is not None
         ]
-        if all(gradient is None for _, gradient in pairs):
+        if not pairs:
             return f"no gradient comes back to layer {index}"
-        torch.autograd.backward(
-            [output for output, _ in pairs],
-            [torch.zeros_like(output) if gradient is None else gradient for output, gradient in pairs],
-        )
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         next_inputs = inputs
     return None
 

@@ -111,7 +111,7 @@ def compare_float32(
         gradient_allowed = _allowed_gradients(reference, exact=exact)
         _add_update_errors(shares, step, reference, epsilon=epsilon)
         weight_allowed = {
-            name: 1e-5 * weight.abs().max().item() + learning_rate * shares.get(name, 1e-3)
+            name: 1e-5 * _peak(weight) + learning_rate * shares.get(name, 1e-3)
             for name, weight in reference.weights.items()
         }
         norm_allowed = 1e-5 * reference.norm
@@ -165,7 +165,7 @@ def _add_update_errors(
 
 def _peaks_and_noise(reference: StepRecord) -> tuple[dict[str, float], float]:
     """Return the largest entry of each gradient, and the size below which a gradient is the noise of a sum."""
-    peaks = {name: gradient.abs().max().item() for name, gradient in reference.gradients.items()}
+    peaks = {name: _peak(gradient) for name, gradient in reference.gradients.items()}
     return peaks, max(ZERO_GRADIENT * max(peaks.values()), ZERO_SUM * abs(reference.loss))
 
 
@@ -342,7 +342,12 @@ def _distance(actual: Tensor | None, expected: Tensor) -> float:
     """Return the largest difference of two entries; 0 if a tensor is missing, which is reported as a mismatch."""
     if actual is None or actual.shape != expected.shape:
         return 0.0
-    return (actual.float() - expected).abs().max().item()
+    return _peak(actual.float() - expected)
+
+
+def _peak(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor; 0 of one without entries."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _mismatch(quantity: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Measure | None:
