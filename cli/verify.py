@@ -68,7 +68,10 @@ def verify(
     ep: Annotated[int, typer.Option(help="Ranks over which experts are distributed.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage: 0, 1 or 2.")] = 0,
     optimizer: Annotated[
-        str, typer.Option(help="adamw, adafactor, or muon for hidden matrices beside adamw for the others.")
+        str,
+        typer.Option(
+            help="adamw, adafactor, sgd at a rate of 0.1, or muon for hidden matrices beside adamw for the others."
+        ),
     ] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",

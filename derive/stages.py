@@ -13,41 +13,25 @@ Nothing of this is believed: `departure` runs a plan with a stage for every laye
 this stage alone, as on a rank of its own, forward and backward, and compares loss and gradients with the whole model.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..pipeline.stage import Stage, cut_stages
 from ..pipeline.stage_plan import OutputStructure, StagePlan, is_within
 from .build import Copy, described
+from .calls import ModuleCall, calls_of, unused_tensors
 from .double import StaysDouble, gradient_departure, loss_departure
 from .inputs import loss_of, tensors_in
 
 _NUM_STACKS = 2  # lists of layers that are tried
-
-
-class ModuleCall(NamedTuple):
-    """A call of a module, with its tensors; `start` and `stop` count the starts and ends of all calls.
-
-    `inputs` are all tensors in the arguments, `named` the arguments that are tensors, in the order of the signature.
-    """
-
-    path: str
-    start: int
-    stop: int
-    inputs: tuple[Tensor, ...]
-    output: Any
-    named: dict[str, Tensor]
-
-
-Calls = Sequence[ModuleCall]
+_NAN = "the outputs of the stages have nan, in place of values that do not travel"
 
 
 def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
@@ -74,16 +58,19 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     if len(plans) > 1:
         in_order = sorted(plans, key=lambda plan: stacks[plan.layers][0].start)
         with suppress(ValueError):  # they run in another way than one after the other
-            plan = _joined_plan(calls, stacks, *in_order)
-            if departure(copy, plan) is None:
-                return plan
+            joined = _joined_plan(calls, stacks, *in_order)
+            for plan in (joined, _sending_all(joined)):
+                if departure(copy, plan) is None:
+                    return plan
     largest = sizes[next(iter(stacks))]
     if plans and sizes[plans[0].layers] * 2 >= largest:  # otherwise one stage would have most of the model
         return plans[0]
     raise ValueError(errors[0])
 
 
-def _plan_of_stack(copy: Copy, calls: Calls, stack: str, layers: Calls) -> StagePlan:
+def _plan_of_stack(
+    copy: Copy, calls: Sequence[ModuleCall], stack: str, layers: Sequence[ModuleCall]
+) -> StagePlan:
     """Return a plan of one list of layers, proven by execution.
 
     Args:
@@ -109,7 +96,12 @@ def _plan_of_stack(copy: Copy, calls: Calls, stack: str, layers: Calls) -> Stage
     raise ValueError(errors[0])
 
 
-def _joined_plan(calls: Calls, stacks: Mapping[str, Calls], first: StagePlan, second: StagePlan) -> StagePlan:
+def _joined_plan(
+    calls: Sequence[ModuleCall],
+    stacks: Mapping[str, Sequence[ModuleCall]],
+    first: StagePlan,
+    second: StagePlan,
+) -> StagePlan:
     """Return the plan of two lists of layers, the first of which runs within a module before the second.
 
     Args:
@@ -134,7 +126,7 @@ def _joined_plan(calls: Calls, stacks: Mapping[str, Calls], first: StagePlan, se
     encoder = replace(
         first,
         module=module,
-        returned=OutputStructure.of(output),
+        returned=replace(OutputStructure.of(output), unused=unused_tensors(calls, output)),
         entry=inside(first.entry),
         leading=inside(first.leading),
         everywhere=inside(first.everywhere),
@@ -142,6 +134,14 @@ def _joined_plan(calls: Calls, stacks: Mapping[str, Calls], first: StagePlan, se
     )
     everywhere = tuple(path for path in second.everywhere if not is_within(path, module))
     return replace(second, everywhere=everywhere, encoder=encoder)
+
+
+def _sending_all(plan: StagePlan) -> StagePlan:
+    """Return the plan of two lists whose encoder sends all tensors of its output, also those that seem unused."""
+    assert plan.encoder is not None and plan.encoder.returned is not None
+    return replace(
+        plan, encoder=replace(plan.encoder, returned=replace(plan.encoder.returned, unused=frozenset()))
+    )
 
 
 def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:
@@ -164,48 +164,6 @@ def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePla
     return departure(copy, plan) or plan
 
 
-def calls_of(copy: Copy) -> list[ModuleCall]:
-    """Trace one forward and backward of a copy; return the calls of its modules in the order of their starts.
-
-    The gradients stay in the copy: they tell which modules were used without a call.
-    """
-    paths: dict[nn.Module, str] = {}
-    for path, module in copy.model.named_modules():
-        paths.setdefault(module, path)
-    clock, begun, calls, handles = [0], list[tuple[str, int]](), list[ModuleCall](), []
-
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        clock[0] += 1
-        begun.append((paths[module], clock[0]))
-
-    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        clock[0] += 1
-        path, start = begun.pop()
-        kept = tree_map(lambda leaf: leaf, output)  # the model may change the object afterwards
-        inputs = tuple(tensors_in([args, kwargs]))
-        calls.append(ModuleCall(path, start, clock[0], inputs, kept, _named(module, args, kwargs)))
-
-    for module in paths:
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        copy.model.zero_grad()
-        with StaysDouble():  # `float()` in a model's code would round what is compared later
-            copy.loss().backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sorted(calls, key=lambda call: call.start)
-
-
-def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments of a call that are tensors, by name, in the order of the signature."""
-    names = list(inspect.signature(module.forward).parameters)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    ordered = {name: given[name] for name in names if name in given} | given
-    return {name: value for name, value in ordered.items() if isinstance(value, Tensor)}
-
-
 def sizes_of(model: nn.Module) -> dict[str, int]:
     """Return the number of parameters of every module that is a list, by its path."""
     return {
@@ -217,9 +175,9 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
 
 def traced_plan(
     model: nn.Module,
-    calls: Calls,
+    calls: Sequence[ModuleCall],
     stack: str,
-    layers: Calls,
+    layers: Sequence[ModuleCall],
     *,
     arity: int | None = None,
 ) -> StagePlan:
@@ -255,7 +213,9 @@ def traced_plan(
     )
 
 
-def _carrying_plan(model: nn.Module, calls: Calls, stack: str, layers: Calls) -> StagePlan:
+def _carrying_plan(
+    model: nn.Module, calls: Sequence[ModuleCall], stack: str, layers: Sequence[ModuleCall]
+) -> StagePlan:
     """Return the plan by which stages send all tensors that their last layer returned; see [Note: carried outputs].
 
     Raises:
@@ -270,7 +230,9 @@ def _carrying_plan(model: nn.Module, calls: Calls, stack: str, layers: Calls) ->
     return replace(traced_plan(model, calls, stack, layers, arity=0), carried=carried)
 
 
-def stacks_of(model: nn.Module, calls: Calls, sizes: Mapping[str, int]) -> dict[str, list[ModuleCall]]:
+def stacks_of(
+    model: nn.Module, calls: Sequence[ModuleCall], sizes: Mapping[str, int]
+) -> dict[str, list[ModuleCall]]:
     """Return the largest lists of layers, each with the calls of its members, the one with the most parameters first.
 
     Args:
@@ -303,7 +265,7 @@ def stacks_of(model: nn.Module, calls: Calls, sizes: Mapping[str, int]) -> dict[
     return {path: stacks[path] for path in by_size[:_NUM_STACKS] if path in stacks}
 
 
-def _irregular(runs: Sequence[Calls]) -> str:
+def _irregular(runs: Sequence[Sequence[ModuleCall]]) -> str:
     """Return why the members of a list are no layers of a pipeline; empty if they may be."""
     if silent := [place for place, layer_calls in enumerate(runs) if not layer_calls]:
         return f"layers {silent} were not called, or as layer.forward(), in the traced forward"
@@ -314,7 +276,7 @@ def _irregular(runs: Sequence[Calls]) -> str:
     return "" if is_ordered else "its layers do not run one after the other"
 
 
-def _outermost(model: nn.Module, calls: Calls, around: Sequence[str]) -> list[ModuleCall]:
+def _outermost(model: nn.Module, calls: Sequence[ModuleCall], around: Sequence[str]) -> list[ModuleCall]:
     """Return the calls of modules with parameters that no other call contains, but for those around the layers."""
     outermost: list[ModuleCall] = []
     for call in calls:
@@ -325,7 +287,7 @@ def _outermost(model: nn.Module, calls: Calls, around: Sequence[str]) -> list[Mo
     return outermost
 
 
-def _silent(model: nn.Module, calls: Calls, around: Sequence[str]) -> list[str]:
+def _silent(model: nn.Module, calls: Sequence[ModuleCall], around: Sequence[str]) -> list[str]:
     """Return the modules whose parameters got gradients though neither they nor a module around them was called."""
     called = {call.path for call in calls} - {*around}
     silent = []
@@ -348,7 +310,7 @@ def _is_placeholder(call: ModuleCall, first: ModuleCall) -> bool:
     return call.output.shape == (*leading_shape, layer_shape[-1])
 
 
-def _arity(layers: Calls) -> int:
+def _arity(layers: Sequence[ModuleCall]) -> int:
     """Return the `StagePlan.arity` of layers from their outputs.
 
     Raises:
@@ -398,7 +360,8 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
         return (
             loss_departure(loss, staged, "in stages")
             or _backward(sent, received, staged)
-            or (_gradient_departure(whole, plan, stages))
+            or _gradient_departure(whole, plan, stages)
+            or (_NAN if any(tensor.isnan().any() for tensor in tensors_in(output)) else None)
         )
     except RuntimeError as error:  # a graph that layers of two stages share
         return f"the backward of the stages fails: {described(error)}"
@@ -439,14 +402,11 @@ def _backward(
         pairs = [
             (output, next_input.grad)
             for output, next_input in zip(outputs, next_inputs, strict=True)
-            if output.requires_grad
+            if output.requires_grad and next_input.grad is not None
         ]
-        if all(gradient is None for _, gradient in pairs):
+        if not pairs:
             return f"no gradient comes back to layer {index}"
-        torch.autograd.backward(
-            [output for output, _ in pairs],
-            [torch.zeros_like(output) if gradient is None else gradient for output, gradient in pairs],
-        )
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         next_inputs = inputs
     return None
 

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import nan
 from typing import Any, NamedTuple, Optional
 
 from torch import Tensor, nn
@@ -275,11 +276,7 @@ class StagePlan:
     def has_like_layers(self, model: nn.Module) -> bool:
         """Return True unless the layers of one stack have twice as many parameters as those of the other, or more."""
         means = [
-            sum(
-                parameter.numel()
-                for path in stack.paths
-                for parameter in model.get_submodule(path).parameters()
-            )
+            sum(tensor.numel() for path in stack.paths for tensor in model.get_submodule(path).parameters())
             / len(stack.paths)
             for stack in self.stacks(model)
         ]
@@ -310,10 +307,8 @@ class StagePlan:
         sums = list(accumulate(sums))
 
         def size(start: int, stop: int) -> int:
-            num_shared = sum(
-                count for count, used_by in shared if any(start <= layer < stop for layer in used_by)
-            )
-            return sums[stop] - sums[start] + num_shared
+            counts = (count for count, users in shared if any(start <= layer < stop for layer in users))
+            return sums[stop] - sums[start] + sum(counts)
 
         return size
 
@@ -325,10 +320,12 @@ class OutputStructure:
     Args:
         spec: the nesting, as torch's pytrees describe it.
         leaves: for each leaf None if it is a tensor, or a tuple of its value.
+        unused: the numbers of tensors that nothing reads: nan travels in their place, and no gradient comes back.
     """
 
     spec: TreeSpec
     leaves: tuple[tuple[Any] | None, ...]
+    unused: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, output: Any) -> "OutputStructure":
@@ -360,7 +357,11 @@ class OutputStructure:
                 f"{path} returns another structure than its pipeline stages expect, or other values between its "
                 f"tensors: {structure} and not {self}. Use pp_size=1"
             )
-        return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        return tuple(
+            tensor.new_full(tensor.shape, nan) if number in self.unused else tensor
+            for number, tensor in enumerate(tensors)
+        )
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return an output of this structure with these tensors, in the order of `tensors`."""

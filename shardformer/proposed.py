@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..cluster.transformers_api import Conv1D
 from ..derive.build import Copy
-from ..derive.stages import ModuleCall, calls_of, sizes_of, stacks_of
+from ..derive.calls import ModuleCall, calls_of
+from ..derive.stages import sizes_of, stacks_of
 from .derived import plain_table, region_dropout
 from .layer_split import widths
 from .tables.heads import HeadOrder

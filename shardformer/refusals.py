@@ -30,8 +30,16 @@ def _is_marked(module_or_parameter: nn.Module | Tensor) -> bool:
 
 
 def mark_all_parallelized(model: nn.Module) -> None:
-    """Mark all modules and parameters of a full model that will be cut or sharded: no other model may use them."""
-    for module_or_parameter in chain(model.modules(), model.parameters()):
+    """Mark all modules and parameters of a full model that will be cut or sharded: no other model may use them.
+
+    Modules without tensors are not marked: models share activations, of which transformers has one for all.
+    """
+    modules = (
+        module
+        for module in model.modules()
+        if any(True for _ in chain(module.parameters(), module.buffers()))
+    )
+    for module_or_parameter in chain(modules, model.parameters()):
         vars(module_or_parameter)[_PARALLELIZED] = id(module_or_parameter)
 
 

@@ -1,13 +1,19 @@
 """The page of model types that train at all, and the record that it is made from."""
 
 import json
+import os
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from .coverage import parity
 from .coverage.page import DATA, PAGE, make_page
-from .coverage.records import Records, run_each
+from .coverage.ranks import run_forked
+from .coverage.records import Records, run_each, trained_types
 
 ABOUT = {"commit": "abc1234", "torch": "2.13.0", "transformers": "5.24.0"}
 LIMITS = {"jobs": 1, "cpu_seconds": 20, "wall_seconds": 20, "memory": 1 << 40}
@@ -41,6 +47,18 @@ def test_the_page_counts_by_family_and_gives_reasons(tmp_path: Path) -> None:
     make_page(stages=stages, data=data, page=page)
     assert "| all | 0 | 1 | 0 | 100 |" in page.read_text()
     assert "| causal LM | 2 | 1 | 50 |" in page.read_text()
+    layouts = [
+        {"layout": "tp2·pp2", "outcome": "agrees", "gradient": 1e-9},
+        {"layout": "pp3", "outcome": "departs", "why": "<loss>"},
+    ]
+    parity = {
+        "good": {"type": "good", "parity": "departs", "layouts": layouts, "refused": {}, **ABOUT},
+        "bad": {"type": "bad", "parity": "fails", "why": "passed a limit", **ABOUT},
+    }
+    make_page(parity=parity, data=data, page=page)
+    text = page.read_text()
+    assert "| all | 0 | 1 | 1 | 0 | 0 |" in text and "| pp3 | 0 | 1 | 0 | 0 |" in text
+    assert "- good, pp3: (loss)" in text and "- bad: passed a limit" in text
 
 
 def test_the_page_is_made_from_the_data() -> None:
@@ -60,6 +78,9 @@ def test_a_record_goes_on_and_forgets_other_releases(tmp_path: Path) -> None:
 
 
 def _fails(argument: str) -> dict[str, Any]:
+    if argument == "hangs":  # with a child that would hold the pipe open
+        os.fork()
+        time.sleep(60)
     if argument == "loops":
         while True:
             pass
@@ -68,10 +89,53 @@ def _fails(argument: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("argument", "reason"),
-    [("raises", "ValueError: no raises"), ("loops", "passed a limit of time or memory")],
+    [
+        ("raises", "ValueError: no raises"),
+        ("loops", "passed a limit of time or memory"),
+        ("hangs", "passed a limit of time or memory"),
+    ],
 )
 def test_a_row_that_fails_is_a_reason(argument: str, reason: str) -> None:
-    limits = LIMITS | ({"cpu_seconds": 1} if argument == "loops" else {})
+    limits = LIMITS | ({"loops": {"cpu_seconds": 1}, "hangs": {"wall_seconds": 1}}.get(argument, {}))
     ((name, found),) = run_each(_fails, [argument], **limits)
     assert name == argument
     assert found["reason"].startswith(reason)
+
+
+def _rank(what: str) -> int:
+    rank = dist.get_rank()
+    if what == "refuses" or (what == "fails" and rank == 1):
+        raise ValueError(f"no {what}")
+    if what == "hangs" and rank == 0:
+        time.sleep(60)
+    return rank
+
+
+def _on_ranks(what: str) -> dict[str, Any]:
+    answers = run_forked(2, _rank, what, seconds=20 if what != "hangs" else 4)
+    return {"answers": answers if isinstance(answers, list) else [answers.why, answers.is_refusal]}
+
+
+@pytest.mark.parametrize(
+    ("what", "answers"),
+    [
+        ("returns", [0, 1]),
+        ("refuses", ["no refuses", True]),
+        ("fails", ["no fails", False]),
+        ("hangs", ["ranks [0] did not end within 4 s", False]),
+    ],
+)
+def test_forked_ranks_answer_or_say_why_not(what: str, answers: list[Any]) -> None:
+    ((_, found),) = run_each(_on_ranks, [what], **LIMITS)
+    assert found == {"answers": answers}
+
+
+# Known departures, with the types, are in docs/coverage.md.
+@pytest.mark.slow
+def test_drawn_types_agree_with_one_process_or_refuse() -> None:
+    types = trained_types(datetime.now(UTC).strftime("%Y-%m-%d"))[:12]
+    known = {row["type"] for row in json.loads(DATA.read_text())["parity"] if row["parity"] == "departs"}
+    limits = {"cpu_seconds": parity.CPU_SECONDS, "wall_seconds": parity.WALL_SECONDS, "memory": parity.MEMORY}
+    rows = dict(run_each(parity.compared, types, jobs=1, **limits))
+    assert not {name: row for name, row in rows.items() if row.get("parity") == "departs"}.keys() - known
+    assert sum(row.get("parity") == "agrees" for row in rows.values()) >= 6

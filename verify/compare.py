@@ -70,7 +70,7 @@ def compare_float32(
     expected: Sequence[StepRecord],
     *,
     learning_rate: float,
-    epsilon: float,
+    epsilon: float | None,
     bitwise: bool,
     rounding: Mapping[str, float] | None = None,
     rounded: Iterable[Sequence[StepRecord]] = (),
@@ -86,7 +86,7 @@ def compare_float32(
     entry near epsilon. At most 1e-1 × learning rate, as for divided noise.
 
     Args:
-        epsilon: AdamW's.
+        epsilon: AdamW's; None for SGD, which divides by nothing.
         bitwise: loss and gradients of the first step must be equal (a pipeline alone, nothing tied). Weights, and
             so later steps, may differ: an update in another memory layout may round differently.
         rounding: by name, the fraction of the learning rate by which a weight may differ though gradients agree, if it
@@ -111,7 +111,7 @@ def compare_float32(
         gradient_allowed = _allowed_gradients(reference, exact=exact)
         _add_update_errors(shares, step, reference, epsilon=epsilon)
         weight_allowed = {
-            name: 1e-5 * weight.abs().max().item() + learning_rate * shares.get(name, 1e-3)
+            name: 1e-5 * _peak(weight) + learning_rate * shares.get(name, 1e-3)
             for name, weight in reference.weights.items()
         }
         norm_allowed = 1e-5 * reference.norm
@@ -145,24 +145,27 @@ def _allowed_gradients(reference: StepRecord, *, exact: bool) -> dict[str, float
 
 
 def _add_update_errors(
-    shares: dict[str, float], step: StepRecord, reference: StepRecord, *, epsilon: float
+    shares: dict[str, float], step: StepRecord, reference: StepRecord, *, epsilon: float | None
 ) -> None:
-    """Add to the allowed errors of weights what AdamW makes of this step's gradient distances; see `compare_float32`.
+    """Add to the allowed errors of weights what an update makes of this step's gradient distances.
 
     Args:
         shares: by name, the fraction of the learning rate by which a weight may be off; changed in place.
-        epsilon: AdamW's.
+        epsilon: see `compare_float32`.
     """
     peaks, noise = _peaks_and_noise(reference)
     for name, peak in peaks.items():
         distance = _distance(step.gradients.get(name), reference.gradients[name])
-        added = 1e-1 if peak < noise else distance / epsilon
-        shares[name] = min(shares.get(name, 1e-3) + added, 1e-1)
+        if epsilon is None:
+            added, most = distance, inf
+        else:
+            added, most = 1e-1 if peak < noise else distance / epsilon, 1e-1
+        shares[name] = min(shares.get(name, 1e-3) + added, most)
 
 
 def _peaks_and_noise(reference: StepRecord) -> tuple[dict[str, float], float]:
     """Return the largest entry of each gradient, and the size below which a gradient is the noise of a sum."""
-    peaks = {name: gradient.abs().max().item() for name, gradient in reference.gradients.items()}
+    peaks = {name: _peak(gradient) for name, gradient in reference.gradients.items()}
     return peaks, max(ZERO_GRADIENT * max(peaks.values()), ZERO_SUM * abs(reference.loss))
 
 
@@ -339,7 +342,12 @@ def _distance(actual: Tensor | None, expected: Tensor) -> float:
     """Return the largest difference of two entries; 0 if a tensor is missing, which is reported as a mismatch."""
     if actual is None or actual.shape != expected.shape:
         return 0.0
-    return (actual.float() - expected).abs().max().item()
+    return _peak(actual.float() - expected)
+
+
+def _peak(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor; 0 of one without entries."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _mismatch(quantity: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Measure | None:

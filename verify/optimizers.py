@@ -11,20 +11,27 @@ from ..zero.combined import CombinedOptimizer
 from ..zero.muon import Muon
 from .layout_choice import EPSILON, LEARNING_RATE
 
-OPTIMIZERS = ("adamw", "muon", "adafactor")
+OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
+SGD_RATE = (
+    0.1  # an error of a gradient stays an error of this fraction, where AdamW divides it by its own size
+)
 # The fraction of the learning rate by which a matrix may be off after a step of Muon whose gradients agree. It computes
 # in bfloat16: five iterations with a slope of up to 3.44 at small singular values amplify the rounding of an entry,
 # 2^-9, by 3.44^5 = 480, to about the size of the entry.
 _ROUNDED = 1e-1
+# The same for SGD: that of the norm to which gradients are clipped.
+_ROUNDED_SGD = 1e-5
 
 
 def optimizers_of(
     model: nn.Module, kind: str, *, vector_rate: float = LEARNING_RATE, fused: bool | None = None
 ) -> list[Optimizer]:
-    """Return the optimizers that together update a model: AdamW or Adafactor, or Muon for matrices beside AdamW."""
+    """Return the optimizers that together update a model: one, or Muon for matrices beside AdamW for the others."""
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    if kind == "sgd":
+        return [torch.optim.SGD(parameters, lr=SGD_RATE)]
     if kind == "adafactor":
         return [torch.optim.Adafactor(_groups(matrices, vectors, vector_rate), lr=LEARNING_RATE)]
     if kind == "adamw":
@@ -40,7 +47,14 @@ def optimizers_of(
 
 def rounding_of(model: nn.Module, kind: str) -> dict[str, float]:
     """Return by name the `rounding` that `compare_float32` takes."""
+    if kind == "sgd":
+        return {name: _ROUNDED_SGD for name, _ in model.named_parameters()}
     return dict.fromkeys(_hidden(model), _ROUNDED) if kind == "muon" else {}
+
+
+def largest_rate(kind: str, vector_rate: float) -> float:
+    """Return the largest learning rate of a model's parameters."""
+    return SGD_RATE if kind == "sgd" else max(LEARNING_RATE, vector_rate)
 
 
 def combined(optimizers: Sequence[Optimizer]) -> Optimizer:

@@ -24,6 +24,7 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
 from ..cluster.placement import shards_of
 from ..lazy import materialize
+from ..pipeline.microbatch import batch_size
 from ..plugins.hybrid_model import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..shardformer import policy_for
@@ -32,9 +33,10 @@ from ..zero.precision import DTYPES
 from . import reference
 from .batch import make_batch, microbatches_of
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
+from .draws import equal_draws
 from .layout_choice import EPSILON, LEARNING_RATE, Layout, Training
 from .model_choice import ModelChoice
-from .optimizers import combined, optimizers_of, rounding_of
+from .optimizers import combined, largest_rate, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
 from .routing import Routing, RoutingCheck
 
@@ -101,13 +103,14 @@ def parity(
     check = RoutingCheck(model, layout)
     run = boosted_under(layout, model, training)
     check.watch(run.model)
-    records = take_steps(run, training, batches)
-    routing = check.result(run.model, batches[0])
-    compared: list[StepComparison] = []
-    if untouched is not None:
-        compared = compare_with_one_process(
-            untouched, [(layout, batches)], training, records, weighed_by=choice.weighed_by
-        )
+    with equal_draws(choice):
+        records = take_steps(run, training, batches)
+        routing = check.result(run.model, batches[0])
+        compared: list[StepComparison] = []
+        if untouched is not None:
+            compared = compare_with_one_process(
+                untouched, [(layout, batches)], training, records, weighed_by=choice.weighed_by
+            )
     steps = tuple(broadcast_object(compared, 0, None))
     return Report(steps=steps, departure=first_departure(steps), routing=routing)
 
@@ -153,7 +156,7 @@ def compare_with_one_process(
         for replicas in batches
     ]
     dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
-    first_layout, rate = parts[0][0], max(LEARNING_RATE, training.vector_rate)
+    first_layout = parts[0][0]
     model = model.to(default_device())
     bitwise = _gives_equal_bits(model, first_layout) and (
         weighed_by == "samples" or is_one_mean(model, steps[0][0][0], training.criterion)
@@ -185,9 +188,9 @@ def compare_with_one_process(
     first_16_bit = next((step for step, dtype in enumerate(dtypes) if dtype is not torch.float32), len(steps))
     compared: list[StepComparison] = []
     if first_16_bit:
-        float32_records, rounding = records[:first_16_bit], rounding_of(model, training.optimizer)
-        compared = _compare_float32(model, float32_records, train, rate, bitwise=bitwise, rounding=rounding)
+        compared = _compare_float32(model, records[:first_16_bit], train, training, bitwise=bitwise)
     if first_16_bit < len(steps):
+        rate = largest_rate(training.optimizer, training.vector_rate)
         compared += _compare_16_bit(model, records, dtypes, train, rate)[first_16_bit:]
     return compared
 
@@ -196,10 +199,9 @@ def _compare_float32(
     model: nn.Module,
     records: Sequence[StepRecord],
     train: _Train,
-    rate: float,
+    training: Training,
     *,
     bitwise: bool,
-    rounding: Mapping[str, float],
 ) -> list[StepComparison]:
     """Compare steps in float32 with one process."""
     dtypes = [torch.float32] * len(records)
@@ -207,10 +209,10 @@ def _compare_float32(
         compare_float32,
         records,
         train(dtypes, model),
-        learning_rate=rate,
-        epsilon=EPSILON,
+        learning_rate=largest_rate(training.optimizer, training.vector_rate),
+        epsilon=None if training.optimizer == "sgd" else EPSILON,
         bitwise=bitwise,
-        rounding=rounding,
+        rounding=rounding_of(model, training.optimizer),
     )
     compared = compare()
     if first_departure(compared) is not None:
@@ -247,7 +249,7 @@ def _counted(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float
 
 
 def _samples(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float:
-    return len(next(value for value in microbatch.values() if isinstance(value, Tensor) and value.dim()))
+    return batch_size(microbatch)
 
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:

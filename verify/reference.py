@@ -102,7 +102,7 @@ def train(
         )
         norm = _norm(gradients)
         if isfinite(norm):
-            _update(masters, optimizers, gradients, max_norm=max_norm)
+            _update(masters, optimizers, gradients, norm=norm, max_norm=max_norm)
         else:
             skipped += 1
         weights = _copy_weights(masters, worker)
@@ -283,13 +283,14 @@ def _update(
     optimizers: Sequence[torch.optim.Optimizer],
     gradients: dict[str, Tensor],
     *,
+    norm: float,
     max_norm: float,
 ) -> None:
     """Clip the gradients, step the optimizers of the master weights, and drop the gradients."""
     for name, parameter in masters.named_parameters():
         parameter.grad = gradients[name].to(parameter.device, copy=True) if name in gradients else None
     if max_norm > 0:
-        torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
+        torch.nn.utils.clip_grads_with_norm_(masters.parameters(), max_norm, torch.tensor(norm))
     for optimizer in optimizers:
         optimizer.step()
     masters.zero_grad()

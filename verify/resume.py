@@ -21,6 +21,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.slot import Slot
 from .batch import microbatches_of
 from .compare import StepComparison, first_departure
+from .draws import equal_draws
 from .layout_choice import Layout, Training
 from .model_choice import ModelChoice
 from .parity import (
@@ -176,7 +177,8 @@ def run_leg(relay: Relay, number: int, folder: Path) -> None:
             raise AssertionError(f"leg {number} should resume from step {first}, but found {resumed}")
         loaded = contents_of(run.model, run.optimizer)
     check.watch(run.model)
-    records = take_steps(run, relay.training, batches, first_step=first)
+    with equal_draws(relay.choice):
+        records = take_steps(run, relay.training, batches, first_step=first)
     routing = check.result(run.model, batches[0]) if not number else None  # later legs have trained weights
     if number + 1 < len(relay.legs):
         saved = contents_of(run.model, run.optimizer)
@@ -205,7 +207,10 @@ def compare_legs(relay: Relay, folder: Path) -> ResumeReport:
     relay.training.freeze(model)
     legs = [(leg.layout, relay.batches(number)) for number, leg in enumerate(relay.legs)]
     records = [record for outcome in outcomes for record in outcome.records]
-    steps = compare_with_one_process(model, legs, relay.training, records, weighed_by=relay.choice.weighed_by)
+    with equal_draws(relay.choice):
+        steps = compare_with_one_process(
+            model, legs, relay.training, records, weighed_by=relay.choice.weighed_by
+        )
     return ResumeReport(
         steps=tuple(steps),
         departure=_first_departure(steps, handovers),

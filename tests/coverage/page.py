@@ -28,8 +28,9 @@ _KEPT = {
         "why",
     ),
     "splits": ("type", "split", "seconds", "why"),
-    "sample": ("type", "pp2", "gradient", "loss", "seconds", "why"),
+    "parity": ("type", "parity", "layouts", "refused", "why"),
 }
+_OUTCOMES = ("agrees", "departs", "fails", "refused")
 Rows = Mapping[str, Mapping[str, Any]]
 # Kinds of reasons, the first that matches; the last are limits of the small configs and batches, not of the types.
 _KINDS = (
@@ -48,15 +49,18 @@ def make_page(
     plain: Rows | None = None,
     stages: Rows | None = None,
     splits: Rows | None = None,
-    sample: Rows | None = None,
+    parity: Rows | None = None,
     data: Path = DATA,
     page: Path = PAGE,
 ) -> str:
-    """Update the data by the rows of runs, by model type, and write the page; return a summary."""
+    """Replace the rows of these types in the data, and write the page; return a summary."""
     kept: dict[str, list[dict[str, Any]]] = json.loads(data.read_text()) if data.exists() else {}
-    for name, rows in (("rows", plain), ("stages", stages), ("splits", splits), ("sample", sample)):
+    kept = {name: rows for name, rows in kept.items() if name in _KEPT}
+    for name, rows in (("rows", plain), ("stages", stages), ("splits", splits), ("parity", parity)):
         if rows is not None:
-            kept[name] = [_short(rows[key], _KEPT[name]) for key in sorted(rows)]
+            known = {row["type"]: row for row in kept.get(name, ())}
+            known |= {key: _short(row, _KEPT[name]) for key, row in rows.items()}
+            kept[name] = [known[key] for key in sorted(known)]
         kept.setdefault(name, [])
     sections = (
         f' "{name}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
@@ -72,7 +76,7 @@ def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     found = {
         name: row[name]
         for name in (*names, "commit", "torch", "transformers")
-        if not (row.get(name) is None or row[name] is False or row[name] == "")
+        if not (row.get(name) is None or row[name] is False or row[name] in ("", {}))
     }
     texts = {name: each.partition(" | ")[0][:240] for name, each in found.items() if isinstance(each, str)}
     return found | texts
@@ -82,7 +86,7 @@ def _page(
     rows: Sequence[Mapping[str, Any]],
     stages: Sequence[Mapping[str, Any]],
     splits: Sequence[Mapping[str, Any]],
-    sample: Sequence[Mapping[str, Any]],
+    parity: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     about = sorted({(row["commit"], row["torch"], row["transformers"]) for row in rows})
     others = [row for row in rows if not row.get("convolutional")]
@@ -125,7 +129,7 @@ def _page(
         [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in _KINDS if kind in kinds],
     )
     lines += ["", "The first error of each is in [coverage.json](coverage.json)."]
-    return [*lines, *_stage_lines(rows, stages), *_split_lines(rows, splits), *_sample_lines(sample)]
+    return [*lines, *_stage_lines(rows, stages), *_split_lines(rows, splits), *_parity_lines(rows, parity)]
 
 
 def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -215,34 +219,79 @@ def _count(rows: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def _reason(row: Mapping[str, Any]) -> str:
-    return str(row.get("why", "")).replace("|", "/").replace("<", "(").replace(">", ")")
+    return _text(row.get("why", ""))
 
 
-def _sample_lines(sample: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the section on the types that were drawn for the parity check."""
-    if not sample:
+def _text(why: str) -> str:
+    return why.replace("|", "/").replace("<", "(").replace(">", ")")
+
+
+def _parity_lines(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section on parity on real ranks: counts by family, and all that is not an agreement."""
+    if not parity:
         return []
-    counts = Counter(row["pp2"] for row in sample)
+    families = {row["type"]: row["family"] for row in rows}
+    tried = [(row["type"], layout) for row in parity for layout in row.get("layouts", ())]
+    counts: dict[str, Counter[str]] = {}
+    for row in parity:
+        for name in (families[row["type"]], "all"):
+            counts.setdefault(name, Counter())[row["parity"]] += 1
     cells = [
         (
-            row["type"],
-            row["pp2"],
-            f"{row['gradient']:.1e}" if "gradient" in row else "",
-            _reason(row),
-            row["commit"],
+            name,
+            *(str(each[outcome]) for outcome in _OUTCOMES),
+            str(100 * each["agrees"] // sum(each.values())),
         )
-        for row in sample
+        for name, each in sorted(counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values())))
     ]
+    by_layout = Counter((layout["layout"], layout["outcome"]) for _, layout in tried)
+    layouts = Counter(layout["layout"] for _, layout in tried)
+    trained = sum(bool(row.get("trains")) and not row.get("convolutional") for row in rows)
+    lines = [
+        "",
+        "## Parity on processes",
+        "",
+        "Three steps of SGD at a rate of 0.1 on real processes, beside one process",
+        "(`python -m tests.coverage.parity`): losses, gradients before they are clipped, their norm, and weights,",
+        "within the tolerances of `echelon verify`. Every type under tp2·pp2, and under pp3, whose stages have unequal",
+        "numbers of layers (or pp2); data parallelism with ZeRO-1 is in place of what is refused.",
+        "",
+        f"{len(parity)} of these {trained} types have been tried, in a random order.",
+        "",
+        *_table(["family", *_OUTCOMES, "%"], cells),
+        "",
+        *_table(
+            ["layout", *_OUTCOMES],
+            [
+                (layout, *(str(by_layout[layout, outcome]) for outcome in _OUTCOMES))
+                for layout, _ in layouts.most_common()
+            ],
+        ),
+    ]
+    for outcome, heading in (
+        ("departs", "Departures"),
+        ("fails", "Failures"),
+        ("refused", "Refused when the ranks start"),
+    ):
+        found = [
+            f"- {row['type']}{under}: {_text(why)}" for row in parity for under, why in _reasons(row, outcome)
+        ]
+        lines += ["", f"{heading}: {len(found)}", *([""] if found else []), *found]
+    refused = [
+        f"- {row['type']}, {layout}: {_text(why)}"
+        for row in parity
+        for layout, why in row.get("refused", {}).items()
+    ]
+    return [*lines, "", f"Layouts that are refused before they start: {len(refused)}", "", *refused]
+
+
+def _reasons(row: Mapping[str, Any], outcome: str) -> list[tuple[str, str]]:
+    """Return where a type has this outcome, and why: under layouts, or as a whole."""
+    layouts = row.get("layouts") or [{"outcome": row["parity"], "why": row.get("why", "")}]
     return [
-        "",
-        "## Drawn types on two processes",
-        "",
-        "Types without a table, drawn by a date, under `echelon verify --model TYPE --pp 2`: three steps beside one",
-        "process (`python -m tests.coverage.sample`):",
-        f"{', '.join(f'{count} {kind}' for kind, count in counts.items())}.",
-        "The gradient is the largest distance of one, as `echelon verify` prints it.",
-        "",
-        *_table(["type", "pp2", "gradient off by", "reason", "commit"], cells),
+        (f", {layout['layout']}" if "layout" in layout else "", layout["why"])
+        for layout in layouts
+        if layout["outcome"] == outcome
     ]
 
 

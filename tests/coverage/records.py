@@ -4,19 +4,22 @@ import argparse
 import importlib
 import json
 import os
+import random
 import resource
 import selectors
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..matrix import ROOT, current_commit
 
-# The field of a record's rows that says how a type is supported, or "refused".
-FIELDS = {"stages": "stages", "splits": "split"}
+# The field of a record's rows that says how a type is supported, or one of `UNSUPPORTED`.
+FIELDS = {"stages": "stages", "splits": "split", "parity": "parity"}
+UNSUPPORTED = ("refused", "fails", "departs")
 FOLDER = ROOT / "build" / "coverage"
 
 
@@ -66,38 +69,47 @@ def run_each(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the results of a function for each argument, each from a forked process, as they end.
 
-    A process that passes a limit is a row with a reason.
+    A process that passes a limit is a row with a reason; processes that it has forked end with it.
     """
     waiting, selector = list(arguments), selectors.DefaultSelector()
-    running: dict[int, tuple[int, str, list[bytes]]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            argument = waiting.pop(0)
-            child, read = _forked(function, argument, cpu_seconds, wall_seconds, memory)
-            running[read] = (child, argument, [])
-            selector.register(read, selectors.EVENT_READ)
-        for key, _ in selector.select():
-            child, argument, parts = running[key.fd]
-            if data := os.read(key.fd, 1 << 16):
-                parts.append(data)
-                continue
-            selector.unregister(key.fd)
-            os.close(key.fd)
-            del running[key.fd]
-            signaled = os.waitpid(child, 0)[1]
-            text = b"".join(parts).decode()
-            name = signal.Signals(os.WTERMSIG(signaled)).name if os.WIFSIGNALED(signaled) else "exit"
-            yield (
-                argument,
-                json.loads(text) if text else {"reason": f"passed a limit of time or memory ({name})"},
-            )
+    running: dict[int, tuple[int, str, int]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                argument = waiting.pop(0)
+                child, read = _forked(function, argument, cpu_seconds, wall_seconds, memory)
+                running[ends := os.pidfd_open(child)] = (child, argument, read)
+                selector.register(ends, selectors.EVENT_READ)
+            for key, _ in selector.select():
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                child, argument, read = running.pop(key.fd)
+                signaled = os.waitpid(child, 0)[1]
+                _end_group(child)
+                with os.fdopen(read) as pipe:  # a row fits into a pipe
+                    text = pipe.read()
+                name = signal.Signals(os.WTERMSIG(signaled)).name if os.WIFSIGNALED(signaled) else "exit"
+                reason = {"reason": f"passed a limit of time or memory ({name})"}
+                yield argument, json.loads(text) if text else reason
+    finally:
+        for child, _, _ in running.values():
+            _end_group(child)
+
+
+def _end_group(child: int) -> None:
+    """End the processes that a child has forked, and itself."""
+    with suppress(ProcessLookupError):  # none is left
+        os.killpg(child, signal.SIGKILL)
 
 
 def run_options(description: str | None) -> Any:
-    """Return the command line's options of a run: `part` as (number, count), `only`, `failed` and `jobs`."""
+    """Return the command line's options of a run: `part` as (number, count), `date`, `count`, and those with help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--part", default=(1, 1), type=lambda text: tuple(map(int, text.split("/"))))
+    parser.add_argument("--date", help="of a random order; default: in the order of names")
+    parser.add_argument("--count", type=int, help="end after so many types")
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--limit", type=int, default=1, help="so many times the usual limits")
     parser.add_argument("--failed", action="store_true", help="try those again that were refused")
     parser.add_argument("--jobs", type=int, default=2)
     return parser.parse_args()
@@ -120,24 +132,45 @@ def run_types(
         description: shown as help.
         cpu_seconds, wall_seconds, memory: limits of the process of a type.
     """
-    from .page import DATA, make_page
+    from .page import make_page
 
     warnings.filterwarnings("ignore")
     options = run_options(description)
     number, count = options.part
     records, field = Records(name, released()), FIELDS[name]
-    done = {each for each, row in records.rows.items() if row[field] != "refused" or not options.failed}
-    known = json.loads(DATA.read_text())["rows"]
-    trained = [row["type"] for row in known if row.get("trains") and not row.get("convolutional")]
+    done = {
+        model_type
+        for model_type, row in (kept_rows(name, records.about) | records.rows).items()
+        if row[field] not in UNSUPPORTED or not options.failed
+    }
+    trained = trained_types(options.date)
     types = options.only or [each for each in trained[number - 1 :: count] if each not in done]
     warmed()
     limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory": memory}
-    for model_type, row in run_each(function, types, jobs=options.jobs, **limits):
+    limits = {limit: options.limit * value for limit, value in limits.items()}
+    for model_type, row in run_each(function, types[: options.count], jobs=options.jobs, **limits):
         if "reason" in row:
-            row = {field: "refused", "why": row["reason"]}
+            row = {field: "fails" if name == "parity" else "refused", "why": row["reason"]}
         records.add({"type": model_type} | row)
         print(model_type, row[field], row.get("why", "")[:200], flush=True)
     print(make_page(**{name: records.rows}))
+
+
+def kept_rows(name: str, about: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the rows of docs/coverage.json by type, of these releases: those of a run elsewhere count, too."""
+    from .page import DATA
+
+    rows = json.loads(DATA.read_text()).get(name, ())
+    return {row["type"]: row for row in rows if row["transformers"] == about["transformers"]}
+
+
+def trained_types(date: str | None = None) -> list[str]:
+    """Return the types that train and are not convolutional: in the order of their names, or drawn by a date."""
+    from .page import DATA
+
+    known = json.loads(DATA.read_text())["rows"]
+    types = [row["type"] for row in known if row.get("trains") and not row.get("convolutional")]
+    return types if date is None else random.Random(date).sample(types, len(types))
 
 
 def _forked(
@@ -149,6 +182,7 @@ def _forked(
         os.close(write)
         return child, read
     os.close(read)
+    os.setpgid(0, 0)
     signal.alarm(wall_seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 2))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -30,6 +30,10 @@ def run(choice: ModelChoice, layout: Layout) -> Report:
                 ("olmoe", Layout(pp=2, dp=2, zero=1)),
                 ("m2m_100", Layout(pp=2, precision="bf16")),  # tables of positions
                 ("ctrl", Layout(pp=2)),  # reads the embedding's weight outside of the module
+                (
+                    "encoder-decoder",
+                    Layout(pp=2),
+                ),  # an encoder's pooler, which nothing reads, gets no gradient
                 ("deberta", Layout(pp=2, schedule="interleaved", chunks=2, microbatches=4)),
             )
         ),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echelon.derive.build import small_copy
-from echelon.derive.plans import stage_plan_of
+from echelon.derive.plans import isolated, stage_plan_of
 from echelon.derive.stages import departure, derived_plan
 from echelon.pipeline.stage_plan import OutputStructure, StagePlan
 from echelon.pipeline.stand_ins import Inbox
@@ -131,6 +131,16 @@ def test_a_module_that_returns_another_structure_than_the_copy_is_refused() -> N
     assert len(structure.tensors((torch.zeros(4), [torch.zeros(1)]), "visual")) == 2
     with pytest.raises(ValueError, match="visual returns another structure than its pipeline stages expect"):
         structure.tensors((torch.ones(2), [torch.ones(3), torch.ones(3)]), "visual")
+
+
+def test_an_output_that_nothing_reads_travels_as_nan_and_gets_no_gradient() -> None:
+    structure = replace(OutputStructure.of((torch.ones(2), torch.ones(1))), unused=frozenset({1}))
+    states, pooled = structure.tensors((torch.ones(2), torch.ones(1, requires_grad=True)), "encoder")
+    assert torch.equal(states, torch.ones(2)) and bool(pooled.isnan()) and not pooled.requires_grad
+    with isolated():  # its forward warns
+        plan = stage_plan_of(copy_of("encoder-decoder").model)
+    assert plan.encoder is not None and plan.encoder.returned is not None
+    assert plan.encoder.returned.unused == {1}  # BERT's pooler
 
 
 def derived(kind: type[nn.Module], **settings: Any) -> StagePlan:

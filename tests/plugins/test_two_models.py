@@ -119,3 +119,22 @@ def refusal_of_shardformer() -> str:
     second = with_layer_of(first)
     former.optimize(first)
     return refused(lambda: former.optimize(second))
+
+
+def losses_of_models_with_one_activation() -> list[float]:
+    """Boost two models that share an activation, as transformers' `gelu_pytorch_tanh` is; return their losses."""
+    booster, activation = hybrid(tp_size=2), nn.SiLU()
+    losses = []
+    for _ in range(2):
+        plain: Any = LLAMA.build()
+        for layer in plain.model.layers:
+            layer.mlp.act_fn = activation
+        model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+        batch = share(booster, LLAMA, 0)
+        losses.append(float(booster.execute_pipeline(batch, model, loss_of, optimizer)["loss"]))
+    return losses
+
+
+def test_models_may_share_an_activation(pool: Pool) -> None:
+    for first, second in pool.run(2, losses_of_models_with_one_activation):
+        assert first == second

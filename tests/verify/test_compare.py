@@ -71,6 +71,31 @@ def test_loss_gradient_and_norm_may_be_off_by_the_effect_of_rounding_on_each() -
         assert judge(record()) is not None
 
 
+def test_a_tensor_without_entries_agrees() -> None:
+    empty = {"w": torch.ones(2), "none": torch.empty(0)}
+    step = replace(record(), gradients=empty, weights=empty)
+    compared = compare_float32([step], [step], learning_rate=1e-3, epsilon=1e-5, bitwise=False)
+    assert first_departure(compared) is None
+
+
+def test_under_sgd_a_weight_is_off_by_what_its_gradient_is() -> None:
+    moved = replace(record(), gradients={"w": torch.tensor([1.0 + 5e-6, -2.0])})
+
+    def departs(by: float) -> bool:
+        step = replace(moved, weights={"w": torch.tensor([3.0, 4.0 + by])})
+        steps = compare_float32(
+            [step],
+            [record()],
+            learning_rate=0.1,
+            epsilon=None,
+            bitwise=False,
+            rounding={"w": 1e-5},
+        )
+        return first_departure(steps) is not None
+
+    assert not departs(4e-5) and departs(5e-5)
+
+
 def in_16_bits(
     *found: StepRecord, usual: StepRecord, nearby: StepRecord | None, exact: StepRecord | None = None
 ) -> str | None:

@@ -60,3 +60,20 @@ def test_a_criterions_weight_counts_at_once_and_one_by_one(weigh: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(record.gradients[name], parameter.grad)
+
+
+def test_gradients_are_clipped_by_an_exact_norm() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2**21, 1, bias=False)  # torch's float32 norm of its gradient is off by 1e-6
+    inputs = torch.rand(1, 2**21) + 0.5
+    (record,) = train(
+        model,
+        [[[{"input": inputs}]]],
+        make_optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=1.0)],
+        criterion=lambda outputs, _: outputs.sum(),
+        dtypes=[torch.float32],
+        max_norm=1000.0,
+    )
+    exact = inputs.double() * (1000.0 / inputs.double().norm())
+    update = (model.weight.detach() - record.weights["weight"]).double()
+    assert float((update - exact).abs().max()) < 3e-7
