@@ -22,9 +22,8 @@ become nodes of the graph, and `InFlight.wait` becomes the node that provides th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,8 +57,7 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True)
-class InFlight(Generic[Result]):
+class InFlight(NamedTuple, Generic[Result]):
     """A tensor, the communication that fills it (None if it is filled already), and a function to apply to it then."""
 
     handle: Handle | None
@@ -76,7 +74,7 @@ class InFlight(Generic[Result]):
 
     def finished_by(self, finish: Callable[[Tensor], Result]) -> "InFlight[Result]":
         """Apply this function to the tensor once it has arrived, in place of another one."""
-        return replace(self, finish=finish)
+        return InFlight(self.handle, self.tensor, finish)
 
 
 @named_collective
@@ -147,13 +145,6 @@ def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum `x` over the group into a new tensor, bitwise equal on all ranks; no gradient."""
     return begin_all_reduce(x, group).wait()
-
-
-def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if not x.is_contiguous() or torch.compiler.is_compiling():
-        return all_reduce(x, group)
-    _all_reduce(x, group)
-    return x.data  # not a view, which models could not modify in place
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -253,11 +244,18 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward all-reduce, backward identity: the "g" of arXiv:1909.08053, section 3.
 
     Args:
-        x: overwritten by the sum. Neither the caller nor a backward may read it afterwards: a matrix product, a sum,
-            rows of an embedding.
+        x: becomes the sum. No backward may need its values: a matrix product, a sum, rows of an embedding.
         group: every rank of it must call.
+
+    Returns:
+        x itself if it is contiguous: as its gradient does not change, the sum needs no node of the graph.
     """
-    return _apply(x, group, lambda x: _sum_in_place(x, group), unchanged)
+    if group.size() == 1:
+        return x
+    if not x.is_contiguous() or torch.compiler.is_compiling():
+        return paired(x, lambda x: all_reduce(x, group), unchanged)
+    _all_reduce(x.data, group)
+    return x
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -74,22 +75,20 @@ class Crossing(NamedTuple):
     begin_backward: Callable[[Tensor], InFlight[Tensor]]
 
 
+Put = Callable[[DeferredGradient], None]  # leaves a gradient to a later node
+
+
 class LaterProduct(NamedTuple):
     """A weight whose gradient is computed when backward reaches the node of `enter_overlapped`, not in its layer.
 
     Args:
-        weight: the layer's weight, as an output of the node: a gradient of it returns to the node.
-        weight_index: its index among the weights of the node.
-        deferred: deferred gradients of the node's weights, by index.
+        entered: a tensor that has entered there. The layer's node takes it as an input, so that backward reaches the
+            node of `enter_overlapped` after it, whatever the layer multiplies with.
+        put: leaves the gradient to that node; it replaces one that an earlier backward left without reaching the node.
     """
 
-    weight: Tensor
-    weight_index: int
-    deferred: dict[int, DeferredGradient]
-
-    def put(self, gradient: DeferredGradient) -> None:
-        """Leave a gradient to the node; it replaces one that an earlier backward left without reaching the node."""
-        self.deferred[self.weight_index] = gradient
+    entered: Tensor
+    put: Put
 
 
 def enter_overlapped(
@@ -102,7 +101,7 @@ def enter_overlapped(
     gradients raise.
 
     Args:
-        xs: the tensors.
+        xs: the tensors; one of them requires a gradient if there are weights.
         crossings: the communication of each tensor.
         weights: the weights of the layers in the region.
 
@@ -110,11 +109,12 @@ def enter_overlapped(
         The tensors inside the region, and for each weight where its layer leaves its gradient.
     """
     deferred: dict[int, DeferredGradient] = {}  # by index of the weight; empty outside of backward
-    entered = _EnterOverlapped.apply(crossings, deferred, *xs, *weights)
-    later_products = [
-        LaterProduct(weight, index, deferred) for index, weight in enumerate(entered[len(xs) :])
-    ]
-    return list(entered[: len(xs)]), later_products
+    entered = _EnterOverlapped.apply((crossings, deferred), *xs, *weights)
+    if not weights:
+        return list(entered), []
+    node_input = next(x for x in entered if x.requires_grad)
+    puts = [partial(deferred.__setitem__, index) for index in range(len(weights))]
+    return list(entered), [LaterProduct(node_input, put) for put in puts]
 
 
 class _EnterOverlapped(Function):
@@ -122,43 +122,41 @@ class _EnterOverlapped(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, crossings: Sequence[Crossing], deferred: dict[int, DeferredGradient], *tensors: Tensor
+        ctx: Any, options: tuple[Sequence[Crossing], dict[int, DeferredGradient]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Communicate the tensors, and return weights as they are.
+        """Communicate the tensors that enter.
 
         Args:
-            crossings: the communication of the first tensors, one each.
-            deferred: gradients of the weights, left by their layers in backward, by index of the weight.
-            tensors: the tensors that enter, then the weights.
+            options: the crossings of the first tensors, and the deferred gradients of the others, the weights. A tuple,
+                because torch spends time on each argument.
+            tensors: the tensors that enter, then the weights, whose gradients this node returns.
         """
-        ctx.crossings, ctx.deferred = crossings, deferred
+        ctx.crossings, ctx.deferred = options
         ctx.set_materialize_grads(False)
-        crossed = [crossing.forward(x) for crossing, x in zip(crossings, tensors, strict=False)]
-        needed = ctx.needs_input_grad[2 : 2 + len(crossed)]
+        crossed = [crossing.forward(x) for crossing, x in zip(ctx.crossings, tensors, strict=False)]
+        needed = ctx.needs_input_grad[1 : 1 + len(crossed)]
         if not all(needed):
             ctx.mark_non_differentiable(
                 *[x for x, is_needed in zip(crossed, needed, strict=True) if not is_needed]
             )
-        return (*crossed, *tensors[len(crossed) :])
+        return tuple(crossed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Begin the communication of the inputs' gradients, and compute deferred products while it is in flight."""
-        num_crossings = len(ctx.crossings)
         in_flight = [
             None if gradient is None else crossing.begin_backward(gradient)
-            for crossing, gradient in zip(ctx.crossings, gradients, strict=False)
+            for crossing, gradient in zip(ctx.crossings, gradients, strict=True)
         ]
-        weight_gradients = list(gradients[num_crossings:])
+        weight_gradients: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 1 - len(gradients))
         while ctx.deferred:
             index, deferred = ctx.deferred.popitem()
             # An earlier autograd.grad, which never reached this node, may have left entries that belong to it.
             if deferred.backward == torch._C._current_graph_task_id():
-                product, accumulated = deferred.begin().wait(), weight_gradients[index]
-                weight_gradients[index] = product if accumulated is None else accumulated + product
+                weight_gradients[index] = deferred.begin().wait()
         input_gradients = [None if handle is None else handle.wait() for handle in in_flight]
-        return None, None, *input_gradients, *weight_gradients
+        return None, *input_gradients, *weight_gradients
 
 
 def linear(
@@ -187,15 +185,15 @@ def linear(
         (..., O).
     """
     is_plain = store is None and later_product is None and input_shard is None
-    if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _computes_otherwise():
+    if (
+        is_plain or not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
+    ):  # autocast changes the format
         return _product(x, weight, bias, is_transposed)
-    shard, regather = input_shard or (None, None)
-    routed_weight = weight if later_product is None else later_product.weight
-    # The weight is in the tuple too, for the parameter itself: a saved tensor may be another object in backward. A
-    # tuple, because torch spends time on each argument.
-    out: Tensor = _Linear.apply(
-        x, routed_weight, bias, shard, (weight, is_transposed, store, later_product, regather)
-    )
+    if later_product is None and (is_transformed() or not is_trained(weight)):  # otherwise `enter` asked this
+        return _product(x, weight, bias, is_transposed)
+    routed, put = later_product or (weight, None)
+    # A tuple, because torch spends time on each argument.
+    out: Tensor = _Linear.apply(x, routed, bias, (weight, is_transposed, store, put, input_shard))
     return out
 
 
@@ -205,11 +203,6 @@ def is_trained(weight: Tensor) -> bool:
     A weight that is computed from others (weight_norm, pruning) has a graph that backward can run through only once.
     """
     return weight.is_leaf and weight.requires_grad
-
-
-def _computes_otherwise() -> bool:
-    """Return True if the product must be left to torch: under autocast, whose result has another format, or traced."""
-    return torch._C._is_any_autocast_enabled() or is_transformed()
 
 
 def is_transformed() -> bool:
@@ -224,31 +217,31 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool
 
 
 class _Linear(Function):
-    """See `linear`. Gradients of gradients are autograd's own, except where the input is gathered again."""
+    """See `linear`. Gradients of gradients are autograd's own, unless the input is gathered again or `put` is given."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        routed_weight: Tensor,
+        routed: Tensor,
         bias: Tensor | None,
-        shard: Tensor | None,
-        options: tuple[Parameter, bool, WeightGradients | None, LaterProduct | None, Regather | None],
+        options: tuple[Parameter, bool, WeightGradients | None, Put | None, tuple[Tensor, Regather] | None],
     ) -> Tensor:
         """Compute the product; save x, or this rank's shard of it, from which it is gathered again.
 
         Args:
             x, bias: see `linear`.
-            routed_weight: the weight, or what its `LaterProduct` has in its place: its gradient goes there.
-            shard: this rank's shard of x; None saves x itself.
-            options: further arguments of `linear`: weight, is_transposed, store, later_product, and `Regather`.
+            routed: the weight, for its gradient; or `LaterProduct.entered`, which gets none.
+            options: further arguments of `linear`: weight, is_transposed, store, `LaterProduct.put`, input_shard.
         """
-        ctx.save_for_backward(x if shard is None else shard, routed_weight)
-        ctx.options = options
-        _, is_transposed, _, _, regather = options
+        weight, is_transposed, store, put, input_shard = options
+        saved_input, regather = input_shard or (x, None)
+        ctx.save_for_backward(saved_input, weight)
+        # The parameter itself, too: a saved tensor may be another object in backward.
+        ctx.options = weight, is_transposed, store, put, regather
         if regather is not None:
             regather.add_user()
-        out = _product(x, routed_weight, bias, is_transposed)
+        out = _product(x, weight, bias, is_transposed)
         # Otherwise the caller could not write to it in place.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
@@ -256,8 +249,8 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the input's gradient at once, and the weight's now or later; see `gradient_or_deferred`."""
         saved_input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        parameter, is_transposed, store, later_product, regather = ctx.options
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        parameter, is_transposed, store, put, regather = ctx.options
         if regather is not None and needs_weight and not (store is not None and store.is_deferring):
             regather.begin(saved_input)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
@@ -267,45 +260,40 @@ class _Linear(Function):
             gradient_of_input = gradient_of_input.view(*gradient.shape[:-1], gradient_of_input.shape[-1])
         if needs_weight:
 
-            def product() -> Tensor:
+            def begin() -> InFlight[Tensor]:
                 """Compute the weight's gradient, from an input that is first gathered again if it was not saved."""
                 x_NI = (
                     saved_input.reshape(-1, saved_input.shape[-1])
                     if regather is None
                     else regather.rows(saved_input)
                 )
-                return weight_gradient(x_NI, gradient_NO, is_transposed=is_transposed)
+                return InFlight(None, weight_gradient(x_NI, gradient_NO, is_transposed))
 
-            gradient_of_weight = gradient_or_deferred(parameter, store, later_product, product)
+            gradient_of_weight = gradient_or_deferred(parameter, store, put, begin)
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
-        return gradient_of_input, gradient_of_weight, bias_gradient, None, None
+        return gradient_of_input, gradient_of_weight, bias_gradient, None
 
 
 def gradient_or_deferred(
-    weight: Parameter,
-    store: WeightGradients | None,
-    later_product: LaterProduct | None,
-    product: Callable[[], Tensor],
+    weight: Parameter, store: WeightGradients | None, put: Put | None, begin: Callable[[], InFlight[Tensor]]
 ) -> Tensor | None:
     """Return a weight's gradient, or None if it is deferred; called in backward.
 
     Args:
         weight: the model's parameter.
-        store, later_product: see `linear`.
-        product: computes the gradient.
+        store: queue of the schedule, see `linear`; not used where gradients of gradients may follow.
+        put: see `LaterProduct`; None if there is none.
+        begin: computes the gradient.
     """
-    if torch.is_grad_enabled():  # gradients of gradients may follow
-        return product()
-    deferred = DeferredGradient(weight, lambda: InFlight(None, product()), torch._C._current_graph_task_id())
-    if store is not None and store.defer(deferred):
+    deferred = DeferredGradient(weight, begin, torch._C._current_graph_task_id())
+    if store is not None and not torch.is_grad_enabled() and store.defer(deferred):
         return None
-    if later_product is not None:
-        later_product.put(deferred)
-        return None
-    return product()
+    if put is not None:
+        return put(deferred)
+    return begin().wait()
 
 
-def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Tensor:
+def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:
     """Return the gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
     return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
 

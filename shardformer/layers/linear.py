@@ -26,7 +26,15 @@ from ...cluster.forward_random import SplitRandom
 from ...cluster.placement import PartialGrad, Replicated, place
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import WeightGradients
-from .deferred_linear import Crossing, LaterProduct, Regather, enter_overlapped, is_trained, linear
+from .deferred_linear import (
+    Crossing,
+    LaterProduct,
+    Regather,
+    enter_overlapped,
+    is_trained,
+    is_transformed,
+    linear,
+)
 from .parallel_module import ParallelModule, require_native, shard_of
 from .split_gather import RegionSequence, leave, row_product
 
@@ -100,7 +108,7 @@ def enter(
     trained: list[ProductLayer] = []
     weights: list[Tensor] = []
     # Without a gradient of an input there is nothing to wait for.
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs) and not is_transformed():
         for layer in layers:
             weight = layer._parameters.get("weight")  # None if the weight is computed (weight_norm)
             if weight is not None and is_trained(weight):

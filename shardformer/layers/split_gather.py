@@ -160,7 +160,7 @@ class _RowProduct(Function):
         weight: Tensor,
         sequence: RegionSequence,
         is_transposed: bool,
-        compute_or_defer: Callable[[Callable[[], Tensor]], Tensor | None],
+        compute_or_defer: Callable[[Callable[[], InFlight[Tensor]]], Tensor | None],
     ) -> Tensor:
         """Return this rank's shard (B, s, O) of the sum over ranks.
 
@@ -194,8 +194,9 @@ class _RowProduct(Function):
                 of_input[:, other_positions] = linear(gradient_BSO[:, other_positions], weight_IO)
         if needs_weight:
             x_NI, gradient_NO = x_BSI.flatten(0, 1), gradient_BSO.flatten(0, 1)
-            product = partial(weight_gradient, x_NI, gradient_NO, is_transposed=ctx.is_transposed)
-            of_weight = ctx.compute_or_defer(product)
+            of_weight = ctx.compute_or_defer(
+                lambda: InFlight(None, weight_gradient(x_NI, gradient_NO, ctx.is_transposed))
+            )
         return of_input, of_weight, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
+from echelon.cluster import collectives
 from echelon.cluster.placement import shard_on
 from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers import deferred_linear, region
@@ -126,14 +128,15 @@ def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     """A second call of a layer in one region is not announced; its product must still be added."""
     weight = nn.Parameter(torch.randn(3, 2))
     x, y = torch.randn(2, 4, 2).unbind(0)
-    (later, unused) = (
-        enter_overlapped((), (), [each])[1][0] for each in (weight, nn.Parameter(torch.randn(3, 2)))
+    crossing = deferred_linear.Crossing(collectives.unchanged, partial(collectives.InFlight, None))
+    (x,), (later, _) = enter_overlapped(
+        [x.requires_grad_()], [crossing], [weight, unused := nn.Parameter(torch.randn(3, 2))]
     )
     first, second = linear(x, weight, None, later_product=later), linear(y, weight, None)
     (first.square().sum() + second.square().sum()).backward()
     whole = sum(nn.functional.linear(each, weight).square().sum() for each in (x, y))
     torch.testing.assert_close(weight.grad, *torch.autograd.grad(whole, [weight]))
-    assert not unused.deferred
+    assert unused.grad is None
 
 
 # Within one backward, over ranks.
