@@ -37,7 +37,7 @@ class TrainedPiece(NamedTuple):
     Args:
         name: the parameter's name.
         key: the tensor that the optimizer steps, its key in the optimizer's state.
-        local: makes the `LocalTensor` of a given name from a tensor of `key`'s shape, or of any shape if `is_full`.
+        local: makes a `LocalTensor` from its name in files, and a tensor of `key`'s shape, or of any if `is_full`.
         is_full: True if `key` is the full parameter, whose states may have any shape.
     """
 
@@ -164,13 +164,16 @@ class FittingStates(NamedTuple):
 def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> FittingStates:
     """Check that the state in a folder fits the optimizer, on all ranks. Collective over the group.
 
+    Returns:
+        The state, which is not loaded yet: `load` reads the tensors and changes the optimizer.
+
     Raises:
         ValueError: the state is of another optimizer, other parameter groups or another model; lists all errors, on
             every rank.
         FileNotFoundError: the folder has no optimizer state.
     """
-    described = on_first_rank(lambda: _described(folder), group)
-    stored = run_or_raise_together(lambda: StateFiles(folder), group)
+    described = on_first_rank(lambda: _described(folder), group)  # groups, scalars and extra values
+    stored = run_or_raise_together(lambda: StateFiles(folder), group)  # the tensors
     local_groups = [[piece.name for piece in pieces] for pieces in trained.groups]
     members = _members(on_all_ranks(lambda: local_groups, group))
     errors = _errors(trained, described, members, stored)
@@ -189,17 +192,18 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
                 state[key] = (
                     piece.key.new_zeros(stored.shape(name), dtype=dtype)
                     if piece.is_full
-                    else torch.zeros_like(piece.key, dtype=dtype)  # a DTensor wherever the parameter is one
+                    else torch.zeros_like(piece.key, dtype=dtype)  # a DTensor if the parameter is one
                 )
                 tensors[name] = piece.local(name, state[key])
         run_or_raise_together(lambda: read_into(tensors, stored), group)
         trained.install(_torch_state(trained, described, states), described["extra"])
 
-    return FittingStates(any(name.startswith(f"{MASTER}/") for name in stored.names), load)
+    has_masters = any(name.startswith(f"{MASTER}/") for name in stored.names)
+    return FittingStates(has_masters, load)
 
 
 def _described(folder: Path) -> Mapping[str, Any]:
-    """Return what `prepare_states` wrote besides the tensors."""
+    """Return the values that `prepare_states` wrote besides the tensors: groups, scalars and extra values."""
     if not (folder / GROUPS).is_file():
         raise FileNotFoundError(
             f"{folder} contains no optimizer: give the folder of save_optimizer, or `optimizer` in the folder of a step"
@@ -285,7 +289,7 @@ def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _is_tensor_state(key: str, value: Any, piece: TrainedPiece) -> bool:
     """Return True for a state that is saved as a tensor, in boxes; others are saved as scalars.
 
-    It has the parameter's shape, or any if the rank has the full parameter.
+    Such a tensor has the parameter's shape, or any shape if the rank has the full parameter.
     """
     if not isinstance(value, Tensor):
         return False
@@ -302,7 +306,7 @@ def _scalar(key: str, value: Any, name: str) -> Any:
     """Return a state of the parameter `name` in the form in which scalars are saved.
 
     Raises:
-        ValueError: it has several entries, but not the parameter's shape.
+        ValueError: the state has several entries, but not the parameter's shape.
     """
     if isinstance(value, DTensor):
         value = value.to_local()

@@ -317,7 +317,8 @@ class Agreement:
         """Raise ValueError if batches differ within a replica.
 
         Args:
-            replicas, codes: by rank of the world, its replica and the checksum of its batch.
+            replicas: the replica of each rank of the world.
+            codes: the code of each rank's batch.
         """
         first: dict[int, int] = {}  # code of a replica's first rank
         differing: dict[int, list[int]] = {}
@@ -340,7 +341,7 @@ def require_equal_call(codes: Mapping[str, tuple[int, str]], group: dist.Process
     """Raise ValueError on every rank of a group unless all ranks have equal codes. All-gather of integers.
 
     Args:
-        codes: by their meaning, a code of this rank's call, and the advice if it differs.
+        codes: by meaning ("batches"): this rank's code, and the advice for ranks whose codes differ.
         group: ranks that compute one model together.
         axis: name of their axis.
     """

@@ -81,17 +81,18 @@ def rename_call(action: str) -> None:
 
 
 def note_batch(batch: str, replica: Sequence[int], *, waits: bool = False) -> None:
-    """Show the names, shapes and dtypes of this call's batch in the heartbeats, which sends no message in the step.
+    """Show the names, shapes and dtypes of this call's batch in the heartbeats; does nothing in a run of one process.
 
-    Ranks of a replica whose batches differ may wait for each other inside a collective; the watch then names both.
+    The watch thread sends the heartbeats, so the step sends no message for it. Ranks of a replica whose batches differ
+    may wait for each other inside a collective; the watch then names both.
 
     Args:
         batch: names, shapes and dtypes.
         replica: the ranks that must have the same.
-        waits: wait in the store until all of them have noted a batch like this.
+        waits: wait, by the store, until all of these ranks have noted an equal batch.
 
     Raises:
-        UnmatchedCall: it waits, and another rank of the replica is in this call with another batch.
+        UnmatchedCall: under `waits`, another rank of the replica is in this call with another batch.
     """
     if _watch is not None:
         _watch.here.replica, _watch.here.batch = ",".join(map(str, replica)), batch

@@ -16,7 +16,7 @@ AXES = ("pp", "dp", "sp", "tp")
 # Several primary axes taken as one. Over "data", gradients of the same parameters are reduced. The ranks
 # of "stage" have all parameters of a pipeline stage together.
 JOINED = {"data": ("dp", "sp"), "stage": ("dp", "sp", "tp")}
-# Axes of neighbors on "data". A parameter placed on one is replicated over the rest of "data".
+# Sub-axes: neighboring ranks of "data". A parameter placed on one is replicated over the rest of "data".
 SUB_AXES = ("wp", "ep")
 # Those over which backward leaves the sum of a parameter's gradients; over the others it leaves their mean.
 SUMMED = ("ep",)
@@ -83,7 +83,7 @@ class MeshLayout:
 
     def coordinate(self, *axes: str) -> int:
         """Return the rank's place along these axes together, from 0."""
-        if axes[0] in SUB_AXES:
+        if axes[0] in SUB_AXES:  # it is named alone
             return self.coordinate("data") % self.size(*axes)
         place = 0
         for axis in _primary(axes):
@@ -163,5 +163,5 @@ def divisors(number: int) -> list[int]:
 
 
 def _primary(axes: Iterable[str]) -> list[str]:
-    """Return the axes with the joined ones replaced by those that they consist of."""
+    """Return the axes, each joined axis replaced by its primary axes (`JOINED`)."""
     return [primary for axis in axes for primary in JOINED.get(axis, (axis,))]

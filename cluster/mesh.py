@@ -129,7 +129,8 @@ class ParallelMesh:
         start_watch()
         self.device = default_device()
         self._mesh = torch_mesh(self.device.type, tuple(map(layout.size, AXES)), AXES, GROUPS)
-        # By axis, and by the chosen coordinates or the number of a group over the full axis.
+        # By axis, and a number or the coordinates of `subgroup`. Number 0 is the group of the axis, and those from 1
+        # are further groups of the same ranks (`pipeline_groups`). None if this rank has none of the coordinates.
         self._groups: dict[tuple[str, Any], dist.ProcessGroup | None] = {
             (axis, 0): self._mesh.get_group(axis) for axis in AXES
         }
@@ -167,10 +168,10 @@ class ParallelMesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one in `axis` only, in the order of their coordinates.
 
-        A part of "data" of size 1 has no group.
+        A sub-axis (`SUB_AXES`) must be larger than 1; smaller ones have no group.
         """
         group = self._groups[self._simplest(axis), 0]
-        assert group is not None  # every rank is in a group
+        assert group is not None  # every rank is in the groups of its axes; only a subgroup may be without it
         return group
 
     def global_ranks(self, axis: str) -> list[int]:
@@ -247,7 +248,7 @@ class ParallelMesh:
         return self._groups[name, coordinates]
 
     def _simplest(self, axis: str) -> str:
-        """The single axis that a joined axis consists of, if all its other axes have size 1."""
+        """The primary axis with the same ranks as a joined axis, if there is one; otherwise the axis itself."""
         if axis not in JOINED:
             return axis
         large = [primary for primary in JOINED[axis] if self.size(primary) > 1]

@@ -24,8 +24,8 @@ _COLLECTIVES = distributed_c10d.__file__
 _MODULE_CALL = nn.Module._call_impl.__code__
 _DATA = ("torch.utils.data.", "echelon.data.")
 _NOT_OF_SCRIPTS = ("echelon.", "torch.", "importlib.")
-_LIBRARIES = (sysconfig.get_path("stdlib"), "<")
-_INSTALLED = "site-packages"
+_STDLIB = (sysconfig.get_path("stdlib"), "<")  # how its paths begin; "<" begins those of generated code
+_INSTALLED = "site-packages"  # stands in the paths of installed packages
 # The argument with the other rank, of functions of torch.distributed for two ranks.
 _PEERS = {"recv": "src", "irecv": "src", "send": "dst", "isend": "dst"}
 
@@ -118,16 +118,16 @@ def _place(frames: Sequence[FrameType]) -> Place:
     if (
         not collective
         and not peers
-        and (inner := next((frame for frame in frames if _name(frame).startswith("echelon.")), None))
+        and (inner := next((frame for frame in frames if _module_name(frame).startswith("echelon.")), None))
     ):
-        steps.append(f"{inner.f_code.co_name} of {_name(inner)[:-1]}:{inner.f_lineno}")
+        steps.append(f"{inner.f_code.co_name} of {_module_name(inner)[:-1]}:{inner.f_lineno}")
     return Place(
         steps=tuple(steps),
         line=_script_line(frames),
         waits_for=ranks or peers,
         collective=collective,
         sizes=sizes,
-        is_in_data=any(_name(frame).startswith(_DATA) for frame in frames),
+        is_in_data=any(_module_name(frame).startswith(_DATA) for frame in frames),
     )
 
 
@@ -142,7 +142,9 @@ def with_communication_in_flight(place: Place) -> Place:
     groups = {str(group.group_name): group for group in distributed_c10d._world.pg_names}
     group = groups.get(recorded.group)
     name = f"{recorded.name} {recorded.description if group is None else described_group(group)}"
-    if group is None or not place.steps or not place.steps[-1].startswith("wait of "):
+    # If Echelon's innermost function is a `wait` (see `_place`), it waits for this collective. Others may compute.
+    is_waiting = bool(place.steps) and place.steps[-1].startswith("wait of ")
+    if group is None or not is_waiting:
         return place._replace(steps=(*place.steps, f"with {name} in flight"))
     ranks = tuple(dist.get_process_group_ranks(group))
     return place._replace(collective=name, sizes=described_tensors(recorded.inputs), waits_for=ranks)
@@ -155,14 +157,14 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _name(frame: FrameType) -> str:
+def _module_name(frame: FrameType) -> str:
     """The dotted name of the frame's module, with a dot at its end."""
     return f"{frame.f_globals.get('__name__', '')}."
 
 
 def _owner(frame: FrameType) -> Any:
     """The object whose method a frame of Echelon runs; None for functions and other frames."""
-    is_method = frame.f_code.co_varnames[:1] == ("self",) and _name(frame).startswith("echelon.")
+    is_method = frame.f_code.co_varnames[:1] == ("self",) and _module_name(frame).startswith("echelon.")
     return frame.f_locals.get("self") if is_method else None
 
 
@@ -218,11 +220,20 @@ def described_tensors(tensors: Sequence[tuple[str, Sequence[int]]]) -> str:
 
 
 def _script_line(frames: Sequence[FrameType]) -> str:
-    """The innermost line of the user's script, or of an installed package if no frame is of a script."""
-    foreign = [frame for frame in frames if not f"{_name(frame)}".startswith(_NOT_OF_SCRIPTS)]
-    foreign = [frame for frame in foreign if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    """The innermost line of the user's script, or of an installed package if no frame is of a script.
+
+    Args:
+        frames: the innermost first.
+    """
+    foreign = [
+        frame
+        for frame in frames
+        if not _module_name(frame).startswith(_NOT_OF_SCRIPTS)
+        and not frame.f_code.co_filename.startswith(_STDLIB)
+    ]
     scripts = [frame for frame in foreign if _INSTALLED not in frame.f_code.co_filename]
-    if not (frames := scripts or foreign):
+    innermost = next(iter(scripts or foreign), None)
+    if innermost is None:
         return ""
-    code = frames[0].f_code
-    return f"{Path(code.co_filename).name}:{frames[0].f_lineno} in {code.co_name}"
+    code = innermost.f_code
+    return f"{Path(code.co_filename).name}:{innermost.f_lineno} in {code.co_name}"

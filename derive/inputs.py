@@ -1,7 +1,8 @@
 """Synthetic batches of any model, from the signature of its forward and its config. Imports nothing of Echelon.
 
-An argument is made by its name. What a forward still lacks, or has too much of (tokens at which an image's features
-belong, frames of a video, the order of an audio's dimensions), it says in an error, and `Inputs.adapt` answers it.
+An argument is made by its name. If a forward lacks something or has too much of it (tokens at which an image's features
+belong, frames of a video, the order of an audio's dimensions), its error says so, and `Inputs.adapt` changes the
+arguments accordingly.
 """
 
 import inspect
@@ -49,29 +50,31 @@ class Inputs:
         self.names = inspect.signature(model.forward).parameters
         self.vision = _inner(_inner(self.config, "vlm_config"), *_VISION)
         self.audio = _inner(self.config, *_AUDIO)
-        self.generator, self.samples = torch.Generator(), 2
-        self.places: dict[int, int] = {}  # by placeholder token: how many a row has
-        self.side: tuple[int, int] | None = None
-        self.frames = 0
-        self.without: set[str] = set()
-        self.is_transposed = False
-        self.is_stacked = False
-        self._tried: set[str] = set()
+        self.generator = torch.Generator()
+        self.samples = 0  # set by `make`
+        # Answers to errors, which `adapt` changes:
+        self.num_placeholders: dict[int, int] = {}  # in each row, by placeholder token
+        self.image_size: tuple[int, int] | None = None  # height and width; None takes the config's
+        self.frames = 0  # of each sample, as a dimension of images; 0 leaves the dimension out
+        self.left_out: set[str] = set()  # names of arguments
+        self.is_transposed = False  # spectrograms are (B, F, T) instead of (B, T, F)
+        self.is_stacked = False  # time series are one tensor instead of a list
+        self._tried: set[str] = set()  # names of answers that were given
 
     def make(self, samples: int = 2, seed: int = 0) -> dict[str, Any]:
         """Return the arguments; equal ones in each call, unless an error was answered in between."""
         self.samples = samples
         self.generator.manual_seed(seed)
         inputs = self._images() | self._sounds() | self._texts() | self._series() | self._others()
-        inputs = {name: value for name, value in inputs.items() if name not in self.without}
+        inputs = {name: value for name, value in inputs.items() if name not in self.left_out}
         return inputs | self._labels(inputs)
 
     def adapt(self, error: Exception) -> bool:
         """Change what `make` returns, as an error of the forward asks for; return False if nothing is left to try."""
         text = f"{type(error).__name__}: {error}"
-        # Each is given once, but for the unnamed one, which gives another count of placeholders each time.
+        # A named answer is given once. The unnamed one notes in `_tried` the counts of placeholders that it gave.
         answers: tuple[tuple[str, Callable[[], bool]], ...] = (
-            ("", lambda: self._fill_places(text)),
+            ("", lambda: self._fill_placeholders(text)),
             ("side", lambda: self._resize(text)),
             *(
                 (f"frames {count}", lambda count=count: self._add_frames(text, count))
@@ -144,12 +147,12 @@ class Inputs:
         inputs: dict[str, Any] = {}
         if "input_ids" in self.names:
             inputs["input_ids"] = ids = self._ids()
-            marks = torch.isin(ids, torch.tensor([*self.places], dtype=torch.long)).long()
+            marks = torch.isin(ids, torch.tensor([*self.num_placeholders], dtype=torch.long)).long()
             if "attention_mask" in self.names:
                 inputs["attention_mask"] = torch.ones_like(ids)
             if "mm_token_type_ids" in self.names:
                 inputs["mm_token_type_ids"] = marks
-            elif "token_type_ids" in self.names and self.places:
+            elif "token_type_ids" in self.names and self.num_placeholders:
                 inputs["token_type_ids"] = marks
             if "bbox" in self.names:
                 inputs["bbox"] = (
@@ -225,7 +228,7 @@ class Inputs:
             return targets
         if kind in _TEXT and "input_ids" in inputs:
             labels = inputs["input_ids"].clone()[:, : self.length if "decoder_input_ids" in names else None]
-            for token in self.places:
+            for token in self.num_placeholders:
                 labels[labels == token] = -100
         elif kind in _CLASSES:
             labels = self._ints(0, classes, self.samples)
@@ -264,14 +267,14 @@ class Inputs:
         """Return tokens (B, S), of the upper part of the vocabulary, with the placeholders after the second."""
         top = max(self._vocabulary, 8)
         ids = self._ints(min(100, top // 2), top, self.samples, length or self.length)
-        for token, count in self.places.items() if placeholders else ():
+        for token, count in self.num_placeholders.items() if placeholders else ():
             ids = torch.cat([ids[:, :2], torch.full((self.samples, count), token), ids[:, 2:]], 1)
         return ids
 
     def _image(self) -> tuple[int, int, int]:
         """Return channels, height and width of an image."""
         default = _first(self.config, "image_size", default=64)
-        size = self.side or _first(self.vision, "image_size", "img_size", "input_size", default=default)
+        size = self.image_size or _first(self.vision, "image_size", "img_size", "input_size", default=default)
         size = (size["height"], size["width"]) if isinstance(size, dict) else size
         height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
         channels = _first(self.vision, "num_channels", "in_channels", "in_chans", default=3)
@@ -285,7 +288,7 @@ class Inputs:
 
     # Answers to errors
 
-    def _fill_places(self, text: str) -> bool:
+    def _fill_placeholders(self, text: str) -> bool:
         """Put as many placeholder tokens into each row as there are features of an image or a sound."""
         counts = re.search(r"tokens\D*?(\d+)\D+?features\D*?(\d+)", text, re.S) or re.search(
             r"placeholders?\D*?(\d+)\D+?features\D*?(\d+)", text, re.S
@@ -295,13 +298,13 @@ class Inputs:
             return False
         reported, features = int(counts[1]), int(counts[2])
         # Features are counted in rows, in vectors, or in numbers: so many for each placeholder of the batch.
-        placeholders = self.places.get(token, 0) * self.samples
+        placeholders = self.num_placeholders.get(token, 0) * self.samples
         per_token = max(1, reported // placeholders) if placeholders else 1
         for count in (features // self.samples // per_token, features // self.samples // _WIDTH):
             key = f"{count} of {token}"
             if 0 < count <= 600 and key not in self._tried:
                 self._tried.add(key)
-                self.places[token] = count
+                self.num_placeholders[token] = count
                 return True
         return False
 
@@ -321,7 +324,7 @@ class Inputs:
     def _resize(self, text: str) -> bool:
         """Give images the height and width that an error names as the model's."""
         match = re.search(r"\((\d+)\*(\d+)\) doesn't match model \((\d+)\*(\d+)\)", text)
-        self.side = (int(match[3]), int(match[4])) if match else self.side
+        self.image_size = (int(match[3]), int(match[4])) if match else self.image_size
         return match is not None
 
     def _add_frames(self, text: str, count: int) -> bool:
@@ -344,15 +347,15 @@ class Inputs:
 
     def _leave_out_sizes(self) -> bool:
         """Leave out the sizes of images, by which some classes expect a vision model of another kind."""
-        self.without |= {"image_sizes"}
+        self.left_out |= {"image_sizes"}
         return "image_sizes" in self.names
 
     def _leave_out_modalities(self) -> bool:
-        """Give text alone."""
+        """Leave out images and sounds, and their placeholders."""
         takes_text = "input_ids" in self.names
         modalities = [name for name in _MODALITIES if name in self.names] if takes_text else []
-        self.without |= set(modalities)
-        self.places = {}
+        self.left_out |= set(modalities)
+        self.num_placeholders = {}
         return bool(modalities)
 
 
@@ -398,7 +401,7 @@ def _one(value: Any) -> int:
 
 
 def _inner(config: Any, *names: str) -> Any:
-    """Return the first of these nested configs, or the config itself."""
+    """Return the first of these nested configs that there is, or the config itself."""
     return next(
         (inner for name in names if isinstance(inner := getattr(config, name, None), PreTrainedConfig)),
         config,

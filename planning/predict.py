@@ -239,13 +239,14 @@ class Prediction:
         )
 
     def _seconds(self, sections: Sequence[Section], direction: str) -> float:
-        """Return the time of sections: of their operations, and of their messages, which are not hidden."""
+        """Return the time of sections, which compute and exchange messages in turn: neither hides the other."""
         seconds = 0.0
         for section in sections:
             seconds += _operation_seconds(section, direction, self._device)
             for (axis, kind), count in section.traffic[direction].items():
-                received = count.nbytes if kind == "recv" else 0
-                seconds += count.calls * LATENCY + max(count.sent, received) / self._bandwidth(axis)
+                # Links send and receive at once; a collective receives about what it sends. `recv` sends nothing.
+                moved = count.nbytes if kind == "recv" else count.sent
+                seconds += count.calls * LATENCY + moved / self._bandwidth(axis)
         return seconds
 
     def _bandwidth(self, axis: str) -> float:

@@ -39,7 +39,9 @@ def _owned_expert_errors(model: nn.Module, optimizer: Optimizer) -> list[str]:
     would step these on other ranks.
     """
     experts = [
-        module for module in model.modules() if (interface := interface_of(module)) and interface.is_apart
+        module
+        for module in model.modules()
+        if (interface := interface_of(module)) and interface.has_module_per_expert
     ]
     if not experts:  # spares `update_kinds`, which tries the optimizer
         return []

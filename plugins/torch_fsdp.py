@@ -87,7 +87,9 @@ class TorchFSDPPlugin(TorchPlugin):
     @init_from_options(FSDPConfig, FSDP)
     def __init__(self, config: FSDPConfig, errors: list[str]) -> None:
         self._settings = vars(config)
-        self._precision = precision_or_default(config.precision)
+        self._precision = precision_or_default(
+            config.precision
+        )  # an unknown one, too: `option_errors` reports it
         raise_errors(
             [
                 *errors,
@@ -121,7 +123,10 @@ class TorchFSDPPlugin(TorchPlugin):
         )
 
     def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-        """List reasons why this model and optimizer cannot be sharded. It tries an unknown optimizer on a matrix."""
+        """List reasons why this model and optimizer cannot be sharded.
+
+        Steps copies of an optimizer of an unknown class on small matrices, to see if it is element-wise.
+        """
         errors = optimizer_errors(model, optimizer)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
@@ -129,7 +134,7 @@ class TorchFSDPPlugin(TorchPlugin):
             if has_foreign_hooks(parameter):
                 errors.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
         if optimizer is None or isinstance(optimizer, ScaledOptimizer):
-            return errors
+            return errors  # a ScaledOptimizer is boosted already, which `optimizer_errors` reports
         if optimizer.state:
             return [
                 *errors,
@@ -138,7 +143,7 @@ class TorchFSDPPlugin(TorchPlugin):
                 "states in step()",
             ]
         try:
-            # torch's DTensor accepts some other optimizers, but Muon's results then silently differ from one process.
+            # DTensor would accept some optimizers that are not, and Muon's results would silently be wrong.
             require_elementwise(optimizer)
         except ValueError as error:
             errors.append(str(error))

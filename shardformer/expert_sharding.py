@@ -38,16 +38,19 @@ def expert_errors(model: nn.Module, ep_size: int) -> list[str]:
         ]
     errors = []
     for path, (module, interface) in experts.items():
+        counts = _expert_counts(module, interface)
         errors += [
             f"ep_size={ep_size} does not divide the {count} experts of {path}: use a divisor"
-            for count in _expert_counts(module, interface)
+            for count in counts
             if count % ep_size
         ]
+        if interface.has_module_per_expert:
+            continue  # a rank gets modules, so parameters need no rows by expert
         errors += [
-            f"{path}.{name} of shape {tuple(parameter.shape)} has no rows for each of "
-            f"{_expert_counts(module, interface)[0]} experts: use ep_size=1"
+            f"{path}.{name} of shape {tuple(parameter.shape)} has no rows for each of {counts[0]} experts: "
+            "use ep_size=1"
             for name, parameter in module.named_parameters()
-            if not interface.is_apart and _row_blocks(parameter, _expert_counts(module, interface)) is None
+            if _row_blocks(parameter, counts) is None
         ]
     return list(dict.fromkeys(errors))
 
@@ -94,7 +97,7 @@ def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
 def _distribute(experts: Any, interface: Interface, group: dist.ProcessGroup) -> None:
     """Shard one module of experts: its parameters, its counts of experts, and the exchange of tokens by hooks."""
     counts = _expert_counts(experts, interface)
-    if interface.is_apart:
+    if interface.has_module_per_expert:
         for index, expert in enumerate(experts.children()):
             _assign_to_rank(expert, index * group.size() // counts[0], group)
     else:

@@ -3,7 +3,8 @@
 [Note: replicated layers] Only the weights of plain linear layers inside the model's layers are sharded. Heads,
 embeddings, biases and norms stay replicated. A subclass of nn.Linear stays replicated, because it may compute something
 else, unless a table lists it as `native`. A weight that is also used elsewhere stays replicated too, for example one
-that is tied to an embedding. So do experts that are modules (Switch, NLLB-MoE), which compute only if they get a token.
+that is tied to an embedding, and so does a layer whose weight is no parameter, but computed from others (weight_norm).
+So do experts that are modules (Switch, NLLB-MoE), which compute only if they get a token.
 """
 
 from collections.abc import Sequence
@@ -112,7 +113,7 @@ def apply_weight_sharding(
 def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
     """Return the layers of a full model; None if they are unknown.
 
-    They are those that transformers can recompute, or else those of the policy's stage plan.
+    Layers are the modules that transformers can recompute, or else the layers of the policy's stage plan.
 
     Args:
         model: the full model.
@@ -130,13 +131,14 @@ def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Mod
     plan = policy.stage_plan()
     if plan is None:
         return None
+    # A module that stands at several paths is one layer.
     return list(dict.fromkeys(model.get_submodule(path) for path in plan.layer_paths(model)))
 
 
 def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Return the linear layers whose weights are sharded, by path, in the order of the model.
 
-    See [Note: replicated layers] for those that are not.
+    [Note: replicated layers] lists the exceptions.
     """
     table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
     native = () if table is None else table.native
@@ -147,14 +149,20 @@ def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, n
         if type(module) in KINDS or (isinstance(module, nn.Linear) and type(module).__name__ in native)
     }
     for experts in model.modules():
-        if (interface := interface_of(experts)) is not None and interface.is_apart:
+        if (interface := interface_of(experts)) is not None and interface.has_module_per_expert:
             inside.difference_update(experts.modules())
-    users: dict[Parameter | None, set[nn.Module]] = {}  # the modules that hold each parameter
+    users: dict[Parameter, set[nn.Module]] = {}  # the modules that have each parameter
     for module in model.modules():
         for parameter in module._parameters.values():
-            users.setdefault(parameter, set()).add(module)
+            if parameter is not None:
+                users.setdefault(parameter, set()).add(module)
+
+    def has_weight_of_its_own(module: nn.Module) -> bool:
+        weight = module._parameters.get("weight")
+        return weight is not None and users[weight] <= inside
+
     return {
         path: module
         for path, module in model.named_modules()
-        if module in inside and users.get(module._parameters.get("weight"), set()) <= inside
+        if module in inside and has_weight_of_its_own(module)
     }

@@ -378,7 +378,10 @@ class ModelChoice:
     def _chosen(
         self, model_type: str, blank: PretrainedConfig, further: Mapping[str, object]
     ) -> dict[str, object]:
-        """Return the settings of a config, `further` ones first, and of nested configs; `blank` has the defaults."""
+        """Return the settings of a config like `blank`, which has the defaults, and of its nested configs.
+
+        Later ones replace earlier ones: common ones, no dropout, those of the model type and the head, `further`.
+        """
         common = self._common()
         if hasattr(blank, "kv_lora_rank"):  # every head has its own keys and values
             common["num_key_value_heads"] = common["num_attention_heads"]
@@ -387,24 +390,20 @@ class ModelChoice:
             **HEAD_SETTINGS.get((model_type, self.head_name), {}),
             **further,
         }
-        known = {
-            # Older releases check some of them under the config's own names.
-            blank.attribute_map.get(name, name): value
+        own_names = {name: blank.attribute_map.get(name, name) for name in common}  # n_embd for hidden_size
+        supported = {
+            # Older releases check some settings before they map common names.
+            own_names[name]: value
             for name, value in common.items()
-            if name == "num_labels"
-            or (
-                hasattr(blank, name)
-                and blank.attribute_map.get(name) not in special
-                and not _is_derived(blank, name)
-            )
+            if hasattr(blank, name) and own_names[name] not in special and not _is_derived(blank, name)
         }
         if blank.is_encoder_decoder:
-            known["decoder_start_token_id"] = 0
+            supported["decoder_start_token_id"] = 0
         dropouts = {
             name: 0.0 for name in vars(blank) if "drop" in name and isinstance(getattr(blank, name), float)
         }
         chosen = {
-            **known,
+            **supported,
             **dropouts,
             "classifier_dropout": 0.0,
             **special,
@@ -420,7 +419,7 @@ class ModelChoice:
         return chosen
 
     def _common(self) -> dict[str, object]:
-        """Return the settings that apply to every config with such a name."""
+        """Return the settings by common names; each applies to a config that has an attribute of its name."""
         return dict(
             vocab_size=VOCABULARY,
             hidden_size=32,
@@ -477,7 +476,7 @@ class ModelChoice:
 
 
 def _is_derived(config: PretrainedConfig, name: str) -> bool:
-    """Return True if a setting follows from others and cannot be given."""
+    """Return True if the config computes a setting from others, so that it cannot be given."""
     attribute = getattr(type(config), name, None)
     return isinstance(attribute, property) and attribute.fset is None
 

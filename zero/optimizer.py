@@ -374,7 +374,9 @@ class ShardedOptimizer(OptimizerWrapper):
         """Return the norm; compare batches, options and `arguments` between ranks. One all-reduce over the world."""
         settings = {**arguments, **optimizer_options(self.inner)}
         norm = self._gradients.measure(
-            code=self._agreement.code(settings), share=self._agreement.checksum_term, flags=self._owned.flags
+            code=self._agreement.code(settings),
+            checksum_term=self._agreement.checksum_term,
+            flags=self._owned.flags,
         )
         if not self._gradients.is_agreed:
             require_equal(settings, what="the optimizer", rule=EQUAL_OPTIONS)
@@ -408,24 +410,21 @@ class ShardedOptimizer(OptimizerWrapper):
     def gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradients by name: float32, unscaled, unsharded. Collective over the data axis.
 
-        Available from `reduce_gradients` until the next backward or `zero_grad`. Before a step they include the current
-        `gradient_factor`. After a step they are the gradients that it used, with its clipping to `max_norm` divided out
-        again (one rounding). Clipping by `clip_grad_by_norm` and `clip_grad_by_value` is kept. Parameters without a
-        gradient on all ranks are left out.
+        Available from `reduce_gradients` until the next backward or `zero_grad`. The loss scale is removed,
+        `gradient_factor` applied, and the clipping of a step to `max_norm` undone (one rounding), but not that of
+        `clip_grad_by_norm` and `clip_grad_by_value`. A parameter is left out if no rank has a gradient of it.
 
         Raises:
             RuntimeError: the gradients are not reduced.
         """
         if not self.reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
-        multiplier = self._gradients.multiplier
-        named = gather_by_name(self.buckets, lambda bucket: bucket.gradient_slice * multiplier)
+        named = gather_by_name(
+            self.buckets, lambda bucket: bucket.gradient_slice * self._gradients.to_unclipped
+        )
+        names = [slot.managed.name for slot in self.reducer.slots]
         flags = self.reducer.has_gradients.tolist()
-        return {
-            slot.managed.name: named[slot.managed.name]
-            for slot, has_gradient in zip(self.reducer.slots, flags, strict=True)
-            if has_gradient
-        }
+        return {name: named[name] for name, has_gradient in zip(names, flags, strict=True) if has_gradient}
 
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:

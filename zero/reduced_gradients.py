@@ -66,8 +66,8 @@ class ReducedGradients:
         self._unclip = 1.0  # undoes the clipping of a step
 
     @property
-    def multiplier(self) -> float | Tensor:
-        """Return the factor that unscales the slices and undoes the clipping of a step."""
+    def to_unclipped(self) -> float | Tensor:
+        """Return the multiplier that unscales the slices, applies `factor` and undoes the clipping of a step."""
         return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
 
     def set_aside(self, reduce: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ class ReducedGradients:
         if isinstance(self.factor, Tensor):
             # The factor is 0 after a batch without labels, whose gradients are zeros under any factor.
             self.factor = torch.where(self.factor != 0, self.factor, 1.0)
-        # The sum has the factor of the new gradients.
+        # Only the new gradients' factor will be applied, to the sum of both.
         new_factor = 1.0 if self.factor is None else self.factor
         earlier_factor = 1.0 if earlier_factor is None else earlier_factor
         with torch.no_grad():
@@ -105,9 +105,11 @@ class ReducedGradients:
             self.factor = None
 
     def discard(self) -> None:
-        """Drop the gradients of a call that failed, and of calls that share its factor; restore those set aside."""
+        """Drop the gradients of a failed call, and of earlier calls with its factor; restore those set aside."""
         earlier, self._earlier, self.factor = self._earlier, None, None
-        with suppress(RuntimeError):  # another rank failed, too: the error of the call says so
+        with suppress(
+            RuntimeError
+        ):  # a collective fails if another rank has failed: the call's own error says so
             if earlier is None:
                 self._reducer.drop_since_zeros()
             else:
@@ -128,7 +130,7 @@ class ReducedGradients:
         norm_type: float = 2.0,
         *,
         code: int = 0,
-        share: float | Tensor = 0.0,
+        checksum_term: float | Tensor = 0.0,
         flags: Sequence[float] = (),
     ) -> float:
         """Return the norm of the true gradients as they are now; infinite or NaN if any gradient of any rank is.
@@ -137,7 +139,7 @@ class ReducedGradients:
 
         Args:
             norm_type: the p of the norm.
-            code, share, flags: see `norm_over_all_ranks`. The results become `is_agreed` and `flags`.
+            code, checksum_term, flags: see `norm_over_all_ranks`. The results become `is_agreed` and `flags`.
         """
         assert self._reducer.is_reduced
         norm, is_agreed, *flag_sums = norm_over_all_ranks(
@@ -146,7 +148,7 @@ class ReducedGradients:
             norm_type=norm_type,
             device=self._device,
             code=code,
-            share=share,
+            checksum_term=checksum_term,
             flags=flags,
         )
         factor = 1.0 if self.factor is None else self.factor
@@ -161,14 +163,14 @@ class ReducedGradients:
         self.has_gradients = [number > 0 for number in others[len(flags) :]]
         self._reducer.multiply(read_factor)
         self.factor = None
-        # The reducer's factor now has both: it removes the loss scale, and applies the factor.
+        # `unscale_factor` now removes the loss scale and applies the factor.
         true_norm = read_norm * abs(self._reducer.unscale_factor)
         if self.norm is None and norm_type == 2:
             self.norm = true_norm
         return true_norm
 
     def clip_for_step_(self, norm: float, max_norm: float) -> None:
-        """Unscale the gradients and clip them; `multiplier` undoes the clipping.
+        """Unscale the gradients and clip them; `to_unclipped` undoes the clipping.
 
         Args:
             norm: the norm of the true gradients.
@@ -213,7 +215,7 @@ def norm_over_all_ranks(
     norm_type: float,
     device: torch.device,
     code: int = 0,
-    share: float | Tensor = 0.0,
+    checksum_term: float | Tensor = 0.0,
     flags: Sequence[float] = (),
 ) -> tuple[Tensor, ...]:
     """Return the norm of the gradients of all ranks. One all-reduce over the world, two for the maximum norm.
@@ -224,9 +226,8 @@ def norm_over_all_ranks(
             not finite: an overflow on one rank is an overflow on all.
         norm_type: the p of the p-norm; `inf` is the largest magnitude.
         device: the device on which the sum is computed.
-        code: below 2**32; compared between all ranks in the same all-reduce.
-        share: this rank's term of a sum over all ranks, which is 0 where they agree. See [Note: sums of codes]
-            in cluster/agreement.py.
+        code: below 2**32, equal on all ranks if they agree; compared in the same all-reduce.
+        checksum_term: this rank's `Agreement.checksum_term`. The terms of all ranks add up to 0 if they agree.
         flags: summed over all ranks in the same all-reduce.
 
     Returns:
@@ -234,7 +235,7 @@ def norm_over_all_ranks(
         True if all ranks agree, and the sums of the flags.
     """
     codes = numbers_on(device, [code, code if dist.get_rank() == 0 else 0, 0, *flags], torch.float64)
-    codes[2] += share
+    codes[2] += checksum_term  # may be a tensor of the device, which the host does not read
     norms = torch.stack([codes.new_zeros(()), *_norms(counted, norm_type)])
     if watched:  # times 0: a finite norm adds 0, an infinite one NaN
         norms = torch.cat([norms, torch.stack(_norms(watched, norm_type)) * 0])
@@ -247,8 +248,9 @@ def norm_over_all_ranks(
         message = torch.cat([norms.pow(norm_type).sum().view(1), codes])
         dist.all_reduce(message)
         norm, codes = message[0].pow(1 / norm_type), message[1:]
-    total_code, first_code, shares, *flag_sums = codes.unbind()
-    is_agreed = (total_code == first_code * dist.get_world_size()) & (shares == 0)
+    # Only rank 0 adds to the second sum. Equal codes add up to the world size times its code.
+    sum_of_codes, first_code, checksum, *flag_sums = codes.unbind()
+    is_agreed = (sum_of_codes == first_code * dist.get_world_size()) & (checksum == 0)
     return norm, is_agreed, *flag_sums
 
 

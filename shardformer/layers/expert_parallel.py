@@ -97,7 +97,8 @@ class Interface:
     Args:
         counts: attributes with numbers of experts: first of those with parameters, then of all that have rows in a
             parameter, if these are more.
-        is_apart: every expert is a module, which one rank has. The module's forward is given indices of all experts.
+        has_module_per_expert: each expert is a module of its own, on one rank. The forward of the module of experts
+            then gets indices into the experts of all ranks, not of this rank alone.
         is_identity_above: tokens of experts without parameters are their results.
         call: returns the call that inputs (by name, in the order of the signature) stand for, of that many experts.
         inputs: returns the inputs by which a module's forward computes a call of one expert for each row, and the
@@ -105,7 +106,7 @@ class Interface:
     """
 
     counts: tuple[str, ...] = ("num_experts",)
-    is_apart: bool = False
+    has_module_per_expert: bool = False
     is_identity_above: bool = False
     call: Callable[[dict[str, Any], int], ExpertCall] = _common_call
     inputs: Callable[[Any, ExpertCall, Rows], tuple[tuple[Tensor, ...], Tensor | None]] = lambda _, call, __: (
@@ -153,7 +154,7 @@ class ExpertParallel:
     def __init__(self, experts: Any, group: dist.ProcessGroup, interface: Interface = COMMON) -> None:
         self._group, self._interface = group, interface
         count: int = getattr(experts, interface.counts[0])
-        self._num_local = count // group.size() if interface.is_apart else count
+        self._num_local = count // group.size() if interface.has_module_per_expert else count
         self._dispatched: _Dispatched | None = None  # between the two hooks
         change_inputs(experts, self._dispatch)
         # Before the hook that sums the partial results of sharded experts.
@@ -198,7 +199,7 @@ class ExpertParallel:
         if not len(rows_RH):
             rows_RH = unused_RH = torch.cat([rows_RH, rows_RH.new_zeros(1, rows_RH.shape[1])])
             expert_R = expert_R.new_zeros(1)
-        if self._interface.is_apart:
+        if self._interface.has_module_per_expert:
             expert_R = expert_R + self._group.rank() * self._num_local
         ones = weights_NK.new_ones(len(rows_RH), 1)
         computed, in_output = self._interface.inputs(
@@ -216,10 +217,10 @@ class ExpertParallel:
         rows, order, positions, weights_NK, in_output, shape, unused_RH, identity_NH = self._dispatched
         self._dispatched = None
         output_RH = output.flatten(0, -2)
-        # No expert computes with the unused row then, but all ranks need the same graph.
-        if unused_RH is not None and self._interface.is_apart:
+        # Experts that are modules leave an unused row out, so it joins the graph here: all ranks need the same graph.
+        if unused_RH is not None and self._interface.has_module_per_expert:
             output_RH = output_RH.detach() + 0 * unused_RH
-        if self._interface.is_apart and torch.is_grad_enabled():
+        if self._interface.has_module_per_expert and torch.is_grad_enabled():
             output_RH = _PassParameters.apply(
                 output_RH, *(parameter for parameter in module.parameters() if parameter.requires_grad)
             )
@@ -258,16 +259,17 @@ class _PassParameters(Function):
 
 
 def _pad_rows(x: Tensor, length: int) -> Tensor:
-    """Append rows of zeros up to this number of rows."""
+    """Append rows of zeros, so that there are `length` rows."""
     return x if len(x) == length else torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
 
 
-# Functions by which routers choose experts, and the kinds of their results.
-_CHOOSING: dict[Any, Any] = {
-    torch.topk: torch.return_types.topk,
-    Tensor.topk: torch.return_types.topk,
-    torch.max: torch.return_types.max,
-    Tensor.max: torch.return_types.max,
+# Functions by which routers choose experts: type of the result, position of the argument `dim`, and its default.
+_TOPK, _MAX = (torch.return_types.topk, 2, -1), (torch.return_types.max, 1, None)
+_CHOOSING: dict[Any, tuple[Any, int, int | None]] = {
+    torch.topk: _TOPK,
+    Tensor.topk: _TOPK,
+    torch.max: _MAX,
+    Tensor.max: _MAX,
 }
 
 
@@ -296,19 +298,22 @@ class Choices(TorchFunctionMode):
             _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, or `exchange_counts`; save or replay what it chose if it is one that chooses."""
+        """Call a function of torch; save or replay the result of `exchange_counts`, and the indices of `_CHOOSING`."""
         kwargs = kwargs or {}
         if func is exchange_counts:
             return self._save_or_replay(partial(func, *args, **kwargs))
-        kind = _CHOOSING.get(func)
-        if kind is None or (kind is torch.return_types.max and "dim" not in kwargs):
-            return func(*args, **kwargs)  # also the larger of two tensors, or the largest entry
-        # The same operations in both passes: autograd compares what they save.
-        x, dim = args[0], kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        if func not in _CHOOSING:
+            return func(*args, **kwargs)
+        result_type, position, default = _CHOOSING[func]
+        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        if not isinstance(dim, int):  # `max` of two tensors, or of all entries, has no indices
+            return func(*args, **kwargs)
+        # Forward gathers the values, too, as recomputation does: autograd compares the operations of both.
+        x = args[0]
         indices = self._save_or_replay(lambda: func(x.detach(), *args[1:], **kwargs).indices)
         if indices.ndim == x.ndim:
-            return kind((x.gather(dim, indices), indices))
-        return kind((x.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))
+            return result_type((x.gather(dim, indices), indices))
+        return result_type((x.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))
 
     def _save_or_replay(self, choose: Callable[[], Any]) -> Any:
         """Return the next saved choice if there are any; otherwise call `choose` and save its result."""

@@ -80,8 +80,10 @@ INTERFACES = {
     "LongcatFlashExperts": Interface(
         counts=("num_routed_experts", "total_experts"), is_identity_above=True, inputs=_longcat_inputs
     ),
-    "SwitchTransformersExperts": Interface(is_apart=True, call=_switch_call, inputs=_switch_inputs),
-    "NllbMoeExperts": Interface(is_apart=True, call=_nllb_call),
+    "SwitchTransformersExperts": Interface(
+        has_module_per_expert=True, call=_switch_call, inputs=_switch_inputs
+    ),
+    "NllbMoeExperts": Interface(has_module_per_expert=True, call=_nllb_call),
     "Llama4TextExperts": Interface(call=_llama4_call, inputs=_llama4_inputs),
 }
 # Classes that are not distributed, with the reason.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
-from echelon.shardformer.layers.expert_parallel import ExpertParallel, replay_choices
+from echelon.shardformer.layers.expert_parallel import Choices, ExpertParallel, replay_choices
 
 from ..pool import Pool
 
@@ -197,3 +197,32 @@ def test_recomputation_replays_the_choices(
     skip_misread_weights(model_type, implementation)
     for worst in pool.run(2, compared, model_type, implementation, [5, 9], 0, flips):
         assert max(worst.values()) < allowed(model_type, implementation), worst
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x: x.max(1),
+        lambda x: torch.max(x, 1),
+        lambda x: torch.max(x, 1, True),
+        lambda x: x.max(dim=1, keepdim=True),
+        lambda x: torch.topk(x, 1, 1),
+        lambda x: x.topk(1),
+    ],
+)
+def test_choices_along_any_form_of_dim_are_replayed(choose: Callable[[Tensor], Any]) -> None:
+    choices, x = Choices(), torch.tensor([[1.0, 2.0], [4.0, 3.0]])
+    with choices:
+        first = choose(x)
+    with choices:
+        replayed = choose(-x)
+    assert torch.equal(first.indices, replayed.indices)
+    assert torch.equal(first.values, choose(x).values) and torch.equal(replayed.values, -first.values)
+
+
+def test_maxima_without_indices_are_computed_again() -> None:
+    choices, x = Choices(), torch.tensor([1.0, 2.0])
+    for expected in (2.0, 4.0):
+        with choices:
+            assert x.max() == torch.max(x, x - 1)[1] == expected
+        x = 2 * x

@@ -260,6 +260,18 @@ def test_models_without_plain_linear_layers_are_refused() -> None:
     assert error.startswith("0.linear has hooks")
 
 
+def with_computed_weight() -> None:
+    model = make_model()
+    nn.utils.spectral_norm(model[0].linear)
+    assert weight_model_errors(model, list(model)) == []
+    apply_weight_sharding(model, list(model), dist.group.WORLD)
+    assert type(model[0].linear) is nn.Linear and type(model[1].linear) is ShardedLinear
+
+
+def test_layers_whose_weight_is_computed_stay_replicated(pool: Pool) -> None:
+    pool.run(2, with_computed_weight)
+
+
 def split_tied() -> None:
     """A weight of two layers is sharded once; one that is tied to an embedding stays replicated."""
     model = nn.ModuleDict(

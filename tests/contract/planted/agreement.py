@@ -33,7 +33,7 @@ FAULTS = {
     ),
     "the codes of batches are not reduced with the norm": fault(
         NORM,
-        around(lambda norm: lambda *args, **kwargs: norm(*args, **{**kwargs, "share": 0.0})),
+        around(lambda norm: lambda *args, **kwargs: norm(*args, **{**kwargs, "checksum_term": 0.0})),
         check=departing_batch,
         notice="^not named: ",
         quick=True,
