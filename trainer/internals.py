@@ -20,7 +20,9 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.local import TensorNames
 from ..checkpoint.model import ADAPTER_SAFETENSORS
@@ -37,6 +39,21 @@ from .boosted import BoostedTraining
 
 _OPTIMIZER, _SCHEDULER, _RANDOM, _LAYOUT = "optimizer", "scheduler.pt", "random", "layout.json"
 _REQUESTS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+
+
+def last_checkpoint(folder: str) -> str:
+    """Return the last checkpoint in a folder that was written to its end: its state is written last.
+
+    Raises:
+        ValueError: there is none.
+    """
+    written = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    steps = {int(path.name.rpartition("-")[2]): str(path) for path in written}
+    if not steps:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but {folder} has no complete checkpoint: leave it out"
+        )
+    return steps[max(steps)]
 
 
 @contextmanager

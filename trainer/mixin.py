@@ -16,7 +16,7 @@ from ..cluster.objects import broadcast_object
 from .arguments import prepared_plugin
 from .batches import CompletedBatch
 from .boosted import BoostedTraining
-from .internals import TrainerInternals, reporting
+from .internals import TrainerInternals, last_checkpoint, reporting
 from .replay import recorded_call
 
 
@@ -136,10 +136,18 @@ class EchelonTrainerMixin(TrainerInternals):
                 "others have: give all ranks the same data set, of which each replica takes its samples"
             )
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. Collective over the world."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train. Collective over the world.
+
+        Args:
+            resume_from_checkpoint: a folder; or True for the last one in output_dir, without those that a run has
+                not written to the end.
+            args, kwargs: those of the trainer.
+        """
         with reporting("Trainer.train"):
-            return super().train(*args, **kwargs)
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = last_checkpoint(str(self.args.output_dir))
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Collective over the world."""
