@@ -116,8 +116,10 @@ _ACCELERATOR = {
     "split_batches": ((False,), "per_device_train_batch_size is the batch of a replica"),
     "dispatch_batches": ((None, False), "every rank reads its own batches"),
     "even_batches": ((True,), "every replica needs a batch in every step"),
+    "use_seedable_sampler": ((True,), "replicas would draw another order than one process"),
     "gradient_accumulation_kwargs": ((None, {"num_steps": 1}), "give gradient_accumulation_steps"),
 }
+_LOSS_SCALE = {"hysteresis": 1, "growth_interval": 2000}  # of torch's GradScaler, which Trainer has
 _LAUNCHED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
 
 
@@ -151,7 +153,8 @@ def prepared_plugin(
     given |= {
         name: getattr(config, name) for name in ("max_norm", "gradient_accumulation_steps", "loss_reduction")
     }
-    given |= {name: getattr(config, name) for name in ("num_microbatches", "gradient_checkpoint_config")}
+    kept = ("num_microbatches", "gradient_checkpoint_config", *_LOSS_SCALE)
+    given |= {name: getattr(config, name) for name in kept}
     raise_errors([*_option_errors(args, given), *_device_errors(args, plugin)])
     implied = {name: value for name, value in implied_options(args).items() if given.get(name) is None}
     plugin.config, plugin.has_default_precision = replace(config, **implied), False
@@ -161,6 +164,8 @@ def prepared_plugin(
 def implied_options(args: Any) -> dict[str, Any]:
     """Return the options of a plugin that TrainingArguments imply, where the plugin says nothing."""
     implied: dict[str, Any] = {"precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"}
+    if args.fp16:
+        implied |= _LOSS_SCALE
     if args.gradient_checkpointing:
         implied["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
             gradient_checkpointing_ratio=1.0

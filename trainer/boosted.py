@@ -43,7 +43,7 @@ class BoostedTraining:
         self.optimizer: Any
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self._loss: Tensor | None = None
-        self._num_skipped = self._num_calls = 0  # steps in all; calls in this step
+        self._num_skipped = self._num_calls = 0  # steps skipped before this one; calls in this step
         self._is_deferred = False
 
     # Trainer's calls of a model.
@@ -133,12 +133,12 @@ class BoostedTraining:
                 )
             self.optimizer.gradient_factor = self.optimizer.gradient_factor * factor
         self._loss = None
+        self._num_skipped = self.optimizer.skipped_steps
         self._num_calls += 1
 
     def was_skipped(self) -> bool:
-        """Return True if the optimizer has skipped a step since the last question."""
-        before, self._num_skipped = self._num_skipped, self.optimizer.skipped_steps
-        return self._num_skipped > before
+        """Return True if the optimizer has skipped the last step."""
+        return bool(self.optimizer.skipped_steps > self._num_skipped)
 
     def replayed(
         self,

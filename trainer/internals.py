@@ -6,7 +6,8 @@ documented hook below `_save_checkpoint`, so their parts are replaced here.
 """
 
 import json
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +20,52 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.full_state import nearest_rank, random_file, random_state, restore_random_state
 from ..checkpoint.local_tensors import TensorNames
 from ..checkpoint.model import ADAPTER_SAFETENSORS
 from ..checkpoint.tensor_file import read_values
 from ..cluster.collectives import all_gather
-from ..cluster.gathering import run_or_raise_together
+from ..cluster.errors import RankFailure
+from ..cluster.failures import naming_failures
+from ..cluster.gathering import gather_integers, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
+from ..cluster.objects import broadcast_object
 from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, with_rows, without_labels_from
 from .boosted import BoostedTraining
 
 _OPTIMIZER, _SCHEDULER, _RANDOM, _LAYOUT = "optimizer", "scheduler.pt", "random", "layout.json"
+_REQUESTS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+
+
+def last_checkpoint(folder: str) -> str:
+    """Return the last checkpoint in a folder that was written to its end: its state is written last.
+
+    Raises:
+        ValueError: there is none.
+    """
+    written = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    steps = {int(path.name.rpartition("-")[2]): str(path) for path in written}
+    if not steps:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but {folder} has no complete checkpoint: leave it out"
+        )
+    return steps[max(steps)]
+
+
+@contextmanager
+def reporting(action: str) -> Iterator[None]:
+    """Report this rank's error to the ranks that wait for it, also one of the user's own code."""
+    try:
+        yield
+    except RankFailure:  # reported already
+        raise
+    except Exception:
+        with naming_failures(action, ()):
+            raise
 
 
 class ReplicaAccelerator(Accelerator):
@@ -107,6 +141,7 @@ class ReplicaAccelerator(Accelerator):
         }
         return DataLoader(stream, batch_size, collate_fn=MarkPadding(data_loader.collate_fn), **kept)
 
+    @naming_failures("Trainer's gather")
     def gather(self, tensor: Any) -> Any:
         """Concatenate tensors of the replicas along dim 0. Collective over dp."""
         if self.mesh.size("dp") == 1:
@@ -121,8 +156,9 @@ class ReplicaAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Concatenate tensors of the replicas, without the rows that complete the last batch. Collective over dp."""
         state = self.gradient_state
-        is_last = state.end_of_dataloader and state.remainder > 0
-        num_real = state.remainder if is_last else None
+        # Each worker of a stream has a short last batch.
+        can_be_short = state.end_of_dataloader or isinstance(state.active_dataloader.dataset, ReplicaStream)
+        num_real = state.remainder if can_be_short and state.remainder > 0 else None
         batch_rows = self._total_batch_size()
 
         def real_rows(x: Tensor) -> Tensor:
@@ -251,6 +287,32 @@ class TrainerInternals(Trainer):
                 batch = with_rows(batch, batch_size)
         first = total - missing - batch_size * mesh.rank("dp")
         return batch if first >= batch_size else without_labels_from(batch, max(first, 0), self.label_names)
+
+    # What callbacks and metrics decide, equal on all ranks.
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, save and evaluate if a callback of any rank asks for it. Collective over the world."""
+        calls_callbacks = self._has_agreed_requests()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if calls_callbacks:
+            self._has_agreed_requests()
+
+    @naming_failures("the end of Trainer's step")
+    def _has_agreed_requests(self) -> bool:
+        """Take over what the callbacks of any rank request; return True for more than to stop."""
+        requests = [getattr(self.control, name) for name in _REQUESTS]
+        of_ranks = gather_integers(requests, self.plugin.mesh.side_group())
+        for name, values in zip(_REQUESTS, zip(*of_ranks, strict=True), strict=True):
+            setattr(self.control, name, any(values))
+        control = self.control
+        return control.should_log or control.should_evaluate or control.should_save
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, with the metrics of the first rank on all ranks. Collective over the world."""
+        output = super().evaluation_loop(*args, **kwargs)
+        with naming_failures("Trainer's metrics"):
+            metrics = broadcast_object(output.metrics, 0, self.plugin.mesh.side_group())
+        return output._replace(metrics=metrics)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         super()._track_num_input_tokens(inputs.real() if isinstance(inputs, CompletedBatch) else inputs)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from ..cluster.failures import naming_failures
+from ..cluster.gathering import gather_integers
 from ..cluster.objects import broadcast_object
 from .arguments import prepared_plugin
 from .batches import CompletedBatch
 from .boosted import BoostedTraining
-from .internals import TrainerInternals
+from .internals import TrainerInternals, last_checkpoint, reporting
 from .replay import recorded_call
 
 
@@ -119,7 +121,43 @@ class EchelonTrainerMixin(TrainerInternals):
             if (batch := next(epoch_iterator, None)) is None:
                 break
             batches.append(self.completed(batch, self._train_batch_size))
+        if len(batches) < num_batches:
+            self._compare_end_of_data(len(batches))
         return batches, self._get_num_items_in_batch(batches, device)
+
+    @naming_failures("the end of Trainer's data")
+    def _compare_end_of_data(self, number: int) -> None:
+        """Raise if other ranks have another number of batches left. Collective over the world."""
+        mesh = self.plugin.mesh
+        numbers = [values[0] for values in gather_integers([number], mesh.side_group())]
+        if len({*numbers}) > 1:
+            raise ValueError(
+                f"rank(s) {[rank for rank, n in enumerate(numbers) if n < max(numbers)]} have no more batches, but "
+                "others have: give all ranks the same data set, of which each replica takes its samples"
+            )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train. Collective over the world.
+
+        Args:
+            resume_from_checkpoint: a folder; or True for the last one in output_dir, without those that a run has
+                not written to the end.
+            args, kwargs: those of the trainer.
+        """
+        with reporting("Trainer.train"):
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = last_checkpoint(str(self.args.output_dir))
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. Collective over the world."""
+        with reporting("Trainer.evaluate"):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict. Collective over the world."""
+        with reporting("Trainer.predict"):
+            return super().predict(*args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any

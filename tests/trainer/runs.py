@@ -1,8 +1,10 @@
 """One run of a Trainer: on one process by transformers' own, or under a layout by Echelon's, on workers of the pool."""
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCAB, LENGTH = 64, 12
+WORDS = [f"w{i}" for i in range(61)]
 _SKIPPED = ("runtime", "per_second", "preparation_time")  # times
 
 
@@ -27,7 +37,8 @@ class Run:
         arguments: of TrainingArguments.
         kind: a name of `KINDS`.
         samples: of the training set; 13 for evaluation.
-        resume: the checkpoint to resume from.
+        resume: the checkpoint to resume from; True for the last one.
+        evaluates_first: evaluate before training.
         predicts: predict at the end.
         early_stopping: stop at the first evaluation that is not better.
     """
@@ -37,7 +48,8 @@ class Run:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "causal"
     samples: int = 43
-    resume: str | None = None
+    resume: str | bool | None = None
+    evaluates_first: bool = False
     predicts: bool = False
     early_stopping: bool = False
 
@@ -68,6 +80,53 @@ def classified(number: int, seed: int = 1) -> list[dict[str, Any]]:
     ]
 
 
+def answered(number: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return texts with the positions of an answer each."""
+    return [
+        dict(
+            input_ids=row["input_ids"],
+            attention_mask=row["attention_mask"],
+            start_positions=int(row["input_ids"][0]) % LENGTH,
+            end_positions=int(row["input_ids"][1]) % LENGTH,
+        )
+        for row in texts(number, seed)
+    ]
+
+
+def unlabelled(number: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return texts without labels."""
+    return [
+        dict(input_ids=row["input_ids"], attention_mask=torch.ones(LENGTH).long())
+        for row in texts(number, seed)
+    ]
+
+
+def full_batches(rows: list[Any]) -> list[Any]:
+    """Return the rows that fill batches of 8."""
+    return rows[: len(rows) // 8 * 8]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def masks(samples: list[Any]) -> Any:
+    """A collator that masks tokens at random."""
+    from transformers import DataCollatorForLanguageModeling
+
+    words = tokenizer()
+    words.mask_token = "<unk>"
+    return DataCollatorForLanguageModeling(words, mlm=True, mlm_probability=0.3)(samples)
+
+
 class Stream(IterableDataset[Any]):
     """A stream of samples."""
 
@@ -78,23 +137,38 @@ class Stream(IterableDataset[Any]):
         return iter(self.rows)
 
 
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4
+)
+
+
 def llama() -> Any:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
-def bert() -> Any:
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    routing = dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.05)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=4, **routing))
+
+
+def bert(head: Any = BertForSequenceClassification) -> Any:
     dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return BertForSequenceClassification(BertConfig(vocab_size=VOCAB, num_labels=3, **sizes, **dropout))
+    return head(BertConfig(**SIZES, **dropout, **({"num_labels": 3} if "Seq" in head.__name__ else {})))
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
     """Return how many tokens, or samples, are predicted, and how many there are."""
     logits, labels = prediction.predictions, prediction.label_ids
+    if isinstance(logits, tuple):  # with what routers chose
+        logits = logits[0]
     if logits.ndim == 3:
         logits, labels = logits[:, :-1], labels[:, 1:]
     counted = labels != -100
@@ -102,6 +176,36 @@ def accuracy(prediction: Any) -> dict[str, float]:
         "accuracy": float(((logits.argmax(-1) == labels) & counted).sum() / counted.sum()),
         "rows": len(labels),
     }
+
+
+def accuracy_of_inputs(prediction: Any) -> dict[str, float]:
+    """Return the accuracy, and numbers of the inputs and losses that a metric gets."""
+    inputs, losses = prediction.inputs, prediction.losses
+    return {**accuracy(prediction), "inputs": float(inputs.sum()), "losses": float(losses.mean())}
+
+
+class AccuracyByBatch:
+    """A metric of `batch_eval_metrics`: the accuracy, and the numbers of tokens and batches."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[int, int]] = []
+
+    def __call__(self, prediction: Any, compute_result: bool = False) -> dict[str, float]:
+        """Count a batch; return the result behind the last one."""
+        labels = prediction.label_ids[:, 1:]
+        hits = (prediction.predictions[:, :-1].argmax(-1) == labels) & (labels != -100)
+        self._batches.append((int(hits.sum()), int((labels != -100).sum())))
+        if not compute_result:
+            return {}
+        batches, self._batches = self._batches, []
+        num_hits, num_tokens = (sum(counts) for counts in zip(*batches, strict=True))
+        return {"accuracy": num_hits / num_tokens, "tokens": num_tokens, "batches": len(batches)}
+
+
+def exact_answers(prediction: Any) -> dict[str, float]:
+    """Return how many answers are exact."""
+    hits = [p.argmax(-1) == y for p, y in zip(prediction.predictions, prediction.label_ids, strict=True)]
+    return {"exact": float((hits[0] & hits[1]).mean()), "starts": float(hits[0].mean()), "rows": len(hits[0])}
 
 
 def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -121,17 +225,28 @@ def weighted_mean(trainer: Any, model: Any, inputs: Any, return_outputs: bool = 
 
 @dataclass(frozen=True)
 class Kind:
-    """Model, data and loss of a run, with further methods of the trainer."""
+    """Model, data, loss and metrics of a run, with further methods of the trainer."""
 
     model: Callable[[], Any] = llama
     rows: Callable[[int, int], list[Any]] = texts
     wrapped: Callable[[list[Any]], Any] = list
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
     methods: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Callable[..., Any] | None = accuracy
 
 
 KINDS = {
     "causal": Kind(),
+    "adapters": Kind(model=adapted),
+    "experts": Kind(model=mixtral, wrapped=full_batches),
+    "answers": Kind(model=partial(bert, BertForQuestionAnswering), rows=answered, metrics=exact_answers),
+    "masks": Kind(
+        model=partial(bert, BertForMaskedLM), rows=unlabelled, trainer_arguments={"data_collator": masks}
+    ),
+    "model_init": Kind(model=lambda: None, trainer_arguments={"model_init": llama}),
+    "metrics of inputs": Kind(metrics=accuracy_of_inputs),
+    "metrics by batch": Kind(metrics=AccuracyByBatch()),
+    "without metrics": Kind(metrics=None),
     "stream": Kind(wrapped=Stream),
     "bert": Kind(model=bert, rows=classified),
     "loss function": Kind(trainer_arguments={"compute_loss_func": summed_loss}),
@@ -179,7 +294,7 @@ def trained(run: Run, plugin: Mapping[str, Any] | None, dp: int = 1) -> dict[str
         args,
         train_dataset=kind.wrapped(kind.rows(run.samples, 1)),
         eval_dataset=kind.wrapped(kind.rows(13, 2)),
-        compute_metrics=accuracy,
+        compute_metrics=kind.metrics,
         **kind.trainer_arguments,
         **({} if plugin is None else {"plugin": dict(plugin)}),
     )
@@ -191,6 +306,8 @@ def trained(run: Run, plugin: Mapping[str, Any] | None, dp: int = 1) -> dict[str
 
 def result(trainer: Any, run: Run) -> dict[str, Any] | None:
     """Train, save, and return the numbers on the first rank."""
+    if run.evaluates_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=run.resume)
     predicted = trainer.predict(trainer.eval_dataset) if run.predicts else None
     final = Path(run.folder) / "final"
@@ -199,17 +316,26 @@ def result(trainer: Any, run: Run) -> dict[str, Any] | None:
         dist.barrier()
     if not trainer.is_world_process_zero():
         return None
-    from safetensors.torch import load_file
-
     best = trainer.state.best_model_checkpoint
     return {
         "history": [without_times(entry) for entry in trainer.state.log_history],
-        "weights": {k: v for path in sorted(final.glob("*.safetensors")) for k, v in load_file(path).items()},
+        "weights": weights(final),
         "best": None if best is None else (Path(best).name, trainer.state.best_metric),
         "steps": sorted(path.name for path in Path(run.folder).glob("checkpoint-*")),
         "files": sorted(path.name for path in final.iterdir() if path.name != "README.md"),  # peft's card
         "predicted": None if predicted is None else (predicted.predictions, without_times(predicted.metrics)),
     }
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights that `from_pretrained` finds in a folder, or the adapters, in float32."""
+    import transformers
+    from safetensors.torch import load_file
+
+    if (folder / "adapter_config.json").exists():
+        return load_file(folder / "adapter_model.safetensors")
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
 def without_times(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,11 +59,13 @@ def test_all_refused_arguments_are_named_at_once(tmp_path: Path) -> None:
         setattr(args, name, value)
     args.accelerator_config.split_batches = True
     args.accelerator_config.even_batches = False
+    args.accelerator_config.use_seedable_sampler = False
     errors = argument_errors(args)
     assert {error.split("=")[0] for error in errors} == {
         *SET,
         "accelerator_config.split_batches",
         "accelerator_config.even_batches",
+        "accelerator_config.use_seedable_sampler",
     }
     assert {*SET} == REFUSED.keys() - {"gradient_checkpointing_kwargs"}
 
@@ -96,6 +98,8 @@ def test_precision_and_recomputation_follow_from_the_arguments(tmp_path: Path) -
     implied = implied_options(arguments(tmp_path, bf16=True, activation_checkpointing=True))
     assert implied["precision"] == "bf16"
     assert implied["gradient_checkpoint_config"].gradient_checkpointing_ratio == 1.0
+    scale = implied_options(arguments(tmp_path, fp16=True))
+    assert scale == {"precision": "fp16", "hysteresis": 1, "growth_interval": 2000}
 
 
 def test_arguments_of_a_newer_transformers_are_logged_if_set(

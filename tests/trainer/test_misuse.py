@@ -10,13 +10,19 @@ from ..pool import Pool
 from .runs import llama, texts
 
 
-def refused(folder: str, settings: dict[str, Any], plugin: Any) -> str:
-    """Return the error of constructing a trainer."""
+def quiet(folder: str, **settings: Any) -> Any:
+    """Return TrainingArguments of a run on CPUs that prints nothing."""
     from transformers import TrainingArguments
 
+    quiet_settings = dict(use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
+    return TrainingArguments(folder, per_device_train_batch_size=4, **quiet_settings, **settings)
+
+
+def refused(folder: str, settings: dict[str, Any], plugin: Any) -> str:
+    """Return the error of constructing a trainer."""
     from echelon import Trainer
 
-    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", **settings)
+    args = quiet(folder, **settings)
     with pytest.raises(ValueError) as error:
         Trainer(llama(), args, train_dataset=texts(8), plugin=plugin)
     return str(error.value)
@@ -33,8 +39,6 @@ def test_arguments_are_refused_on_every_rank_at_construction(pool: Pool, tmp_pat
 
 def misused(folder: str, kind: str) -> None:
     """Train with a `compute_loss` or `training_step` that cannot be replayed."""
-    from transformers import TrainingArguments
-
     from echelon import Trainer
 
     class Twice(Trainer):
@@ -52,16 +56,7 @@ def misused(folder: str, kind: str) -> None:
             self.accelerator.backward(loss * 3)
             return loss.detach()
 
-    args = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        max_steps=1,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        dataloader_pin_memory=False,
-    )
+    args = quiet(folder, max_steps=1, gradient_accumulation_steps=2)
     classes = {"twice": Twice, "never": Never, "rescaled": Rescaled}
     plugin = dict(pp_size=2, num_microbatches=2) if kind == "twice" else {}
     trainer = classes[kind](llama(), args, train_dataset=texts(16), plugin=plugin)
@@ -82,3 +77,85 @@ def test_a_loss_that_cannot_be_computed_is_refused_by_name(
 ) -> None:
     errors = pool.run_failing(2, misused, str(tmp_path), kind)
     assert all(errors) and any(message in str(error) for error in errors)
+
+
+def asked_on_one_rank(folder: str, plugin: dict[str, Any]) -> tuple[list[str], Any]:
+    """Train with callbacks and metrics of which each rank has others; return what was done, and a metric."""
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    from echelon import Trainer
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if dist.get_rank() == 1:
+                control.should_log = state.global_step == 1
+                control.should_evaluate = state.global_step == 2
+                control.should_save = state.global_step == 3
+                control.should_training_stop = state.global_step == 4
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        return {"rows": len(prediction.label_ids)} if dist.get_rank() == 0 else {}
+
+    args, data = (
+        quiet(folder, max_steps=6, save_strategy="no"),
+        dict(train_dataset=texts(64), eval_dataset=texts(8)),
+    )
+    trainer = Trainer(llama(), args, **data, compute_metrics=metrics, callbacks=[Asks()], plugin=plugin)
+    trainer.train()
+    history = trainer.state.log_history
+    done = [f"{name} {entry['step']}" for entry in history for name in ("loss", "eval_loss") if name in entry]
+    done += [path.name for path in Path(folder).glob("checkpoint-*")]
+    return [*done, f"end {trainer.state.global_step}"], [e["eval_rows"] for e in history if "eval_rows" in e]
+
+
+@pytest.mark.parametrize(
+    "plugin", [{}, pytest.param(dict(pp_size=2, num_microbatches=2), marks=pytest.mark.slow)], ids=str
+)
+def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(
+    pool: Pool, tmp_path: Path, plugin: dict[str, Any]
+) -> None:
+    done = ["loss 1", "eval_loss 2", "checkpoint-3", "end 4"], [8]
+    assert pool.run(2, asked_on_one_rank, str(tmp_path), plugin) == [done] * 2
+
+
+def failing_on_one_rank(folder: str, kind: str, plugin: dict[str, Any]) -> None:
+    """Train with metrics or data that fail on rank 1."""
+    from itertools import islice
+
+    import torch.distributed as dist
+
+    from echelon import Trainer
+
+    fails = dist.get_rank() == 1
+
+    class ShortLoader(Trainer):
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+            if fails and kind == "data" and self.state.global_step == 1:
+                epoch_iterator = islice(epoch_iterator, 0)
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        if fails and kind == "metrics":
+            raise KeyError("no such metric")
+        return {}
+
+    args, data = (
+        quiet(folder, max_steps=3, eval_strategy="steps", eval_steps=2),
+        dict(train_dataset=texts(64), eval_dataset=texts(8)),
+    )
+    ShortLoader(llama(), args, **data, compute_metrics=metrics, plugin=plugin).train()
+
+
+def test_an_error_of_one_rank_is_named_on_the_others(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run_failing(2, failing_on_one_rank, str(tmp_path), "metrics", {})
+    assert isinstance(second, KeyError)
+    assert type(first).__name__ == "RankFailure" and "rank 1 failed: KeyError: 'no such metric'" in str(first)
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_batch_is_named(pool: Pool, tmp_path: Path) -> None:
+    errors = pool.run_failing(
+        2, failing_on_one_rank, str(tmp_path), "data", dict(pp_size=2, num_microbatches=2)
+    )
+    assert all("the end of Trainer's data" in str(error) for error in errors)

@@ -43,7 +43,7 @@ KINDS = {
 
 def run_of(kind: str, folder: Path, **others: Any) -> Run:
     native = {"label smoothing": "causal", "grouped": "causal"}.get(kind, kind)
-    return Run(folder=str(folder), kind=native, arguments=KINDS[kind], **others)
+    return Run(folder=str(folder), kind=native, arguments=KINDS.get(kind, ONCE), **others)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def references() -> dict[str, Any]:
 def compared(pool: Pool, references: dict[str, Any], tmp_path: Path, kind: str, layout: str) -> list[str]:
     if kind not in references:
         references[kind] = pool.run(1, trained, run_of(kind, tmp_path / "one"), None)[0]
-    tried = LAYOUTS[layout]
+    tried = (LAYOUTS | OTHER_LAYOUTS)[layout]
     (other, *_) = pool.run(
         tried.world, trained, run_of(kind, tmp_path / "other"), tried.plugin, tried.dp, timeout=200
     )
@@ -77,6 +77,122 @@ def test_every_kind_of_loss_and_data_is_that_of_one_process(
     pool: Pool, references: dict[str, Any], tmp_path: Path, kind: str, layout: str
 ) -> None:
     assert compared(pool, references, tmp_path, kind, layout) == []
+
+
+SEQUENCE = dict(enable_sequence_parallelism=True)
+OTHER_LAYOUTS = {
+    "ring_attn": Tried(2, 1, dict(sp_size=2, sequence_parallelism_mode="ring_attn", **SEQUENCE)),
+    "all_to_all": Tried(2, 1, dict(sp_size=2, sequence_parallelism_mode="all_to_all", **SEQUENCE)),
+    "split_gather": Tried(2, 1, dict(tp_size=2, sequence_parallelism_mode="split_gather", **SEQUENCE)),
+    "wp2": Tried(2, 2, dict(wp_size=2)),
+    "zero2": Tried(2, 2, dict(zero_stage=2)),
+    "ep2": Tried(2, 2, dict(ep_size=2)),
+    "pp2 without microbatches": Tried(2, 1, dict(pp_size=2, num_microbatches=1)),
+}
+LAYOUTS_OF_KIND = {
+    "causal": ["ring_attn", "all_to_all", "split_gather", "wp2", "zero2"],
+    "bert": ["ring_attn", "all_to_all", "split_gather"],
+    "experts": ["ep2", "pp2 without microbatches"],  # the auxiliary loss is one of microbatches
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(kind, layout) for kind, layouts in LAYOUTS_OF_KIND.items() for layout in layouts]
+)
+def test_sequences_weights_and_experts_are_sharded_with_the_numbers_of_one_process(
+    pool: Pool, references: dict[str, Any], tmp_path: Path, kind: str, layout: str
+) -> None:
+    assert compared(pool, references, tmp_path, kind, layout) == []
+
+
+ONCE = COMMON | dict(num_train_epochs=1)
+# Arguments that are honoured, several in a run, with the kind of the run.
+HONOURED = {
+    "data": (
+        "causal",
+        ONCE
+        | dict(
+            dataloader_drop_last=True,
+            dataloader_pin_memory=True,
+            data_seed=7,
+            remove_unused_columns=False,
+            label_names=["labels"],
+            include_num_input_tokens_seen="non_padding",
+            average_tokens_across_devices=False,
+        ),
+    ),
+    "logging": (
+        "causal",
+        ONCE
+        | dict(
+            include_num_input_tokens_seen="all",
+            logging_nan_inf_filter=False,
+            logging_steps=2,
+            logging_first_step=True,
+            torch_empty_cache_steps=1,
+            full_determinism=True,
+            eval_on_start=True,
+            prediction_loss_only=True,
+        ),
+    ),
+    "optimizer": (
+        "without metrics",
+        ONCE
+        | dict(
+            optim="adafactor",
+            learning_rate=1e-2,
+            lr_scheduler_type="polynomial",
+            lr_scheduler_kwargs={"power": 2.0},
+            activation_checkpointing=True,
+            activation_checkpointing_kwargs={"use_reentrant": False},
+            eval_do_concat_batches=False,
+        ),
+    ),
+    "plateau": (
+        "causal",
+        COMMON
+        | dict(
+            num_train_epochs=3,
+            warmup_steps=0,
+            lr_scheduler_type="reduce_lr_on_plateau",
+            lr_scheduler_kwargs={"patience": 0, "threshold": 1.0},
+            save_strategy="best",
+            metric_for_best_model="loss",
+            save_total_limit=1,
+        ),
+    ),
+    "metrics of inputs": (
+        "metrics of inputs",
+        ONCE | dict(include_for_metrics=["inputs", "loss"], eval_accumulation_steps=1),
+    ),
+    "metrics by batch": ("metrics by batch", ONCE | dict(batch_eval_metrics=True)),
+    "answers": ("answers", ONCE | dict(learning_rate=1e-2)),
+    "model_init": ("model_init", ONCE),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "dp2 zero1"])
+@pytest.mark.parametrize("name", list(HONOURED))
+def test_arguments_are_honoured_with_the_numbers_of_one_process(
+    pool: Pool, references: dict[str, Any], tmp_path: Path, name: str, layout: str
+) -> None:
+    kind, arguments = HONOURED[name]
+    run = Run(str(tmp_path / "one"), kind=kind, arguments=arguments, evaluates_first=True)
+    if name not in references:
+        references[name] = pool.run(1, trained, run, None)[0]
+    tried, run = LAYOUTS[layout], replace(run, folder=str(tmp_path / "other"))
+    other = pool.run(tried.world, trained, run, tried.plugin, tried.dp, timeout=200)[0]
+    assert differences(references[name], other, tolerance=TOLERANCE) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])  # replicas draw other masks than one process
+def test_ranks_of_a_replica_draw_one_mask(
+    pool: Pool, references: dict[str, Any], tmp_path: Path, layout: str
+) -> None:
+    assert compared(pool, references, tmp_path, "masks", layout) == []
 
 
 ADAM = dict(
@@ -113,6 +229,29 @@ def test_a_run_resumes_under_another_layout_with_the_numbers_of_one_process(
     other = pool.run(continued.world, trained, resumed, continued.plugin, continued.dp, timeout=200)[0]
     for run_of_steps in (one, other):
         del run_of_steps["history"][-1]["train_loss"]  # of the steps of one call of train() alone
+    assert differences(one, other, tolerance=TOLERANCE) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.parametrize("kind", ["causal", "adapters", "stream"])
+@pytest.mark.parametrize(("first", "second"), [("pp2", "dp2 zero1"), ("dp2 zero1", "tp2"), ("tp2", "tp2")])
+def test_a_run_resumes_in_the_middle_of_an_epoch(
+    pool: Pool, references: dict[str, Any], tmp_path: Path, kind: str, first: str, second: str
+) -> None:
+    arguments = COMMON | dict(save_strategy="steps", save_steps=1)
+    arguments |= dict(max_steps=6) if kind == "stream" else {}
+    run = Run(str(tmp_path / "one"), kind=kind, arguments=arguments)
+    if ("middle", kind) not in references:
+        references["middle", kind] = pool.run(1, trained, run, None)[0]
+    one = deepcopy(references["middle", kind])
+    begun, continued = LAYOUTS[first], LAYOUTS[second]
+    run = replace(run, folder=str(tmp_path / "other"))
+    pool.run(begun.world, trained, run, begun.plugin, begun.dp, timeout=200)
+    resumed = replace(run, resume=str(tmp_path / "other" / "checkpoint-2"))  # of 3 in an epoch
+    other = pool.run(continued.world, trained, resumed, continued.plugin, continued.dp, timeout=200)[0]
+    for run_of_steps in (one, other):
+        del run_of_steps["history"][-1]["train_loss"]
     assert differences(one, other, tolerance=TOLERANCE) == []
 
 

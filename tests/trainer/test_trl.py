@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from ..pool import Pool
-from .runs import Run, differences, llama, result
+from .runs import WORDS, Run, differences, llama, result, tokenizer
 from .test_trainer import LAYOUTS, TOLERANCE
 
 pytest.importorskip("trl")
-WORDS = [f"w{i}" for i in range(61)]
 ARGUMENTS: dict[str, Any] = dict(
     num_train_epochs=1,
     gradient_accumulation_steps=2,
@@ -40,18 +39,6 @@ def prompts(number: int, seed: int) -> Any:
         return " ".join(WORDS[index] for index in torch.randint(len(WORDS), (length,), generator=draw))
 
     return Dataset.from_list([dict(prompt=f"{text()} ", completion=text()) for _ in range(number)])
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
 
 
 def tuned(
