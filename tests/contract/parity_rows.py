@@ -20,7 +20,7 @@ from .matrix_rows import TIED_HEADS, missing, types_with_tables
 from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, Occasional
 from .owner_rows import owner_rows
 from .router_loss_rows import router_loss_rows
-from .row import ParityRow
+from .row import ParityRow, as_quick
 from .variant_rows import batch_rows, flash_rows, image_rows, variant_rows
 
 OVERFLOW = Training(overflow_step=1)
@@ -244,9 +244,7 @@ LAYOUT_ROWS = (
 def layout_rows() -> Iterator[ParityRow]:
     """Yield further layouts of a few models."""
     for choice, layout in QUICK_ROWS:
-        yield ParityRow(
-            choice=replace(choice, num_layers=2), layout=layout, num_steps=2, quick=True, missing=missing(choice.model_type)
-        )
+        yield as_quick(ParityRow(choice=choice, layout=layout, missing=missing(choice.model_type)))
     for choice, layout in LAYOUT_ROWS:
         yield ParityRow(choice=choice, layout=layout)
 
@@ -254,6 +252,7 @@ def layout_rows() -> Iterator[ParityRow]:
 # Compiled layers have one graph for the first shapes, one for all others and one without a mask; the models have four
 # layers. More graphs are allowed for a layer with a graph break, or that is computed in two ways.
 COMPILED = ("compile_layers",)
+QUICKLY_COMPILED = Layout(tp=2, recompute=1.0, microbatches=1, options=COMPILED)
 COMPILED_ROWS: tuple[tuple[ModelChoice, Layout, dict[str, Any]], ...] = (
     (TIED_LLAMA, Layout(tp=2, recompute=1.0, options=COMPILED), {"most_graphs": 3}),
     (LLAMA, Layout(tp=2, sequence="split_gather", options=COMPILED), {"most_graphs": 3}),
@@ -271,14 +270,15 @@ COMPILED_ROWS: tuple[tuple[ModelChoice, Layout, dict[str, Any]], ...] = (
 
 
 def compiled_rows() -> Iterator[ParityRow]:
-    """Yield layers that are compiled one by one; the first row is quick."""
+    """Yield layers that are compiled one by one; of the quick row they are called with one shape."""
+    within = partial(traced_layers, most_graphs=1)
+    yield as_quick(ParityRow(choice=TIED_LLAMA, layout=QUICKLY_COMPILED, within=within))
     for choice, layout, expected in COMPILED_ROWS:
         within = partial(traced_layers, **expected)
-        is_first = layout is COMPILED_ROWS[0][1]
-        yield ParityRow(choice=choice, layout=layout, num_steps=2, within=within, quick=is_first)
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, within=within)
 
 
-# Events of training: every cell has five steps, the second of which overflows on one rank only.
+# Events of training: every cell has five steps, or three, the second of which overflows on one rank only.
 
 SMALL = replace(LLAMA, num_layers=2)
 
@@ -341,7 +341,7 @@ def zero_rows() -> Iterator[ParityRow]:
     quick = covering(CELLS, is_cell, strength=1)
     in_float32 = covering({**CELLS, "precision": ("fp32",)}, is_cell, strength=4)
     for cell in [*quick, *in_float32, *covering(CELLS, is_cell)]:
-        case = CASES[cell["case"]]
+        case, is_quick = CASES[cell["case"]], cell in quick
         layout = replace(
             CELL_LAYOUTS[cell["layout"]],
             zero=cell["stage"],
@@ -354,8 +354,8 @@ def zero_rows() -> Iterator[ParityRow]:
             choice=case.choice,
             layout=layout,
             training=case.training,
-            num_steps=5,
-            quick=cell in quick,
+            num_steps=3 if is_quick else 5,
+            quick=is_quick,
         )
 
 

@@ -115,10 +115,10 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
     "choice",
     [
         *(
-            pytest.param(each, marks=pytest.mark.slow if each.model_type in ("swin", "swinv2") else ())
-            for each in IMAGES
+            pytest.param(each, marks=pytest.mark.slow if each.model_type in ("swin", "swinv2", "t5") else ())
+            for each in (*IMAGES, UNEQUAL)
         ),
-        *(*SHARED, UNEQUAL, replace(LLAMA, tied=True)),
+        *(*SHARED, replace(LLAMA, tied=True)),
     ],
     ids=name_of,
 )

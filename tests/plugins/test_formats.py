@@ -91,7 +91,10 @@ def losses_under_fsdp(precision: str) -> list[float]:
     plain = SWITCH.build()
     booster = Booster(plugin=TorchFSDPPlugin(precision=precision))
     model, optimizer, *_ = booster.boost(plain, sgd(plain))
-    batch, losses = make_batch(SWITCH, num_samples=2, seed=0), []  # equal: all ranks must use the same experts
+    batch, losses = (
+        make_batch(SWITCH, num_samples=2, seed=0),
+        [],
+    )  # equal: all ranks must use the same experts
     for _ in range(2):
         loss = model(**batch).loss
         booster.backward(loss, optimizer)

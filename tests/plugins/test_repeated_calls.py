@@ -124,7 +124,11 @@ WAYS = [
 
 @pytest.mark.parametrize(
     ("way", "again"),
-    [*((way, again) for way in WAYS for again in (repeated, repeated_by_reentry)), ("nested", repeated)],
+    [
+        *((way, repeated) for way in (*WAYS, "nested")),
+        (WAYS[0], repeated_by_reentry),
+        *(pytest.param(way, repeated_by_reentry, marks=pytest.mark.slow) for way in WAYS[1:]),
+    ],
 )
 def test_a_repeated_call_drops_the_same_entries(pool: Pool, way: str, again: Again) -> None:
     assert pool.run(1, departures, "hybrid", {}, way, again) == [[]]

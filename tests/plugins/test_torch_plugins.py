@@ -145,7 +145,7 @@ def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord
         (2, GPT2, {}, {"change": "unused"}),
         (2, GPT2, OFFLOAD, {"max_norm": 0.5, "count": 2}),
         (2, GPT2, {"reshard_after_forward": False}, {}),
-        (2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}),
+        pytest.param(2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}, marks=pytest.mark.slow),
         (2, LLAMA, {}, {"change": "recomputed"}),
         (2, GPT2, {"kind": "ddp"}, {"max_norm": 0.5, "count": 2}),
     ],
@@ -244,7 +244,12 @@ def held(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "settings", "parts"),
-    [(2, {}, 2), (4, {"shard_size": 2}, 2), (4, {}, 4), (2, OFFLOAD, 2)],
+    [
+        (2, {}, 2),
+        (4, {"shard_size": 2}, 2),
+        pytest.param(4, {}, 4, marks=pytest.mark.slow),
+        (2, OFFLOAD, 2),
+    ],
     ids=str,
 )
 def test_each_rank_has_only_its_shard(pool: Pool, ranks: int, settings: dict[str, Any], parts: int) -> None:

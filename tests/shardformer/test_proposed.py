@@ -85,6 +85,7 @@ def test_a_type_of_which_nothing_is_split_is_refused() -> None:
         proposed(double_copy_of("ibert"))  # its linear layers, and its embedding, are classes of their own
 
 
+@pytest.mark.slow
 def test_pairs_that_contradict_each_other_are_tried_alone() -> None:
     model = double_copy_of("hy_v4_vl").make(0)
     policy = DerivedPolicy(model)
