@@ -44,7 +44,7 @@ FACTORS = {
     "sequence": (None, "split_gather", "all_to_all", "ring_attn"),
     "wp": (1, 2),
     "precision": ("fp32", "bf16", "fp16"),
-    "recompute": (0.0, 0.5),
+    "recompute": (0.0, 1.0),  # half of the one layer of a stage would be none
     "tied": (False, True),
 }
 # Values with the same mechanism, used alternately: unsplit backwards with one stage per rank, split backwards, and two
@@ -183,7 +183,7 @@ QUICK_ROWS = (
     *((ModelChoice(model_type=each), Layout(tp=2, pp=2)) for each in ("exaone_moe", "minicpm3")),
     (TIED_LLAMA, Layout(tp=2, pp=2, options=FUSED_LOSS)),
     (TIED_GPT2, Layout(sp=2, sequence="all_to_all", options=FUSED_LOSS)),
-    (LLAMA, Layout(tp=2, pp=2, recompute=0.5, recompute_modules=("mlp",), options=OFFLOAD)),
+    (LLAMA, Layout(tp=2, pp=2, recompute=1.0, recompute_modules=("mlp",), options=OFFLOAD)),
     (PRETRAINING, Layout(pp=2, dp=2, zero=2, precision="fp16", schedule="zbh1")),
     (AUXILIARY, Layout(tp=2, dp=2, zero=1)),
     (TWO_LAYERS, Layout(tp=2, pp=2, sequence="split_gather")),
