@@ -34,7 +34,15 @@ def small_model(model_type: str) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "opt", "bloom", "gpt_neox", "vit"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "bert",
+        "vit",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "opt", "bloom", "gpt_neox")),
+    ],
+)
 def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
     model: Any = small_model(model_type)
     table = table_for(model_type)

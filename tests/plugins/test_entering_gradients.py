@@ -226,7 +226,10 @@ def layouts(*refused: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("script", [embeddings, prompts, looked_up, two_models])
+@pytest.mark.parametrize(
+    "script",
+    [embeddings, two_models, *(pytest.param(each, marks=pytest.mark.slow) for each in (prompts, looked_up))],
+)
 @pytest.mark.parametrize("layout", layouts())
 def test_gradients_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
     num_ranks, settings = LAYOUTS[layout]
@@ -239,7 +242,7 @@ def test_gradients_of_an_inner_model_are_those_of_one_process(pool: Pool, layout
     pool.run(num_ranks, compare, inner_model, LLAMA, **settings)
 
 
-@pytest.mark.parametrize("script", [scores, scores_of_heads])
+@pytest.mark.parametrize("script", [pytest.param(scores, marks=pytest.mark.slow), scores_of_heads])
 @pytest.mark.parametrize("layout", layouts(*RINGS))
 def test_gradients_of_learned_masks_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
     num_ranks, settings = LAYOUTS[layout]

@@ -139,10 +139,10 @@ def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord
 @pytest.mark.parametrize(
     ("ranks", "choice", "settings", "case"),
     [
-        (2, LLAMA, {}, {}),
+        pytest.param(2, LLAMA, {}, {}, marks=pytest.mark.slow),
         (4, LLAMA, {"shard_size": 2}, {"count": 2, "max_norm": 0.5}),
         (2, GPT2, {}, {"change": "frozen"}),
-        (2, GPT2, {}, {"change": "unused"}),
+        pytest.param(2, GPT2, {}, {"change": "unused"}, marks=pytest.mark.slow),
         (2, GPT2, OFFLOAD, {"max_norm": 0.5, "count": 2}),
         (2, GPT2, {"reshard_after_forward": False}, {}),
         pytest.param(2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}, marks=pytest.mark.slow),
@@ -158,7 +158,10 @@ def test_training_equals_one_process(
     assert_same_steps(pool.run(ranks, steps, choice, settings, **case), reference(choice, ranks, **plain))
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("fsdp", "bf16"), ("fsdp", "fp16"), ("ddp", "fp16")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [pytest.param("fsdp", "bf16", marks=pytest.mark.slow), ("fsdp", "fp16"), ("ddp", "fp16")],
+)
 def test_16_bit_training_is_as_near_to_float32_as_one_process_is(
     pool: Pool, kind: str, precision: str
 ) -> None:
