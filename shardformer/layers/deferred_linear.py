@@ -133,28 +133,31 @@ class _EnterOverlapped(Function):
         """
         ctx.crossings, ctx.deferred = crossings, deferred
         ctx.set_materialize_grads(False)
-        crossed = [crossing.forward(x) for crossing, x in zip(crossings, tensors, strict=False)]
-        needed = ctx.needs_input_grad[2 : 2 + len(crossed)]
+        num_crossings = len(crossings)
+        crossed = [
+            crossing.forward(x) for crossing, x in zip(crossings, tensors[:num_crossings], strict=True)
+        ]
+        needed = ctx.needs_input_grad[2 : 2 + num_crossings]
         if not all(needed):
             ctx.mark_non_differentiable(
                 *[x for x, is_needed in zip(crossed, needed, strict=True) if not is_needed]
             )
-        return (*crossed, *tensors[len(crossed) :])
+        return (*crossed, *tensors[num_crossings:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Begin the communication of the inputs' gradients, and compute deferred products while it is in flight."""
+        """Begin the communication of the inputs' gradients, and compute deferred gradients while it is in flight."""
         num_crossings = len(ctx.crossings)
         in_flight = [
             None if gradient is None else crossing.begin_backward(gradient)
-            for crossing, gradient in zip(ctx.crossings, gradients, strict=False)
+            for crossing, gradient in zip(ctx.crossings, gradients[:num_crossings], strict=True)
         ]
         weight_gradients = list(gradients[num_crossings:])
         while ctx.deferred:
-            index, deferred = ctx.deferred.popitem()
-            # An earlier autograd.grad, which never reached this node, may have left entries that belong to it.
-            if deferred.backward == torch._C._current_graph_task_id():
+            index, deferred = ctx.deferred.popitem()  # of the weight of this index
+            # Others were left by an earlier backward that did not reach this node, as of autograd.grad.
+            if deferred.backward_number == torch._C._current_graph_task_id():
                 product, accumulated = deferred.begin().wait(), weight_gradients[index]
                 weight_gradients[index] = product if accumulated is None else accumulated + product
         input_gradients = [None if handle is None else handle.wait() for handle in in_flight]
