@@ -314,7 +314,7 @@ class Booster:
             optimizer: the one that `boost` returned.
             checkpoint: the folder.
             use_async: see `save_model`.
-            shard, gather_dtensor: must be True: it is a folder, with positions in full tensors. Nothing is gathered.
+            shard, gather_dtensor: must be True: the result is always a folder of shards, and nothing is gathered.
 
         Raises:
             OSError: writing failed; raised on every rank.

@@ -230,7 +230,8 @@ def examine(folder: Path, *, progress: Progress) -> Findings:
     """
     if not (folder / MANIFEST).is_file():
         notes = [f"without {MANIFEST} there are no hashes to compare"]
-        return Findings(tuple(_errors_of(lambda: _model_errors(folder, notes), folder)), tuple(notes))
+        errors = _errors_of(lambda: _model_errors(folder, notes), folder)  # adds to the notes
+        return Findings(tuple(errors), tuple(notes))
     try:
         manifest = manifest_of(folder)
     except ValueError as error:
@@ -259,7 +260,7 @@ def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
 
 
 def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
-    """Yield errors of a model's files, index and config; add a note for what cannot be compared."""
+    """Yield errors of a model's files, index and config; append to `notes` what cannot be compared."""
     model = Weights(folder)
     yield from _index_errors(folder, model)
     yield from _config_errors(folder, model, notes)
@@ -283,7 +284,7 @@ def _index_errors(folder: Path, model: Weights) -> Iterator[str]:
 
 
 def _config_errors(folder: Path, model: Weights, notes: list[str]) -> Iterator[str]:
-    """Yield differences of names and shapes from the model that config.json makes; add a note if it makes none."""
+    """Yield differences of names and shapes from the model that config.json makes; append a note if it makes none."""
     config = folder / "config.json"
     if not config.is_file():
         notes.append(f"{folder} has no config.json to compare the weights with")

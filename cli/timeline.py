@@ -208,13 +208,16 @@ def _is_set_by_user(context: typer.Context, name: str) -> bool:
 def small_model(
     model_type: str, pipeline: Pipeline, *, num_layers: int | None, hidden_size: int
 ) -> "ModelChoice":
-    """Return the model to measure."""
+    """Return the model to measure: small, with `num_layers` or else a few for each stage.
+
+    Errors of its arguments are for `measuring_errors` to report.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     from ..verify.model_choice import ModelChoice
 
     if num_layers is None:
-        num_stages = 1 if pipeline.errors() else pipeline.num_stages
+        num_stages = 1 if pipeline.errors() else pipeline.num_stages  # unknown for an impossible pipeline
         num_layers = LAYERS_PER_STAGE * num_stages
     settings = {
         "hidden_size": hidden_size,

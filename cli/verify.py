@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..verify.resume import Leg, Relay, ResumeReport
 
 # Options that a leg inherits from the previous one unless it sets them; all others have their defaults.
-KEPT = ("precision", "microbatches", "steps")
+INHERITED = ("precision", "microbatches", "steps")
 # Options of the run, which its legs cannot set.
 OF_THE_RUN = (
     "model",
@@ -156,7 +156,7 @@ def further_options(
         context: the context of `verify` with the options of the first leg; exits with status 2 for unknown words.
         texts: the value of each `--then`.
     """
-    options_of_parts: list[Mapping[str, Any]] = []
+    options_of_legs: list[Mapping[str, Any]] = []
     errors: list[str] = []
     first = previous = context.params
     for text in texts:
@@ -174,10 +174,10 @@ def further_options(
             if name in set_names
         ]
         run_options = {name: first[name] for name in OF_THE_RUN}
-        kept_options = {name: previous[name] for name in KEPT if name not in set_names}
-        previous = {**parsed.params, **run_options, **kept_options}
-        options_of_parts.append(previous)
-    return options_of_parts, errors
+        inherited = {name: previous[name] for name in INHERITED if name not in set_names}
+        previous = {**parsed.params, **run_options, **inherited}
+        options_of_legs.append(previous)
+    return options_of_legs, errors
 
 
 def layout_of(options: Mapping[str, Any]) -> "Layout":

@@ -38,7 +38,7 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     """Return a stage plan of a model, proven by execution of a small copy.
 
     Args:
-        copy: the copy; `in_double` gives exact comparisons.
+        copy: the small copy; in float64 (`in_double`) roundings do not blur the comparison.
         model: the full model, perhaps on the meta device. Its largest list of layers becomes the stages, or its two
             largest lists.
 
@@ -57,7 +57,7 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
             errors.append(str(error))
     if len(plans) > 1:
         in_order = sorted(plans, key=lambda plan: stacks[plan.layers][0].start)
-        with suppress(ValueError):  # they run in another way than one after the other
+        with suppress(ValueError):  # the two lists do not run one after the other
             joined = _joined_plan(calls, stacks, *in_order)
             for plan in (joined, _sending_all(joined)):
                 if departure(copy, plan) is None:
@@ -65,7 +65,7 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
     largest = sizes[next(iter(stacks))]
     if plans and sizes[plans[0].layers] * 2 >= largest:  # otherwise one stage would have most of the model
         return plans[0]
-    raise ValueError(errors[0])
+    raise ValueError(errors[0])  # of the largest list, which has no plan here
 
 
 def _plan_of_stack(
@@ -80,7 +80,7 @@ def _plan_of_stack(
         layers: the calls of its members.
 
     Raises:
-        ValueError: there is none; with the departure.
+        ValueError: there is no such plan; with the departure of the first one tried.
     """
     errors: list[str] = []
     for make_plan in (traced_plan, _carrying_plan):
@@ -247,26 +247,26 @@ def stacks_of(
     for call in calls:
         by_path.setdefault(call.path, []).append(call)
     stacks: dict[str, list[ModuleCall]] = {}
-    others: dict[str, str] = {}
+    irregular: dict[str, str] = {}  # lists that cannot be stages, with the reason
     for path in sizes_of(model):
         members = [f"{path}.{name}" for name in model.get_submodule(path)._modules]
         runs = [by_path.get(member, []) for member in members]
         if len(runs) > 1 and sizes.get(path) and not any(is_within(path, outer) for outer in stacks):
-            if reason := _irregular(runs):
-                others[path] = reason
+            if reason := _irregularity(runs):
+                irregular[path] = reason
             else:
                 stacks[path] = [layer_calls[0] for layer_calls in runs]
-    by_size = sorted([*stacks, *others], key=lambda path: -sizes[path])
+    by_size = sorted([*stacks, *irregular], key=lambda path: -sizes[path])
     if not by_size or by_size[0] not in stacks:
-        known = "; ".join(f"{path}: {reason}" for path, reason in others.items())
+        known = "; ".join(f"{path}: {reason}" for path, reason in irregular.items())
         raise ValueError(
             f"no list of layers runs in order, each layer once ({known or 'the model has no list'})"
         )
     return {path: stacks[path] for path in by_size[:_NUM_STACKS] if path in stacks}
 
 
-def _irregular(runs: Sequence[Sequence[ModuleCall]]) -> str:
-    """Return why the members of a list are no layers of a pipeline; empty if they may be."""
+def _irregularity(runs: Sequence[Sequence[ModuleCall]]) -> str:
+    """Return why the members of a list cannot be the layers of stages; empty if they can."""
     if silent := [place for place, layer_calls in enumerate(runs) if not layer_calls]:
         return f"layers {silent} were not called, or as layer.forward(), in the traced forward"
     if any(len(layer_calls) > 1 for layer_calls in runs):
@@ -328,7 +328,7 @@ def departure(copy: Copy, plan: StagePlan) -> str | None:
     """Return how the stages of a plan depart from the whole model, in words; None if they do not.
 
     Args:
-        copy: the model and its batch; `in_double` gives exact comparisons.
+        copy: the model and its batch; in float64 (`in_double`) roundings do not blur the comparison.
         plan: the plan, with a stage for each layer.
     """
     with StaysDouble():

@@ -95,7 +95,7 @@ class ScheduleRun(Described):
         # From a forward until its backward. An output's graph is kept by its edge, so that the memory of the output
         # is free after the send.
         self._received: dict[_StageAndMicrobatch, list[Tensor]] = {}
-        self._edges: dict[_StageAndMicrobatch, list[GradientEdge | None]] = {}
+        self._output_edges: dict[_StageAndMicrobatch, list[GradientEdge | None]] = {}
         self._loss_graphs: dict[_StageAndMicrobatch, Tensor] = {}
         # Until the end of the step, by microbatch:
         self._keys: dict[int, Hashable] = {}  # equal for microbatches whose messages have equal shapes
@@ -191,10 +191,11 @@ class ScheduleRun(Described):
             _differentiate([loss], [torch.ones_like(loss)])
         else:
             gradients = _wait_for(self._gradients.pop((action.stage + 1, action.microbatch)))
-            # The next stage sends a gradient for every floating tensor; a frozen stage drops those it does not need.
+            # The next stage sends a gradient for every floating tensor. Outputs without a graph, as of frozen layers,
+            # have no edge, and their gradients are dropped.
             pairs = [
                 (edge, gradient)
-                for edge, gradient in zip(self._edges.pop(place), gradients, strict=True)
+                for edge, gradient in zip(self._output_edges.pop(place), gradients, strict=True)
                 if edge is not None
             ]
             if pairs:
@@ -245,7 +246,7 @@ class ScheduleRun(Described):
         """Keep a stage's outputs for the next stage, and their graph for the backward."""
         self._stage_outputs[action.place] = tuple([tensor.detach() for tensor in output])
         if self._trains:
-            self._edges[action.place] = [
+            self._output_edges[action.place] = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None
                 for tensor in output
                 if takes_gradient(tensor.dtype)

@@ -23,12 +23,12 @@ class DeferredGradient(NamedTuple):
     Args:
         parameter: the weight, or this rank's shard of it.
         begin: starts the computation of the gradient.
-        backward: autograd's number of the backward that the gradient belongs to.
+        backward_number: autograd's number of the backward that deferred the gradient.
     """
 
     parameter: Parameter
     begin: Callable[[], InFlight[Tensor]]
-    backward: int
+    backward_number: int
 
 
 class WeightGradients:
@@ -69,7 +69,7 @@ class WeightGradients:
         self._by_place.clear()
 
     def defer(self, gradient: DeferredGradient) -> bool:
-        """Defer this gradient if backwards currently do; return True if so. Weights with a user's hooks never are."""
+        """Defer this gradient inside `deferring`, unless its weight has a user's hooks; return True if deferred."""
         if self._deferring is None or has_foreign_hooks(gradient.parameter):
             return False
         self._deferring.append(gradient)

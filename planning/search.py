@@ -173,10 +173,10 @@ class Planner:
         Args:
             layout: its sizes must fit the world.
             samples: of a microbatch.
-            scales: trace a microbatch of one sample, and scale it.
+            scales: trace one sample and multiply its figures by `samples`: an estimate that shares the trace.
 
         Raises:
-            ValueError: it is impossible for this model; all reasons at once.
+            ValueError: the layout is impossible for this model; all reasons at once.
         """
         setting = self._setting(_same_axes(layout))
         trace = (
@@ -214,17 +214,20 @@ class Planner:
         return []
 
     def search(self, top: int) -> Result:
-        """Return the layouts that fit, by predicted time; those shown are predicted without scaling."""
+        """Return the layouts that fit, by predicted time.
+
+        All are predicted from traces of one sample; the fastest again from a trace of their whole microbatch.
+        """
         fitting: list[Plan] = []
         nearest: Plan | None = None
         left_out: Counter[str] = Counter()
         num_tried = 0
-        done: set[tuple[Layout, int]] = set()  # those that fit, without their ZeRO stages
+        done: set[tuple[Layout, int]] = set()  # layouts that fit, with zero=0, and samples
         candidates = [*self.candidates(left_out)]
         for layout, samples in tqdm(candidates, desc="layouts", leave=False, disable=None):
-            if (replace(layout, zero=0), samples) in done:  # stage 2 only costs time then
+            if (replace(layout, zero=0), samples) in done:  # fits at a lower ZeRO stage, which is faster
                 continue
-            if errors := self._model_errors(layout, 1):
+            if errors := self._model_errors(layout, samples=1):  # the trace that `scales` uses
                 left_out[_short(errors[0])] += 1
                 continue
             num_tried += 1
@@ -249,7 +252,7 @@ class Planner:
             self.candidates(Counter()), key=lambda pair: _distance(pair[0], layout, pair[1], samples)
         )
         for candidate, candidate_samples in candidates:
-            if self._model_errors(candidate, 1):
+            if self._model_errors(candidate, samples=1):
                 continue
             plan = self._smallest_recomputation(candidate, candidate_samples, scales=True)
             if plan.peak <= self._job.memory:
@@ -259,7 +262,7 @@ class Planner:
         return plans
 
     def _smallest_recomputation(self, layout: Layout, samples: int, *, scales: bool) -> Plan:
-        """Predict a layout with as few recomputed layers as fit, and else with all."""
+        """Predict a layout with the fewest recomputed layers that fit, or with all of them if none fits."""
         shares = RECOMPUTED if self.num_layers else RECOMPUTED[:1]
         for share in shares:
             plan = self.predict(replace(layout, recompute=share), samples, scales=scales)

@@ -55,7 +55,7 @@ class Settings:
         ignored: further keys of each section, which become no argument. None: any name but a likely misspelling of a
             known key.
         errors: a list to which the errors of invalid values are added.
-        name: returns a path as the user wrote it.
+        name: returns a path as the user wrote it, for errors.
 
     Attributes:
         ignored_paths: the paths of keys that concern other objects than the plugin.

@@ -110,7 +110,7 @@ class PipelineEngine:
         self._microbatch_collectives = [
             *(f"{axis}_size={size}" for axis in SUB_AXES if (size := mesh.size(axis)) > 1),
             *["SyncBatchNorm"] * has_sync_batch_norm(module),
-            *["output_router_logits=True"] * (self._router_loss is not None and self._router_loss.is_added),
+            *["output_router_logits=True"] * (self._router_loss is not None and self._router_loss.adds_loss),
         ]
         # True if the number of collectives depends on the samples of each rank's batch: then all calls are compared.
         self._always_compares = config.microbatch_size is not None and (

@@ -87,7 +87,8 @@ KEYS = {
         why="is not available: norms compute in the model's format, with float32 masters; use False",
     ),
 }
-PARALLEL = sorted({path.split(".")[1] for path in KEYS if path.startswith("parallel.")})
+# The keys of the section `parallel`.
+PARALLEL_KEYS = sorted({path.split(".")[1] for path in KEYS if path.startswith("parallel.")})
 # Further keys of each section, which become no argument. None: any name but a likely misspelling of a known key.
 IGNORED: dict[str, tuple[str, ...] | None] = {
     "": (  # given to Echelon as objects (optimizer, schedulers, batches), or handled by the training script
@@ -150,23 +151,25 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
         ValueError: keys or values are unknown or unsupported; all errors at once.
     """
     config = read_configuration(config, "InternEvo")
-    sections = {path.split(".")[0] for path in KEYS} | {*PARALLEL}
+    sections = {path.split(".")[0] for path in KEYS} | {*PARALLEL_KEYS}
     errors = [
         f"{name} is given twice, in the configuration and as an argument: give one"
         for name in others
         if name in config
     ]
     config |= {name: value for name, value in others.items() if name in sections}
-    at_top = {name: config.pop(name) for name in PARALLEL if name in config}
+    # The section `parallel` may be given alone, or its keys as arguments: they stand beside the other sections then.
+    at_top = {name: config.pop(name) for name in PARALLEL_KEYS if name in config}
     if "parallel" in config:
         errors += [f"{name} is given twice, also in parallel: leave one out" for name in at_top]
         settings = Settings(config, KEYS, IGNORED, errors)
     else:
         config = {"parallel": at_top} | config
-        settings = Settings(config, KEYS, IGNORED, errors, lambda path: path.removeprefix("parallel."))
+        settings = Settings(config, KEYS, IGNORED, errors, name=lambda path: path.removeprefix("parallel."))
     arguments = _layout(settings) | _microbatches(settings) | _other_options(settings)
     raise_errors([f"InternEvo's configuration: {error}" for error in errors])
-    if settings.ignored_paths and not (dist.is_initialized() and dist.get_rank()):
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    if settings.ignored_paths and is_first_rank:
         _LOG.info(
             "InternEvo's configuration: these are not arguments of the plugin (optimizer, model, data and "
             "files are given to Echelon as objects): %s",
@@ -200,10 +203,11 @@ def _layout(settings: Settings) -> dict[str, Any]:
     if mode not in MODES:
         settings.refuse("parallel.tensor.mode", mode, f"must be one of {', '.join(map(repr, MODES))}")
         mode = "mtp"
-    is_split = settings.get("parallel.sequence_parallel")
-    if is_split is not None and size > 1 and is_split != (mode != "mtp"):
+    shards_sequences = mode != "mtp"
+    requested = settings.get("parallel.sequence_parallel")
+    if requested is not None and size > 1 and requested != shards_sequences:
         why = f"contradicts tensor.mode={mode!r}, which decides: leave it out"
-        settings.refuse("parallel.sequence_parallel", is_split, why)
+        settings.refuse("parallel.sequence_parallel", requested, why)
     arguments: dict[str, Any] = {"tp_size": 1, "sp_size": size} if mode == "isp" else {"tp_size": size}
     arguments |= MODES[mode] if size > 1 else {}
     wp_size = settings.get("parallel.weight.size", 1)

@@ -85,7 +85,8 @@ class DataAverage:
     def __init__(self, parameters: Iterable[Parameter], group: ProcessGroup) -> None:
         self._parameters = list(parameters)
         self._group = group
-        self._backward = -1  # autograd's number of the last backward that queued the average
+        # Autograd's number of the last backward that queued the average. Not a flag: a failed backward never resets it.
+        self._last_backward = -1
         for parameter in self._parameters:
             with _with_gradient_required(parameter):
                 # A weak reference: the garbage collector does not follow the hooks of a tensor.
@@ -94,8 +95,8 @@ class DataAverage:
     def _queue_average(self) -> None:
         """Queue the average at the end of this backward, once per backward."""
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # a number, not a flag: a failed backward ends without it
-            self._backward = backward
+        if backward != self._last_backward:
+            self._last_backward = backward
             Variable._execution_engine.queue_callback(self._average)
 
     @torch.no_grad()
@@ -221,5 +222,5 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
         torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64).to(device)
         for gradient in gradients
     ]
-    none = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack([none, *norms]), norm_type)
+    zero = torch.zeros((), dtype=torch.float64, device=device)  # the norm without gradients
+    return torch.linalg.vector_norm(torch.stack([zero, *norms]), norm_type)

@@ -51,13 +51,15 @@ def _copied_attribute(value: Any, configs: dict[int, Any]) -> Any:
 
 
 def _meta_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape and class on the meta device."""
+    """Return an empty tensor of this shape on the meta device: a plain one for a buffer, or else a Parameter.
+
+    A subclass of Parameter becomes an empty subclass of the same name, for `native_errors` to refuse it by.
+    """
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if not isinstance(tensor, (Parameter, LazyTensor)):
         return empty
-    if type(tensor) in (Parameter, LazyTensor):
+    if type(tensor) in (Parameter, LazyTensor):  # lazy: a Parameter once it is materialized
         return Parameter(empty, requires_grad=tensor.requires_grad)
-    # A subclass keeps its name, by which layers refuse it.
-    kind: Any = type(type(tensor).__name__, (Parameter,), {})
-    special: Tensor = kind(empty, requires_grad=tensor.requires_grad)
-    return special
+    subclass: Any = type(type(tensor).__name__, (Parameter,), {})
+    copied: Tensor = subclass(empty, requires_grad=tensor.requires_grad)
+    return copied

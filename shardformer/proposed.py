@@ -64,7 +64,7 @@ class _Pair:
     """Column-parallel layers, the row-parallel layer that follows, and the region around them.
 
     Args:
-        region: its path; or that of the only column-parallel layer.
+        region: the path of the region; without a module around, that of the only column-parallel layer.
         columns: the column-parallel layers.
         row: the row-parallel layer.
         second_input: the name of the region's second input, if the column-parallel layers take two; otherwise "".
@@ -159,9 +159,10 @@ def _calls_within(calls: Sequence[ModuleCall], prefix: str) -> list[ModuleCall]:
 
 
 def _pairs(layer: nn.Module, calls: Sequence[ModuleCall]) -> Iterator[_Pair]:
-    """Yield the pairs of a layer: successive linear calls with inputs of one module, then one that returns to a width.
+    """Yield the pairs of a layer: successive linear layers with one input, then one that returns to its width.
 
-    A linear layer with another input than those before it is one of them if a module around all takes both inputs.
+    In cross attention the first layers have two inputs, of queries and of keys. So a layer with another input counts
+    among them, too, if a module around all of them takes both inputs.
     """
     columns: list[_Linear] = []
     for call in calls:
@@ -169,18 +170,18 @@ def _pairs(layer: nn.Module, calls: Sequence[ModuleCall]) -> Iterator[_Pair]:
         if type(module) not in (nn.Linear, Conv1D) or not call.inputs:
             continue
         linear = _Linear(call.path, call.inputs[0], *widths(module))
-        if columns and (_is_same(linear.x, columns[0].x) or _region(calls, [*columns, linear])):
+        if columns and (_is_same(linear.x, columns[0].x) or _module_around(calls, [*columns, linear])):
             columns.append(linear)
         elif (
             columns
             and linear.outputs in {column.inputs for column in columns}
             and columns[0].outputs % linear.inputs == 0
         ):
-            region = _region(calls, columns)
-            path, second = columns[0].path, ""
+            region = _module_around(calls, columns)
+            path, second_input = columns[0].path, ""
             if region is not None:
-                path, second = region.path, _second_input(region, columns)
-            yield _Pair(path, tuple(columns), linear, second)
+                path, second_input = region.path, _second_input(region, columns)
+            yield _Pair(path, tuple(columns), linear, second_input)
             columns = []
         else:
             columns = [linear]
@@ -191,8 +192,8 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
 
 
-def _region(calls: Sequence[ModuleCall], columns: Sequence[_Linear]) -> ModuleCall | None:
-    """Return the call of the innermost module around linear layers that takes their inputs; None if none does."""
+def _module_around(calls: Sequence[ModuleCall], columns: Sequence[_Linear]) -> ModuleCall | None:
+    """Return the call of the innermost module around linear layers that takes all their inputs; None without one."""
     paths = [linear.path for linear in columns]
     parents = {*accumulate(paths[0].split(".")[:-1], lambda path, name: f"{path}.{name}")}
     around = [
@@ -206,7 +207,7 @@ def _region(calls: Sequence[ModuleCall], columns: Sequence[_Linear]) -> ModuleCa
 
 
 def _second_input(region: ModuleCall, columns: Sequence[_Linear]) -> str:
-    """Return the name of a region's second argument that linear layers take; "" if they take one."""
+    """Return the name of the second of a region's arguments that the linear layers take; "" if they take one alone."""
     names = [name for name, x in region.named.items() if any(_is_same(x, linear.x) for linear in columns)]
     distinct = [name for name in names if not _is_same(region.named[name], region.named[names[0]])]
     return distinct[0] if distinct else ""

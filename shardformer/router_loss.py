@@ -63,9 +63,10 @@ class RouterLoss:
         self._axis: SequenceAxis | None = next(axes, None) if mesh.size("sp") > 1 else None
         # Set by `begin` for one stage's forward, cleared by `finish`.
         self._is_stage_forward = False  # all ranks run this forward
-        self._is_carried = False  # the loss is requested, so stages pass statistics on
+        self._is_carried = False  # stages pass statistics on in this forward: `adds_loss` at its begin
         self._received_3E: Tensor | None = None  # statistics of the stages before
-        self._logits: list[Tensor] | None = None  # of this stage's routers, except on the last stage
+        # Of this stage's routers, to which their hooks append; None where they record none, as on the last stage.
+        self._logits: list[Tensor] | None = None
         self._mask: Tensor | None = None
         if not self._is_refused:
             self._add_hooks(mesh)
@@ -87,13 +88,13 @@ class RouterLoss:
             router.register_forward_hook(_Hook(partial(self._record_logits, index)))
 
     def _record_logits(self, index: int, router: nn.Module, args: tuple, output: Any) -> None:
-        """Forward hook of a router whose logits are entry `index` of its output; records them before the last stage."""
+        """Forward hook: record a router's logits, entry `index` of its output, on a stage before the last."""
         if self._logits is not None:  # not in a recomputation, nor in the last stage
             self._logits.append(output[index] if isinstance(output, tuple) else output)
 
     @property
-    def is_added(self) -> bool:
-        """True if the model's config adds the loss."""
+    def adds_loss(self) -> bool:
+        """True if the model's config asks for the auxiliary loss, which the model then adds to its loss."""
         return adds_router_loss(self._model)
 
     def batch_error(self, batch: Mapping[str, Any]) -> str | None:
@@ -102,12 +103,12 @@ class RouterLoss:
         All ranks follow the config, so that they communicate alike. None if there is no error.
         """
         asked = batch.get(ROUTER_LOGITS)
-        if self._is_refused and (asked or self.is_added):
+        if self._is_refused and (asked or self.adds_loss):
             return (
                 f"{ROUTER_LOGITS}=True of an encoder-decoder needs all layers and positions on each rank: set it to "
                 "False, or use pp_size=1 and sp_size=1"
             )
-        if asked is None or bool(asked) == self.is_added:
+        if asked is None or bool(asked) == self.adds_loss:
             return None
         return (
             f"{ROUTER_LOGITS}={asked!r} in the batch differs from the model's config, by which all ranks run alike: "
@@ -128,14 +129,14 @@ class RouterLoss:
             The keyword arguments for the model's forward, and the tensors received for its layers.
         """
         self._is_stage_forward = True
-        self._is_carried = self.is_added
+        self._is_carried = self.adds_loss
         if not self._is_carried:
             return kwargs, received
         if received:
             *of_layers, self._received_3E = received
             received = tuple(of_layers)
         self._mask = argument(self._model, args, kwargs, "attention_mask")
-        self._logits = None if is_last else []
+        self._logits = None if is_last else []  # the last stage gets its logits from the model
         return {**kwargs, ROUTER_LOGITS: is_last}, received
 
     def sent(self) -> tuple[Tensor, ...]:
@@ -175,7 +176,7 @@ class RouterLoss:
     def _accumulated_statistics(
         self, logits_NE: Sequence[Tensor], num_experts: int, top_k: int, mask_BS: Tensor | None
     ) -> Tensor:
-        """Return the statistics (3, E) of these logits, of each layer, added to those received from earlier stages."""
+        """Return the statistics (3, E) of the logits of some layers plus the statistics of earlier stages."""
         if not logits_NE:
             nothing_3E = torch.zeros(3, num_experts, dtype=torch.float32, device=self._device)
             return nothing_3E if self._received_3E is None else self._received_3E

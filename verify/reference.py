@@ -125,8 +125,7 @@ def _gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
 
-    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, also of a batch at once. Then
-    the microbatches have the samples of all replicas.
+    Without `weigh` the microbatches, each with the samples of all replicas, are computed as one batch.
     """
     sums: dict[str, Tensor] = {}
     losses, weights, divisor = [], [], 0.0
@@ -135,7 +134,7 @@ def _gradients(
         loss_sum, weight = _loss_and_weight(worker, batch, microbatches, criterion=criterion, weigh=weigh)
         losses.append(loss_sum.detach().float())
         weights.append(weight)
-        # A power of two rounds nothing.
+        # Division by a power of two rounds nothing.
         divisor = divisor or 2.0 ** int(math.log2(max(weight * len(batches), 1.0)))
         if overflows and index == len(batches) - 1:
             loss_sum.register_hook(lambda gradient: gradient * float("inf"))
@@ -154,12 +153,15 @@ def _loss_and_weight(
     criterion: Criterion,
     weigh: Weigh | None,
 ) -> tuple[Tensor, float]:
-    """Return the sum of a batch's loss and its weight.
+    """Return a batch's loss summed over its labels (mean times weight), and its weight (their number).
+
+    An auxiliary loss of experts is no mean over labels: it is the mean over microbatches, even if these are computed
+    as one batch.
 
     Args:
         worker: the computing model.
         batch: one of the microbatches; without `weigh` all of them together.
-        microbatches: over which an auxiliary loss is averaged, if they are computed together.
+        microbatches: all microbatches.
         criterion, weigh: see `train`.
     """
     like = next(worker.parameters())
@@ -175,7 +177,7 @@ def _loss_and_weight(
     if weigh is None and (auxiliary := _auxiliary(outputs)) is not None:
         by_microbatch = [_auxiliary(worker(**converted(microbatch, like))) for microbatch in microbatches]
         config: Any = worker.config
-        # In place of that of the batch at once.
+        # The loss contains the auxiliary loss of the one batch. The mean over microbatches replaces it.
         change = torch.stack(by_microbatch).mean() - auxiliary  # type: ignore[arg-type]  # they have it if the batch has
         loss_sum = loss_sum + config.router_aux_loss_coef * change * weight
     return loss_sum, weight

@@ -33,11 +33,10 @@ KNOWN = frozenset(
 )
 # These need full parameters. They are not tried, since with `blocks` they need other shapes.
 _KNOWN_FULL = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
-# Above the thresholds of optimizers: some treat small matrices differently, or quantize states of large ones in blocks.
-# Shapes of the parameters of one optimizer in a trial: one matrix, and its entries as two 1-D slices.
-_SHAPE = (160, 144)
+# Shapes of parameters in a trial: a matrix, and its entries as two 1-D slices. They are above the sizes from which some
+# optimizers treat matrices differently, or quantize states in blocks.
+_MATRIX = (160, 144)
 _SIZE = 160 * 144
-_ONE_MATRIX = [_SHAPE]
 _FIRST_SLICE = 10_000  # ends inside a row, so that rows and columns are cut too
 _TWO_SLICES = [(_FIRST_SLICE,), (_SIZE - _FIRST_SLICE,)]
 _STEPS = 3
@@ -53,8 +52,9 @@ class UpdateKind(Enum):
 def update_kinds(optimizer: Optimizer) -> list[UpdateKind]:
     """Return the kind of update of every parameter group.
 
-    An unknown class is tested with the options of every group, since they may select another update. It
-    steps a full matrix, and the same entries as two 1-D slices; if the results differ, two matrices together and apart.
+    An unknown class is tried with the options of every group, since they may select another update. New optimizers of
+    the class step a full matrix, and the same entries as two 1-D slices. If the results differ, one optimizer steps two
+    matrices, and two optimizers step one each.
 
     Raises:
         ValueError: updates of a parameter depend on other parameters, or the optimizer cannot be tested.
@@ -119,15 +119,16 @@ def _tried_kind(optimizer: Optimizer, options: dict[str, Any]) -> UpdateKind:
     Raises:
         _Coupled: updates of two matrices in one optimizer differ from those in an optimizer each.
     """
-    full = _trial_updates(optimizer, options, [_ONE_MATRIX])
+    full = _trial_updates(optimizer, options, [[_MATRIX]])
     try:
-        sliced = _trial_updates(optimizer, options, [[shape] for shape in _TWO_SLICES])
+        sliced = _trial_updates(optimizer, options, [[shape] for shape in _TWO_SLICES])  # an optimizer each
     except Exception:  # Muon accepts no slices
         sliced = None
     if sliced is not None and _are_close(full, sliced):
         return UpdateKind.ELEMENT
-    together = _trial_updates(optimizer, options, [_ONE_MATRIX * 2])
-    if not _are_close(together, _trial_updates(optimizer, options, [_ONE_MATRIX, _ONE_MATRIX])):
+    together = _trial_updates(optimizer, options, [[_MATRIX, _MATRIX]])
+    apart = _trial_updates(optimizer, options, [[_MATRIX], [_MATRIX]])
+    if not _are_close(together, apart):
         raise _Coupled
     return UpdateKind.PARAMETER
 

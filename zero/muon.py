@@ -67,7 +67,7 @@ class Muon(torch.optim.Muon):
         grads: list[Tensor],
         muon_momentum_bufs: list[Tensor],
     ) -> bool:
-        """Let torch fill the lists for a step, then replace each tensor in them by views of its separate matrices."""
+        """Override torch's method, which fills the lists for a step; replace each tensor in them by its matrices."""
         has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
         for tensors in (params_with_grad, grads, muon_momentum_bufs):
             tensors[:] = [matrix for tensor in tensors for matrix in _matrices(tensor, group)]

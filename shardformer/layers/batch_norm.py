@@ -141,6 +141,7 @@ class RunningStatistics:
     """The running statistics of a model, averaged over the ranks of a group.
 
     A running average is linear in its inputs, so averaging once per step gives the same result as after every batch.
+    Statistics of SyncBatchNorm are left out, since they are equal on all ranks.
 
     Args:
         model: with its own running statistics on each rank.

@@ -151,9 +151,9 @@ class _EnterOverlapped(Function):
         ]
         weight_gradients: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 1 - len(gradients))
         while ctx.deferred:
-            index, deferred = ctx.deferred.popitem()
-            # An earlier autograd.grad, which never reached this node, may have left entries that belong to it.
-            if deferred.backward == torch._C._current_graph_task_id():
+            index, deferred = ctx.deferred.popitem()  # of the weight of this index
+            # Others were left by an earlier backward that did not reach this node, as of autograd.grad.
+            if deferred.backward_number == torch._C._current_graph_task_id():
                 weight_gradients[index] = deferred.begin().wait()
         input_gradients = [None if handle is None else handle.wait() for handle in in_flight]
         return None, *input_gradients, *weight_gradients

@@ -129,13 +129,13 @@ class BlockMask(Mask):
         self.flex_masks: dict[int, Any] = {}
 
     def classify(self, blocks: Iterable[tuple[range, range]]) -> None:
-        """Determine the kinds of blocks, and the queries that see no key: one more host read if `is_eager`."""
+        """Determine the kinds of blocks, and the uniform queries: one more host read if `is_eager`."""
         blocks = list(blocks)
         super().classify(blocks)
         self._find_uniform_queries([queries for queries, _ in blocks])
 
     def uniform_queries(self, queries: range) -> Tensor | None:
-        """Return the queries that see no key and get the mean of all values, (B, 1, Q); None without any."""
+        """Mark uniform queries, which see no key and get the mean of all values, (B, 1, Q); None without any."""
         self._find_uniform_queries([queries])
         return self._uniform_queries.get(queries)
 
@@ -175,17 +175,15 @@ class BlockMask(Mask):
         triangle = seen == seen.new_ones(seen.shape[-2:]).tril()
         return torch.stack([seen.any(), seen.all(), triangle.all()])
 
-    def _find_uniform_queries(self, rows: Iterable[range]) -> None:
-        """Determine the queries that see no key, for ranges of queries, if `is_eager`; one host read for all.
-
-        Results are kept in `_uniform_queries`.
-        """
-        new_rows = [row for row in rows if self.is_eager and row not in self._uniform_queries]
-        blind = {row: self._sees_no_key(row) for row in new_rows}  # (B, 1, Q) by row
-        if blind:
-            has_blind = torch.stack([is_blind.any() for is_blind in blind.values()]).tolist()
-            for row, has_any in zip(blind, has_blind, strict=True):
-                self._uniform_queries[row] = blind[row] if has_any else None
+    def _find_uniform_queries(self, ranges: Iterable[range]) -> None:
+        """Add the uniform queries of ranges of queries to `_uniform_queries`, if `is_eager`; one host read for all."""
+        new_ranges = [queries for queries in ranges if self.is_eager and queries not in self._uniform_queries]
+        if not new_ranges:
+            return
+        are_uniform = [self._sees_no_key(queries) for queries in new_ranges]  # (B, 1, Q) each
+        have_any = torch.stack([is_uniform_B1Q.any() for is_uniform_B1Q in are_uniform]).tolist()
+        for queries, is_uniform_B1Q, has_any in zip(new_ranges, are_uniform, have_any, strict=True):
+            self._uniform_queries[queries] = is_uniform_B1Q if has_any else None
 
     def _block_tensor(self, queries: range, keys: range) -> Tensor:
         """Return the mask of a block, (B, 1, Q, K): True where a query sees a key."""

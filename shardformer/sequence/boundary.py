@@ -58,7 +58,9 @@ from .config import SEQUENCE_MODES, SequenceSplit
 def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> None:
     """Add hooks by which the layers of each stack compute on sequence shards.
 
-    Called after the model is cut into stages, and before its layers are sharded over the tensor axis.
+    Further hooks, of the model and the modules around its layers, refuse calls that would compute on wrong shards,
+    average the gradients of the model's inputs, and prepare recomputation. Called after the model is cut into stages,
+    and before its layers are sharded over the tensor axis.
 
     Args:
         model: a cut model, or an uncut one in a dry run.
@@ -71,12 +73,12 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     raise_errors(_errors(model, plan, split))
     stacks = plan.stacks(model)
     layers = [layer for stack in stacks for layer in _shard_stack(model, stack, split)]
-    containers = _containers_of(model, [path for stack in stacks for path in stack.paths])
-    running = _track_running(containers)
+    around_layers = _modules_around(model, [path for stack in stacks for path in stack.paths])
+    running = _track_running(around_layers)
     for layer in layers:
         layer.register_forward_pre_hook(partial(_refuse_call_outside_model, running=running))
     if split.settings.is_on_sequence_axis:
-        _average_entering_gradients(containers, running, split.group)
+        _average_input_gradients(around_layers, running, split.group)
         _shard_attention(model, split)
     refuse = partial(_refuse_layer_outputs, names=refused_settings(model))
     model.register_forward_pre_hook(refuse, with_kwargs=True)
@@ -164,18 +166,18 @@ def _first_layer_of_stages(model: nn.Module, stack: Stack) -> list[nn.Module]:
     return list(dict.fromkeys(modules))
 
 
-def _containers_of(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+def _modules_around(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     """Return all modules around the modules at these paths, the model first."""
-    containers = {
+    paths_around = {
         ".".join(names[:count])
         for names in (path.split(".") for path in paths)
         for count in range(len(names))
     }
-    return [model.get_submodule(path) for path in sorted(containers)]
+    return [model.get_submodule(path) for path in sorted(paths_around)]
 
 
 def _track_running(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return a list that hooks keep up to date: those of these modules whose forward runs now, the outermost first."""
+    """Return a list of those of these modules whose forward runs now, the outermost first; hooks keep it up to date."""
     running: list[nn.Module] = []
 
     def leave(module: nn.Module, args: tuple, output: Any) -> None:
@@ -188,24 +190,23 @@ def _track_running(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return running
 
 
-def _average_entering_gradients(
+def _average_input_gradients(
     modules: Sequence[nn.Module], running: Sequence[nn.Module], group: dist.ProcessGroup
 ) -> None:
     """Add hooks that average the gradients of the tensors given to a model, as the optimizer does for parameters.
 
-    A script may call the model, or a module in it that runs the layers: the outermost one that runs averages. In
-    backward one all-reduce for each tensor; none if no tensor enters with a gradient. See
-    [Note: gradients over the sequence axis].
+    A script may call the model, or a module in it that runs the layers: only the outermost running module averages.
+    One all-reduce in backward for each tensor that requires a gradient. See [Note: gradients over the sequence axis].
 
     Args:
         modules: the modules around the layers.
-        running: those of them that run now, the outermost first.
+        running: the ones whose forward runs now, the outermost first.
         group: the sequence axis.
     """
 
     def average_gradient(x: Tensor) -> Tensor:
         """Return the same tensor, whose gradient is averaged over the ranks in backward."""
-        # A placeholder comes from the model's embedding, whose parameters the optimizer averages.
+        # A `ShardTensor` comes from the model's own embedding, whose parameters the optimizer averages.
         if not x.requires_grad or isinstance(x, ShardTensor) or not torch.is_grad_enabled():
             return x
         return paired(x, lambda x: x.view_as(x), lambda gradient: all_reduce(gradient, group) / group.size())
@@ -222,11 +223,15 @@ def _average_entering_gradients(
 
 
 def _refuse_call_outside_model(layer: nn.Module, args: Any, *, running: Sequence[nn.Module]) -> None:
-    """Forward pre-hook: raise ValueError if the script calls a layer itself: its hooks rely on those of the model.
+    """Forward pre-hook: raise ValueError if the script calls a layer itself, whose hooks rely on the model's hooks.
 
-    `running` are the modules around the layers that run now.
+    Args:
+        layer, args: of the hook.
+        running: the modules around the layers whose forward runs now; empty in a call outside of the model.
     """
-    if not running and torch._C._current_graph_task_id() == -1:  # backward recomputes layers
+    if (
+        not running and torch._C._current_graph_task_id() == -1
+    ):  # in a backward, which recomputes layers by themselves
         raise ValueError(
             f"a {type(layer).__name__} was called outside of its model, but computes on a shard of the "
             "sequences: call the model, or leave enable_sequence_parallelism out"
@@ -339,8 +344,8 @@ class Boundary:
     def prepare(self, layer: nn.Module) -> None:
         """Prepare a layer for sequence shards: mark it with the axis, and add hooks to it.
 
-        On the sequence axis they shard its arguments by position, and give its dropout random numbers that differ
-        between ranks. On the tensor axis that is left to the layer's own sharding.
+        On the sequence axis the hooks shard its arguments by position, and give its dropout random numbers that differ
+        between ranks. On the tensor axis the sharding of the layer itself does both.
         """
         self.axis.mark(layer)
         if not self._is_on_sequence_axis:
@@ -358,10 +363,10 @@ class Boundary:
             PartRandom.from_native_module(layer, self.axis.group)
 
     def _shard_argument(self, layer: nn.Module, name: str, value: Any) -> Any:
-        """Return this rank's shard of an argument of a layer, or the argument itself if it is not by position.
+        """Return this rank's shard of an argument with entries by position, or another argument as it is.
 
         Raises:
-            ValueError: it is not known to be by position, but a dimension has the length of the sequence.
+            ValueError: the argument is unknown, and one of its dimensions has the length of the sequence.
         """
         if name in LAYER_POSITIONS:
             return tree_map_only(Tensor, lambda x: self._shard_tensor(x, LAYER_POSITIONS[name]), value)

@@ -187,13 +187,14 @@ def _plain_backward(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    """Return outputs and lse for these keys by torch's flash kernel."""
+    """Return outputs and lse for these keys by torch's flash kernel, if `is_fused`."""
     is_causal, bias = _causal_and_bias(view)
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=view.scale
         )
     else:
+        assert bias is None  # see `is_fused`: CUDA's kernel takes no mask tensor
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=view.scale)
     return out, lse
 
@@ -209,6 +210,7 @@ def _flash_backward(
             gradient, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=view.scale
         )
         return gradients
+    assert bias is None  # as in `_flash`
     lengths = None, None, q.shape[2], k.shape[2]  # None: all rows of the batch have the same length
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # with offset: used only for dropout
     gradients = _aten._scaled_dot_product_flash_attention_backward(
