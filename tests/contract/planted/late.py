@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from echelon.cluster import ring
-from echelon.cluster.collectives import begin_all_reduce
 from echelon.pipeline.action import Action, Op
 from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
@@ -61,8 +61,8 @@ def zeroed_on_the_way_home(make: Callable[..., None]) -> Callable[..., None]:
 
 FAULTS = {
     "the sums of a layer are not waited for": fault(
-        "cluster.collectives:_sum_in_place",
-        lambda x, group: begin_all_reduce(x, group).tensor,
+        "cluster.collectives:_all_reduce",
+        lambda x, group, **_: dist.all_reduce(x, group=group, async_op=True),
         check=departs,
         args=(Layout(tp=2),),
         notice="^step 1: loss ",
