@@ -1,7 +1,6 @@
 """One forward and backward of a small copy as the calls of its modules, with all tensors."""
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -71,9 +70,9 @@ def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in ordered.items() if isinstance(value, Tensor)}
 
 
-def unused_tensors(calls: Sequence[ModuleCall], output: Any) -> frozenset[int]:
-    """Return the numbers of an output's tensors that no gradient reached, and that the model does not return."""
-    returned = {tensor for call in calls if not call.path for tensor in tensors_in(call.output)}
+def unused_tensors(output: Any, returned: Any) -> frozenset[int]:
+    """Return the numbers of an output's tensors that no gradient reached, and that the model did not return."""
+    outcome = {*tensors_in(returned)}
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    idle = [each.requires_grad and each.grad is None and each not in returned for each in tensors]
+    idle = [each.requires_grad and each.grad is None and each not in outcome for each in tensors]
     return frozenset(number for number, is_idle in enumerate(idle) if is_idle)

@@ -114,7 +114,9 @@ def _joined_plan(
     """
     # A module before the second list, whose plan computes it on the first stage or sends its output along.
     module = next((path for path in (*second.leading, *second.sent) if is_within(first.layers, path)), None)
-    output = next((call.output for call in calls if call.path == module), None)
+    output, model_output = (
+        next((call.output for call in calls if call.path == path), None) for path in (module, "")
+    )
     # Outputs of all layers but the last exist on earlier stages only.
     early_outputs = {tensor for call in stacks[first.layers][:-1] for tensor in tensors_in(call.output)}
     if module is None or not early_outputs.isdisjoint(tensors_in(output)):
@@ -126,7 +128,7 @@ def _joined_plan(
     encoder = replace(
         first,
         module=module,
-        returned=replace(OutputStructure.of(output), unused=unused_tensors(calls, output)),
+        returned=replace(OutputStructure.of(output), unused=unused_tensors(output, model_output)),
         entry=inside(first.entry),
         leading=inside(first.leading),
         everywhere=inside(first.everywhere),
@@ -137,11 +139,11 @@ def _joined_plan(
 
 
 def _sending_all(plan: StagePlan) -> StagePlan:
-    """Return the plan of two lists whose encoder sends all tensors of its output, also those that seem unused."""
-    assert plan.encoder is not None and plan.encoder.returned is not None
-    return replace(
-        plan, encoder=replace(plan.encoder, returned=replace(plan.encoder.returned, unused=frozenset()))
-    )
+    """Return the plan with all tensors of the outputs that travel, also those that seem unused."""
+    encoder = None if plan.encoder is None else _sending_all(plan.encoder)
+    returned = None if plan.returned is None else replace(plan.returned, unused=frozenset())
+    sent = {path: replace(output, unused=frozenset()) for path, output in plan.sent.items()}
+    return replace(plan, encoder=encoder, returned=returned, sent=sent)
 
 
 def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:
@@ -160,7 +162,11 @@ def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePla
         for name in plan.before
         if departure(copy, _kept(copy.model, plan, outputs, without=name)) is not None
     ]
-    plan = _kept(copy.model, plan, {name: outputs[name] for name in read})
+    plan = _kept(copy.model, plan, {name: outputs[name] for name in (*read, "")})
+    error = departure(copy, plan)
+    if error is None:
+        return plan
+    plan = _sending_all(plan)
     return departure(copy, plan) or plan
 
 
@@ -448,7 +454,8 @@ def _kept(model: nn.Module, plan: StagePlan, outputs: Mapping[str, Any], *, with
     for name in names:
         with suppress(ValueError):  # an output that cannot travel
             if not isinstance(model.get_submodule(name), nn.Embedding):
-                sent[name] = OutputStructure.of(outputs[name])
+                unused = unused_tensors(outputs[name], outputs[""])
+                sent[name] = replace(OutputStructure.of(outputs[name]), unused=unused)
     return replace(
         plan,
         entry=tuple(name for name in plan.entry if name not in names),

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import inf, isfinite, nan
 from typing import Literal, NamedTuple
 
@@ -142,7 +143,8 @@ def compare_with_one_process(
     """Train the model in one process, and compare it with a run whose parts had these layouts and batches.
 
     Float32 steps before the first 16-bit step are compared in float32; all others as 16-bit steps. If a comparison
-    departs, references with moved weights are added, which measure the effect of rounding.
+    departs, references with moved weights are added, which measure the effect of rounding; in float32 also one that
+    computes the microbatches in turn, as the run does.
 
     One process computes a global batch at once. It computes microbatch by microbatch if these have weights, if batch
     normalization makes a sample's output depend on its microbatch, or if even the order of sums must be equal.
@@ -160,17 +162,16 @@ def compare_with_one_process(
     dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
     first_layout = parts[0][0]
     model = model.to(default_device())
-    bitwise = _gives_equal_bits(model, first_layout) and (
-        weighed_by == "samples" or is_one_mean(model, steps[0][0][0], training.criterion)
-    )
-    weigh: Weigh | None = None
-    if weighed_by is not None or bitwise or any(isinstance(module, _BatchNorm) for module in model.modules()):
-        weigh = _samples if weighed_by == "samples" else _counted
+    by_weight: Weigh = _samples if weighed_by == "samples" else _counted
+    can_weigh = weighed_by == "samples" or is_one_mean(model, steps[0][0][0], training.criterion)
+    bitwise = _gives_equal_bits(model, first_layout) and can_weigh
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    weigh = by_weight if weighed_by is not None or bitwise or has_batch_norm else None
 
     def train(
-        dtypes: Sequence[torch.dtype], model: nn.Module, float32_scale: float = 1.0
+        dtypes: Sequence[torch.dtype], model: nn.Module, float32_scale: float = 1.0, *, apart: bool = False
     ) -> list[StepRecord]:
-        """Train in one process, in the given format of each step."""
+        """Train in one process, in the given format of each step; `apart`: by microbatches, if these can be weighed."""
         return reference.train(
             model,
             steps[: len(dtypes)],
@@ -184,7 +185,7 @@ def compare_with_one_process(
             loss_scale=LOSS_SCALE,
             float32_scale=float32_scale,
             overflow_step=training.overflow_step,
-            weigh=weigh,
+            weigh=by_weight if apart and can_weigh else weigh,
         )
 
     first_16_bit = next((step for step, dtype in enumerate(dtypes) if dtype is not torch.float32), len(steps))
@@ -219,7 +220,8 @@ def _compare_float32(
     compared = compare()
     if first_departure(compared) is not None:
         near = _moved(model, torch.finfo(torch.float32).eps, ROUNDINGS_FLOAT32)
-        compared = compare(rounded=(train(dtypes, moved, OTHER_SCALE) for moved in near))
+        rounded = (train(dtypes, moved, OTHER_SCALE) for moved in near)
+        compared = compare(rounded=chain([train(dtypes, model, apart=True)], rounded))
     return compared
 
 
