@@ -149,12 +149,9 @@ def prepared_plugin(
             "of a HybridParallelPlugin's options, as dict(tp_size=2)"
         )
     config = plugin.config
-    given = {"precision": None if plugin.has_default_precision else config.precision}
-    given |= {
-        name: getattr(config, name) for name in ("max_norm", "gradient_accumulation_steps", "loss_reduction")
-    }
-    kept = ("num_microbatches", "gradient_checkpoint_config", *_LOSS_SCALE)
-    given |= {name: getattr(config, name) for name in kept}
+    named = ("max_norm", "gradient_accumulation_steps", "loss_reduction", "num_microbatches")
+    given = {name: getattr(config, name) for name in (*named, "gradient_checkpoint_config", *_LOSS_SCALE)}
+    given["precision"] = None if plugin.has_default_precision else config.precision
     raise_errors([*_option_errors(args, given), *_device_errors(args, plugin)])
     implied = {name: value for name, value in implied_options(args).items() if given.get(name) is None}
     plugin.config, plugin.has_default_precision = replace(config, **implied), False

@@ -155,24 +155,15 @@ class ReplicaAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Concatenate tensors of the replicas, without the rows that complete the last batch. Collective over dp."""
-        state = self.gradient_state
-        # Each worker of a stream has a short last batch.
-        can_be_short = state.end_of_dataloader or isinstance(state.active_dataloader.dataset, ReplicaStream)
-        num_real = state.remainder if can_be_short and state.remainder > 0 else None
-        batch_rows = self._total_batch_size()
-
-        def real_rows(x: Tensor) -> Tensor:
-            return x[:num_real] if len(x) == batch_rows else x
-
-        return recursively_apply(real_rows, self.gather(input_data))
-
-    def _total_batch_size(self) -> int:
-        loader = self.gradient_state.active_dataloader
-        if loader is None:
-            return -1
-        if isinstance(loader.dataset, ReplicaStream):
-            return int(loader.batch_size) * self.mesh.size("dp")
-        return int(loader.total_batch_size)
+        gathered, state = self.gather(input_data), self.gradient_state
+        loader, num_real = state.active_dataloader, state.remainder
+        is_stream = loader is not None and isinstance(loader.dataset, ReplicaStream)
+        if num_real <= 0 or not (
+            is_stream or state.end_of_dataloader
+        ):  # each worker of a stream has a last batch
+            return gathered
+        num_rows = loader.batch_size * self.mesh.size("dp") if is_stream else loader.total_batch_size
+        return recursively_apply(lambda x: x[:num_real] if len(x) == num_rows else x, gathered)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
