@@ -19,7 +19,7 @@ from echelon.verify.layout_choice import Layout, Training
 from echelon.verify.model_choice import ModelChoice
 
 from .models import LoopChoice
-from .row import ParityRow
+from .row import ParityRow, as_quick
 
 MIXTRAL, QWEN, GPT_OSS, DEEPSEEK = (
     ModelChoice(model_type=each) for each in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -48,7 +48,7 @@ NOT_OF_GPT_OSS = (
 QUICK = (
     (MIXTRAL, Layout(dp=4, ep=2, zero=1, recompute=1.0)),
     (QWEN, Layout(dp=2, ep=2, tp=2, sequence="split_gather")),
-    (GPT_OSS, Layout(dp=2, ep=2, pp=2, schedule="zbv")),
+    (GPT_OSS, Layout(dp=2, ep=2, pp=2, schedule="zbh1")),
     (DEEPSEEK, Layout(sp=2, dp=2, ep=4, sequence="all_to_all", zero=2)),
     (MIXTRAL, Layout(dp=2, ep=2, precision="fp16", max_norm=0.1)),
 )
@@ -94,6 +94,11 @@ OTHERS_LAYOUTS = (EP2, Layout(dp=4, ep=2, zero=1, recompute=1.0))
 APART = tuple(
     ModelChoice(model_type=each, settings=(("num_experts", 16),))
     for each in ("nllb-moe", "switch_transformers")
+)
+# The same in one layer of the encoder and one of the decoder, of two each.
+FEW_APART = ModelChoice(
+    model_type="switch_transformers",
+    settings=(("num_experts", 16), ("num_sparse_encoder_layers", 1), ("num_sparse_decoder_layers", 1)),
 )
 # In 16 bits their routers compute in float32, with float32 weights (`config.router_dtype`).
 HALF_LAYOUTS = (
@@ -196,7 +201,7 @@ def drawn_rows(seed: str) -> Iterator[ParityRow]:
 def expert_rows() -> Iterator[ParityRow]:
     """Yield every row."""
     for choice, layout in QUICK:
-        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True)
+        yield as_quick(ParityRow(choice=choice, layout=layout))
     for choice in (MIXTRAL, QWEN, GPT_OSS):
         for layout in (*LAYOUTS, *(NOT_OF_GPT_OSS if choice is not GPT_OSS else ())):
             yield ParityRow(choice=choice, layout=layout)
@@ -238,17 +243,11 @@ def other_rows() -> Iterator[ParityRow]:
 
 def apart_rows() -> Iterator[ParityRow]:
     """Yield experts that are modules under ZeRO-2, which averages their gradients in backward; one row is quick."""
+    yield as_quick(ParityRow(choice=FEW_APART, layout=APART_LAYOUTS[0], missing=MISSING))
     yield ParityRow(choice=APART[0], layout=Layout(dp=2, ep=2, pp=2, zero=2), missing=MISSING)
     for choice in APART:
         for layout in APART_LAYOUTS:
-            is_quick = choice.model_type == "switch_transformers" and layout.dp == 2
-            yield ParityRow(
-                choice=choice,
-                layout=layout,
-                num_steps=2 if is_quick else 3,
-                quick=is_quick,
-                missing=MISSING,
-            )
+            yield ParityRow(choice=choice, layout=layout, missing=MISSING)
             name = f"sgd {choice.model_type}"
             yield ParityRow(choice=choice, layout=layout, within=by_sgd, name=name, missing=MISSING)
 

@@ -12,7 +12,7 @@ from echelon.verify.layout_choice import Layout, Training
 from echelon.verify.model_choice import ModelChoice
 
 from ..zero.owners import Lamb
-from .row import ParityRow
+from .row import ParityRow, as_quick
 
 LLAMA, FUSED = ModelChoice(model_type="llama", tied=True), ModelChoice(model_type="gpt2")
 MIXTRAL = ModelChoice(model_type="mixtral")
@@ -60,7 +60,7 @@ def with_lamb() -> AbstractContextManager[object]:
 
 def owner_rows() -> Iterator[ParityRow]:
     """Yield every row."""
-    yield ParityRow(choice=LLAMA, layout=QUICK, training=MUON, name="Muon", num_steps=2, quick=True)
+    yield as_quick(ParityRow(choice=LLAMA, layout=QUICK, training=MUON, name="Muon"))
     for layout in LAYOUTS:
         for name, training, within in (
             ("Muon in float32", MUON, in_float32),

@@ -20,7 +20,7 @@ from .matrix_rows import TIED_HEADS, missing, types_with_tables
 from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, Occasional
 from .owner_rows import owner_rows
 from .router_loss_rows import router_loss_rows
-from .row import ParityRow
+from .row import ParityRow, as_quick
 from .variant_rows import batch_rows, flash_rows, image_rows, variant_rows
 
 OVERFLOW = Training(overflow_step=1)
@@ -44,7 +44,7 @@ FACTORS = {
     "sequence": (None, "split_gather", "all_to_all", "ring_attn"),
     "wp": (1, 2),
     "precision": ("fp32", "bf16", "fp16"),
-    "recompute": (0.0, 0.5),
+    "recompute": (0.0, 1.0),  # half of the one layer of a stage would be none
     "tied": (False, True),
 }
 # Values with the same mechanism, used alternately: unsplit backwards with one stage per rank, split backwards, and two
@@ -97,7 +97,7 @@ def is_valid(row: Row) -> bool:
 
 
 def covering_rows() -> Iterator[ParityRow]:
-    """Yield the quick rows: every pair of factors, and every table; of each kind the type that occurred least."""
+    """Yield every pair of factors, quick, by the type of each kind that occurred least; and types that none has."""
     met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
     known = types_with_tables()
     turns = {value: cycle(same) for value, same in SAME.items()}
@@ -112,7 +112,7 @@ def covering_rows() -> Iterator[ParityRow]:
         yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True)
     for model_type in (each for each, count in met.items() if not count and each in known):
         choice = ModelChoice(model_type=model_type, num_layers=2)
-        yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2, quick=True)
+        yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2)
 
 
 # Schedules, and weights shared between stages.
@@ -135,12 +135,14 @@ TIED_LLAMA, TIED_GPT2, TIED_T5, TIED_BERT = (replace(each, tied=True) for each i
 def schedule_rows() -> Iterator[ParityRow]:
     """Yield every schedule alone, compared exactly; with shared weights; and with tensor parallelism and ZeRO."""
     for choice, (name, schedule), pp in product((LLAMA, GPT2, CLASSIFYING), SCHEDULES.items(), (2, 4)):
+        is_quick = (choice, pp) in ((LLAMA, 2), (GPT2, 4)) and name == "zbv"
         yield ParityRow(
             name=f"equal bits {choice.model_type} {name}",
             choice=replace(choice, num_layers=9),
             layout=Layout(pp=pp, microbatches=5, **schedule),
             exact=EQUAL_BITS,
-            quick=(choice, pp) in ((LLAMA, 2), (GPT2, 4)) and name == "zbv",
+            num_steps=1 if is_quick else 3,
+            quick=is_quick,
         )
     for choice, schedule in product((T5, TIED_T5, TIED_GPT2, TIED_BERT), SCHEDULES.values()):
         layers = 4 if choice.model_type == "t5" else 9  # encoder and decoder have four layers each
@@ -181,7 +183,7 @@ QUICK_ROWS = (
     *((ModelChoice(model_type=each), Layout(tp=2, pp=2)) for each in ("exaone_moe", "minicpm3")),
     (TIED_LLAMA, Layout(tp=2, pp=2, options=FUSED_LOSS)),
     (TIED_GPT2, Layout(sp=2, sequence="all_to_all", options=FUSED_LOSS)),
-    (LLAMA, Layout(tp=2, pp=2, recompute=0.5, recompute_modules=("mlp",), options=OFFLOAD)),
+    (LLAMA, Layout(tp=2, pp=2, recompute=1.0, recompute_modules=("mlp",), options=OFFLOAD)),
     (PRETRAINING, Layout(pp=2, dp=2, zero=2, precision="fp16", schedule="zbh1")),
     (AUXILIARY, Layout(tp=2, dp=2, zero=1)),
     (TWO_LAYERS, Layout(tp=2, pp=2, sequence="split_gather")),
@@ -242,9 +244,7 @@ LAYOUT_ROWS = (
 def layout_rows() -> Iterator[ParityRow]:
     """Yield further layouts of a few models."""
     for choice, layout in QUICK_ROWS:
-        yield ParityRow(
-            choice=choice, layout=layout, num_steps=2, quick=True, missing=missing(choice.model_type)
-        )
+        yield as_quick(ParityRow(choice=choice, layout=layout, missing=missing(choice.model_type)))
     for choice, layout in LAYOUT_ROWS:
         yield ParityRow(choice=choice, layout=layout)
 
@@ -252,6 +252,7 @@ def layout_rows() -> Iterator[ParityRow]:
 # Compiled layers have one graph for the first shapes, one for all others and one without a mask; the models have four
 # layers. More graphs are allowed for a layer with a graph break, or that is computed in two ways.
 COMPILED = ("compile_layers",)
+QUICKLY_COMPILED = Layout(tp=2, recompute=1.0, microbatches=1, options=COMPILED)
 COMPILED_ROWS: tuple[tuple[ModelChoice, Layout, dict[str, Any]], ...] = (
     (TIED_LLAMA, Layout(tp=2, recompute=1.0, options=COMPILED), {"most_graphs": 3}),
     (LLAMA, Layout(tp=2, sequence="split_gather", options=COMPILED), {"most_graphs": 3}),
@@ -269,14 +270,15 @@ COMPILED_ROWS: tuple[tuple[ModelChoice, Layout, dict[str, Any]], ...] = (
 
 
 def compiled_rows() -> Iterator[ParityRow]:
-    """Yield layers that are compiled one by one; the first row is quick."""
+    """Yield layers that are compiled one by one; of the quick row they are called with one shape."""
+    within = partial(traced_layers, most_graphs=1)
+    yield as_quick(ParityRow(choice=TIED_LLAMA, layout=QUICKLY_COMPILED, within=within))
     for choice, layout, expected in COMPILED_ROWS:
         within = partial(traced_layers, **expected)
-        is_first = layout is COMPILED_ROWS[0][1]
-        yield ParityRow(choice=choice, layout=layout, num_steps=2, within=within, quick=is_first)
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, within=within)
 
 
-# Events of training: every cell has five steps, the second of which overflows on one rank only.
+# Events of training: every cell has five steps, or three, the second of which overflows on one rank only.
 
 SMALL = replace(LLAMA, num_layers=2)
 
@@ -339,7 +341,7 @@ def zero_rows() -> Iterator[ParityRow]:
     quick = covering(CELLS, is_cell, strength=1)
     in_float32 = covering({**CELLS, "precision": ("fp32",)}, is_cell, strength=4)
     for cell in [*quick, *in_float32, *covering(CELLS, is_cell)]:
-        case = CASES[cell["case"]]
+        case, is_quick = CASES[cell["case"]], cell in quick
         layout = replace(
             CELL_LAYOUTS[cell["layout"]],
             zero=cell["stage"],
@@ -352,8 +354,8 @@ def zero_rows() -> Iterator[ParityRow]:
             choice=case.choice,
             layout=layout,
             training=case.training,
-            num_steps=5,
-            quick=cell in quick,
+            num_steps=3 if is_quick else 5,
+            quick=is_quick,
         )
 
 

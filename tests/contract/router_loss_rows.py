@@ -8,7 +8,7 @@ from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
 
 from .expert_rows import MISSING, by_sgd
-from .row import ParityRow
+from .row import ParityRow, as_quick
 
 # A coefficient by which the auxiliary loss decides the routers' gradients.
 SETTINGS = (("output_router_logits", True), ("router_aux_loss_coef", 0.5))
@@ -39,7 +39,7 @@ NLLB = ModelChoice(model_type="nllb-moe", settings=SETTINGS)
 NLLB_LAYOUTS = (Layout(dp=2), Layout(dp=2, ep=2, zero=2), Layout(dp=4, ep=2, zero=1, recompute=1.0))
 QUICK = (
     (MIXTRAL, Layout(dp=2, zero=2)),
-    (QWEN, Layout(pp=2, dp=2, ep=2, schedule="zbv")),
+    (QWEN, Layout(pp=2, dp=2, ep=2, schedule="zbh1")),
     (MIXTRAL, Layout(pp=2, sp=2, sequence="all_to_all")),
 )
 
@@ -47,7 +47,7 @@ QUICK = (
 def router_loss_rows() -> Iterator[ParityRow]:
     """Yield every row."""
     for choice, layout in QUICK:
-        yield _row(choice, layout, quick=True)
+        yield as_quick(_row(choice, layout))
     for choice in (MIXTRAL, QWEN, GPT_OSS):
         for layout in (*LAYOUTS, *(FURTHER if choice is not GPT_OSS else ())):
             yield _row(choice, layout)
@@ -57,8 +57,5 @@ def router_loss_rows() -> Iterator[ParityRow]:
         )
 
 
-def _row(choice: ModelChoice, layout: Layout, *, quick: bool = False) -> ParityRow:
-    steps = 2 if quick else 3
-    return ParityRow(
-        choice=choice, layout=layout, num_steps=steps, quick=quick, name=f"{choice.model_type}-router-loss"
-    )
+def _row(choice: ModelChoice, layout: Layout) -> ParityRow:
+    return ParityRow(choice=choice, layout=layout, name=f"{choice.model_type}-router-loss")

@@ -60,6 +60,11 @@ class ParityRow:
             return parity(self.choice, self.layout, training=self.training, num_steps=self.num_steps)
 
 
+def as_quick(row: ParityRow) -> ParityRow:
+    """Return a row as a quick one: of two layers, and two steps."""
+    return replace(row, choice=replace(row.choice, num_layers=2), num_steps=2, quick=True)
+
+
 def distinct(rows: Iterable[ParityRow]) -> dict[str, ParityRow]:
     """Return the rows by name; of equal rows the first, which is quick if any of them is.
 

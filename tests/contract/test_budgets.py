@@ -128,7 +128,14 @@ def _add(
     traffic[axis, kind] = before[0] + calls, before[1] + nbytes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[pytest.mark.slow] * (layout in (Layout(dp=4, zero=1), LAYOUTS[1])))
+        for layout in LAYOUTS
+    ],
+    ids=str,
+)
 def test_a_warm_step_costs_as_much_as_the_page_says(pool: Pool, layout: Layout) -> None:
     layout = Layout(**{**vars(layout), "precision": "bf16", "microbatches": MICROBATCHES})
     for rank, measured in enumerate(pool.run(layout.world_size, measure_warm_step, layout)):

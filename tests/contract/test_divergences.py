@@ -146,7 +146,7 @@ ROWS = (
     Row(
         "collective",
         TP2,
-        ("rank 0 is in all_reduce", "rank 1 in another collective, all_gather", "layers.3.mlp"),
+        ("rank 0 is in all_reduce", "rank 1 in another collective, all_gather", "layers.1.mlp"),
     ),
     Row("memory", DP2, ("OutOfMemoryError: out of memory. Tried to allocate 2.00 GiB", "num_microbatches=4")),
     Row("nan", PP2, ("is the first that is not finite, on rank 1 in microbatch 0",)),

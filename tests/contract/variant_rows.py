@@ -17,7 +17,7 @@ from echelon.verify.model_choice import ModelChoice
 
 from ..models.stand_ins import NO_FLASH_ATTN, installed_flash_attn
 from .models import EagerChoice, PerMicrobatch
-from .row import ParityRow
+from .row import ParityRow, as_quick
 
 LLAMA, BERT = ModelChoice(model_type="llama"), ModelChoice(model_type="bert")
 
@@ -159,7 +159,8 @@ def variant_rows() -> Iterator[ParityRow]:
     """Yield variants in the settings of one model type."""
     for name, (model_type, settings, layout) in (*VARIANTS.items(), *padded_heads()):
         choice = ModelChoice(model_type=model_type, settings=tuple(settings.items()))
-        yield ParityRow(name=name, choice=choice, layout=layout, quick=name in QUICK_VARIANTS)
+        row = ParityRow(name=name, choice=choice, layout=layout)
+        yield as_quick(row) if name in QUICK_VARIANTS else row
     sounds = ModelChoice(
         model_type="whisper", head="audio_classification", settings=(("use_weighted_layer_sum", True),)
     )
@@ -285,16 +286,15 @@ def image_rows() -> Iterator[ParityRow]:
         ("qwen3_vl", Layout(dp=2, zero=2)),
     )
     for (model_type, layout), (name, batch) in product(layouts, IMAGE_BATCHES.items()):
-        quick = layout.zero == 1 and batch is with_unequal_images
-        yield ParityRow(
+        row = ParityRow(
             name=f"{name} {model_type}",
             choice=ModelChoice(model_type=model_type),
             layout=layout,
             batch=batch,
             within=cut_in_the_text,
-            num_steps=2 if quick else 3,
-            quick=quick,
         )
+        is_quick = layout.zero == 1 and batch is with_unequal_images
+        yield replace(row, num_steps=2, quick=True) if is_quick else row
 
 
 def batch_rows() -> Iterator[ParityRow]:
@@ -302,10 +302,8 @@ def batch_rows() -> Iterator[ParityRow]:
     for model_type in ("llama", "gemma2", "qwen2_moe"):
         choice = ModelChoice(model_type=model_type)
         for layout in PACKED_LAYOUTS if choice == LLAMA else PACKED_LAYOUTS[:3]:
-            quick = choice == LLAMA and layout == RING
-            yield ParityRow(
-                name=f"packed {model_type}", choice=choice, layout=layout, batch=packed, quick=quick
-            )
+            row = ParityRow(name=f"packed {model_type}", choice=choice, layout=layout, batch=packed)
+            yield as_quick(row) if choice == LLAMA and layout == RING else row
             yield ParityRow(
                 name=f"packed {model_type} called without a cache",
                 choice=choice,
@@ -318,23 +316,19 @@ def batch_rows() -> Iterator[ParityRow]:
                 layout=layout,
                 batch=packed,
             )
-    yield ParityRow(  # its layers get the cache as a positional argument, so recomputation would fill it twice
-        name="packed gpt2",
-        choice=ModelChoice(model_type="gpt2"),
-        layout=replace(RING, recompute=1.0),
-        batch=packed,
-        quick=True,
-    )
+    # Its layers get the cache as a positional argument, so recomputation would fill it twice.
+    gpt2, recomputed = ModelChoice(model_type="gpt2"), replace(RING, recompute=1.0)
+    yield as_quick(ParityRow(name="packed gpt2", choice=gpt2, layout=recomputed, batch=packed))
     eager = [(each, RING) for each in EAGER_TYPES]
     eager += [*product(EAGER_TYPES[:2], UNSEEN_LAYOUTS), ("gpt_oss", ULYSSES)]  # with sinks
     for model_type, layout in eager:
-        yield ParityRow(
+        row = ParityRow(
             name=f"unseen keys {model_type} eager",
             choice=EagerChoice(model_type=model_type),
             layout=layout,
             batch=with_unseen_keys,
-            quick=(model_type, layout) == ("gemma2", RING),
         )
+        yield as_quick(row) if (model_type, layout) == ("gemma2", RING) else row
     for model_type, layout in product(("llama", "mistral", "roberta"), (RING, ULYSSES)):
         yield ParityRow(
             name=f"unseen keys {model_type}",
