@@ -42,6 +42,7 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.testing",
     "torch.utils.checkpoint",
+    "echelon.verify.parity",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",

@@ -52,7 +52,7 @@ def test_actions_calls_layers_waits_and_collectives_have_names(events: list[dict
     assert actions == {f"{op} stage 1 microbatch {microbatch}" for op in "FB" for microbatch in (0, 1)}
     names = Counter(event["name"] for event in of_rank(events, 3, ""))
     assert names["execute_pipeline"] == names["optimizer.step"] == 1
-    assert names["model.layers.3.mlp"] == names["model.layers.3"] == 2
+    assert names["model.layers.1.mlp"] == names["model.layers.1"] == 2
     assert "model.layers.0" not in names  # of the other stage
     assert any(name.startswith("all_reduce over tp, ranks 2, 3") for name in names)
     assert any(

@@ -37,7 +37,7 @@ def call(*arguments: object) -> tuple[int, str]:
 def test_layouts_are_listed_with_memory_and_a_picture(folder: Path) -> None:
     picture = folder / "memory.svg"
     status, output = call(
-        *("--model", folder, "--world", 4, "--global-batch", 8, "--seq", 64, "--top", 3, "--plot", picture)
+        *("--model", folder, "--world", 2, "--global-batch", 4, "--seq", 32, "--top", 3, "--plot", picture)
     )
     assert status == 0, output
     assert "estimates" in output and "MFU" in output and "pipeline rank 0" in output

@@ -20,6 +20,8 @@ from echelon.verify.model_choice import ModelChoice
 from echelon.verify.resume import Handover, Leg, Relay, ResumeReport
 from echelon.verify.routing import Routing
 
+from ..pool import Pool
+
 
 def call(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["verify", *arguments])
@@ -36,7 +38,20 @@ def report(distance: float) -> ResumeReport:
     return ResumeReport(steps=(step,), departure=departure, handovers=())
 
 
-def test_a_layout_on_local_processes_agrees_and_says_so() -> None:
+def work_of_rank(work: Any, arguments: Any) -> Any:
+    return work(dist.get_rank(), *arguments)
+
+
+@pytest.mark.parametrize("where", ["pool", pytest.param("new processes", marks=pytest.mark.slow)])
+def test_a_layout_on_local_processes_agrees_and_says_so(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    if where == "pool":
+
+        def run(work: Any, arguments: Any, *, num_processes: int, timeout_seconds: float) -> list[Any]:
+            return pool.run(num_processes, work_of_rank, work, arguments, timeout=timeout_seconds)
+
+        monkeypatch.setattr("echelon.cli.local_processes.run_on_processes", run)
     status, output = call("--model", "bert", "--tp", "2", "--steps", "1", "--layers", "1")
     assert (status, "all agree" in output) == (0, True), output
     assert "bert (classification) under tp2·fp32 beside one process" in output

@@ -110,6 +110,7 @@ def alone(count: int) -> list[str]:
     return ["--standalone", "--nproc_per_node", str(count)]
 
 
+@pytest.mark.slow  # test_attempt.py tries the stores in one process
 def test_a_run_is_restarted_on_the_store_of_its_agent(tmp_path: Path) -> None:
     out, err = outputs(tmp_path, SHORT.replace("STARTED", OURS), alone(2))
     assert out == "total 4.0\n" * 2

@@ -211,8 +211,9 @@ def test_a_part_of_a_script_runs(pool: Pool, tmp_path: Path, block: Block) -> No
 
 def test_five_minutes_print_the_same_on_one_process_and_on_four(pool: Pool, tmp_path: Path) -> None:
     (source,) = blocks("five-minutes")
+    source = source.replace("in range(5)", "in range(2)")
     (alone,), together = (pool.run(number, printed, source, tmp_path) for number in (1, 4))
-    assert len(losses(alone)) == 5
+    assert len(losses(alone)) == 2
     assert losses(together[0]) == pytest.approx(losses(alone), abs=1e-4)  # as for the script of the README
     assert LlamaForCausalLM.from_pretrained(tmp_path / "trained").config.num_hidden_layers == 4
 
@@ -226,6 +227,7 @@ def construct_trainer(folder: Path) -> int:
     return trainer.plugin.dp_size
 
 
+@pytest.mark.slow
 def test_the_trainer_of_the_guide_is_constructed_on_four_ranks(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(4, construct_trainer, tmp_path) == [1] * 4
 

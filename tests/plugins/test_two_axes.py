@@ -31,6 +31,7 @@ SHAPES = {
     "equal": (10,),
 }
 TWO = {"dp": 4, "wp": 2, "tp": 2}
+HALF = {"dp": 2, "wp": 2, "tp": 2}
 
 
 def placements(name: str, mesh: ParallelMesh) -> tuple[Placement, ...]:
@@ -162,7 +163,13 @@ def train(folder: Path, sizes: list[dict[str, int]], stage: int) -> list[list[in
     return [[bucket.partition.group.size(), bucket.partition.num_slices] for bucket in run.optimizer.buckets]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_two_axes_train_and_resume_under_another_layout(pool: Pool, tmp_path: Path) -> None:
+    for partitions in pool.run(4, train, tmp_path, [HALF, {"dp": 2, "tp": 2}, {"dp": 4}], 2):
+        assert sorted({tuple(each) for each in partitions}) == [(1, 1), (2, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
 def test_two_axes_train_and_resume_under_other_layouts(pool: Pool, tmp_path: Path, stage: int) -> None:
     others = [{"dp": 8}, {"dp": 4, "tp": 2}, {"dp": 2, "wp": 2, "tp": 4}]
     for partitions in pool.run(8, train, tmp_path, [TWO, *others], stage):

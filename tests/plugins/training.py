@@ -12,8 +12,8 @@ from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
-BERT = ModelChoice(model_type="bert")
-LLAMA = ModelChoice(model_type="llama", tied=True)
+BERT = ModelChoice(model_type="bert", num_layers=2)
+LLAMA = ModelChoice(model_type="llama", tied=True, num_layers=2)
 SMALL = ModelChoice(model_type="llama", tied=True, num_layers=1)
 
 

@@ -18,8 +18,10 @@ from echelon.shardformer.split_trial import split_departure
 from ..derive.copies import double_copy_of
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3"])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3", "albert", "swinv2"]
+)
 def test_tables_and_plans_give_the_numbers_of_the_whole(model_type: str, size: int) -> None:
     assert split_departure(double_copy_of(model_type), policy_for, size) is None
 
