@@ -467,7 +467,7 @@ def batches_of(kind: str, seed: int) -> tuple[Booster, nn.Module, Iterator[Any],
     return booster, model, itertools.chain.from_iterable(itertools.repeat(loader)), loader
 
 
-def resumed_anywhere(folder: Path, kinds: list[str]) -> dict[str, list[int]]:
+def resumed_anywhere(folder: Path, kinds: tuple[str, ...]) -> dict[str, list[int]]:
     """Return the numbers of batches after which a run that resumes departs from an uninterrupted one, by kind."""
     wrong = {}
     for kind in kinds:
@@ -489,9 +489,17 @@ def resumed_anywhere(folder: Path, kinds: list[str]) -> dict[str, list[int]]:
     return wrong
 
 
+QUICK = ("none", "weighted", "Python's", "NumPy's")  # without a generator, torch's, and those of samplers
+
+
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_run_resumes_in_its_order_wherever_its_epochs_end(pool: Pool, tmp_path: Path, world: int) -> None:
-    assert pool.run(world, resumed_anywhere, tmp_path, [*WITH_GENERATORS]) == [{}] * world
+@pytest.mark.parametrize(
+    "kinds", [QUICK, pytest.param((*WITH_GENERATORS,), marks=pytest.mark.slow, id="all")]
+)
+def test_a_run_resumes_in_its_order_wherever_its_epochs_end(
+    pool: Pool, tmp_path: Path, kinds: tuple[str, ...], world: int
+) -> None:
+    assert pool.run(world, resumed_anywhere, tmp_path, kinds) == [{}] * world
 
 
 def end_an_epoch(folder: Path) -> list[list[int]]:

@@ -334,7 +334,7 @@ def train_after_loading_for_inference(directory: Path) -> None:
         save_two_beside_training,
         save_and_go_elsewhere,
         save_and_load_on_another_default_device,
-        save_two_models_at_once,
+        pytest.param(save_two_models_at_once, marks=pytest.mark.slow),
         use_a_second_booster,
         save_beside_a_moved_step,
         save_without_room_for_temporary_files,
@@ -384,7 +384,7 @@ def save_mixtral(path: Path) -> Tensor:
     return logits.gather() if hasattr(logits, "gather") and hasattr(logits, "local") else logits
 
 
-@pytest.mark.parametrize("shard", (False, True))
+@pytest.mark.parametrize("shard", (pytest.param(False, marks=pytest.mark.slow), True))
 def test_experts_saved_from_shards_load_by_from_pretrained(pool: Pool, tmp_path: Path, shard: bool) -> None:
     path = tmp_path / "model" if shard else tmp_path / "model" / "model.safetensors"
     logits = pool.run(2, save_mixtral, path)[0]

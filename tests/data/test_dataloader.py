@@ -287,7 +287,7 @@ def test_a_sampler_without_a_state_has_an_order_and_no_position() -> None:
             call()
 
 
-@pytest.mark.parametrize("stop", [0, 3, 5, 7])
+@pytest.mark.parametrize("stop", [5, 7, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (0, 3))])
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_sampler_with_a_state_resumes_from_it(workers: str, stop: int) -> None:
     settings = {"sampler_class": Remembering, "collate_fn": drawing, **WORKERS[workers]}

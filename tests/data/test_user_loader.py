@@ -50,7 +50,7 @@ def test_workers_see_the_order_of_a_plain_loop_and_their_draws_continue(workers:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("stop", [4, 5, 6, 10])
+@pytest.mark.parametrize("stop", [5, 6, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (4, 10))])
 def test_a_generator_continues_after_an_epoch_with_workers(workers: str, stop: int) -> None:
     def batches() -> tuple[ShardedLoader, Iterator[Any]]:
         generator = torch.Generator().manual_seed(5)

@@ -34,7 +34,15 @@ def small_model(model_type: str) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "opt", "bloom", "gpt_neox", "vit"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "bert",
+        "vit",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "opt", "bloom", "gpt_neox")),
+    ],
+)
 def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
     model: Any = small_model(model_type)
     table = table_for(model_type)
@@ -52,7 +60,9 @@ def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
         ("ctrl", "transformer.h", ("transformer.w",), ()),  # its weight is the head's, and read by a function
         ("bros", "bros.encoder.layer", (), ("bros.bbox_embeddings",)),  # read by every layer
         ("deberta", "deberta.encoder.layer", (), ()),  # layers return tuples
-        ("blip", "text_decoder.bert.encoder.layer", (), ("vision_model",)),
+        pytest.param(
+            "blip", "text_decoder.bert.encoder.layer", (), ("vision_model",), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_types_without_a_table_have_a_plan(
@@ -92,11 +102,11 @@ def test_the_auxiliary_loss_of_experts_is_no_matter_of_the_stages() -> None:
 @pytest.mark.parametrize(
     ("model_type", "encoder", "layers", "read_later"),
     [
-        ("qwen2_5_vl", "model.visual.blocks", "model.language_model.layers", True),
+        ("m2m_100", "model.encoder.layers", "model.decoder.layers", True),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
-                ("m2m_100", "model.encoder.layers", "model.decoder.layers", True),
+                ("qwen2_5_vl", "model.visual.blocks", "model.language_model.layers", True),
                 ("paligemma", "model.vision_tower.encoder.layers", "model.language_model.layers", False),
             )
         ),

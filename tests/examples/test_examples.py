@@ -90,7 +90,19 @@ def test_the_readme_lists_every_example_with_its_commands() -> None:
         assert f"examples/{script} --" in text and f"examples/{script} " in (EXAMPLES / script).read_text()
 
 
-@pytest.mark.parametrize("script", TINY)
+# A script of each kind of model and plugin: what the others use is proven elsewhere.
+QUICK = (
+    "language/bert/finetune.py",
+    "language/llama/pretrain.py",
+    "language/mixtral/pretrain.py",
+    "images/vit/finetune.py",
+    "shardformer/finetune.py",
+)
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in TINY]
+)
 def test_its_numbers_are_those_of_one_process(pool: Pool, tmp_path: Path, script: str) -> None:
     words, two, _ = TINY[script]
     compare(pool, tmp_path, script, words, two, processes=2)

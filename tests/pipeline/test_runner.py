@@ -84,8 +84,10 @@ ONE_STYLE: dict[str, Any] = dict(styles=[("1f1b", 1)])
     [
         (1, LayerStage, {}),
         (2, CountingStage, {}),
-        (3, CountingStage, {}),
-        (2, CountingStage, dict(overlap=False)),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ((3, CountingStage, {}), (2, CountingStage, dict(overlap=False)))
+        ),
         (2, UnusedStage, ONE_STYLE),
         (2, TrainingExtraStage, ONE_STYLE),
         *((2, LayerStage, dict(dtype=dtype, **ONE_STYLE)) for dtype in (torch.float16, torch.float64)),

@@ -115,10 +115,10 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
     "choice",
     [
         *(
-            pytest.param(each, marks=pytest.mark.slow if each.model_type in ("swin", "swinv2") else ())
-            for each in IMAGES
+            pytest.param(each, marks=pytest.mark.slow if each.model_type in ("swin", "swinv2", "t5") else ())
+            for each in (*IMAGES, UNEQUAL)
         ),
-        *(*SHARED, UNEQUAL, replace(LLAMA, tied=True)),
+        *(*SHARED, replace(LLAMA, tied=True)),
     ],
     ids=name_of,
 )
@@ -128,7 +128,10 @@ def test_every_cut_computes_as_the_whole_model(choice: ModelChoice) -> None:
         check(model, batch, stage_ranks, bounds, bitwise=is_bitwise(choice))
 
 
-@pytest.mark.parametrize("stage_ranks", [(0, 1, 1, 0), (1, 0, 1, 1), (1, 0, 2, 0)])
+@pytest.mark.parametrize(
+    "stage_ranks",
+    [(0, 1, 1, 0), *(pytest.param(each, marks=pytest.mark.slow) for each in ((1, 0, 1, 1), (1, 0, 2, 0)))],
+)
 @pytest.mark.parametrize("choice", [replace(LLAMA, num_layers=8, tied=True), UNEQUAL], ids=name_of)
 @pytest.mark.parametrize("bounds", [[0, 1, 2, 3, 8], [0, 2, 3, 5, 8], [0, 3, 4, 6, 8], [0, 5, 6, 7, 8]])
 def test_a_stage_may_end_anywhere_and_a_rank_hold_any_of_them(

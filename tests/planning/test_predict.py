@@ -88,7 +88,9 @@ LAYOUTS = (
     ("llama", Layout(tp=2, sequence="split_gather", microbatches=2), 2),
     ("llama", Layout(pp=2, schedule="zbv", microbatches=4), 2),
     ("llama", Layout(dp=2, zero=2, microbatches=2, recompute=1.0, precision="bf16"), 2),
-    ("llama", Layout(sp=2, sequence="all_to_all", zero=1, microbatches=2), 2),
+    pytest.param(
+        "llama", Layout(sp=2, sequence="all_to_all", zero=1, microbatches=2), 2, marks=pytest.mark.slow
+    ),
     ("gpt2", Layout(tp=2, pp=2, microbatches=4, precision="bf16"), 2),
     ("mixtral", Layout(dp=2, ep=2, zero=1, microbatches=2, precision="bf16"), 2),
     pytest.param("llama", Layout(tp=2, pp=2, dp=2, zero=1, microbatches=4), 2, marks=pytest.mark.slow),

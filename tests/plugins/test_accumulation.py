@@ -216,9 +216,8 @@ MIXTURES = {
 @pytest.mark.parametrize(
     ("stage", "overlaps"),
     [
-        (0, False),
         (2, True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (2, False))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, False), (0, True), (2, False))),
     ],
 )
 def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int, *, overlaps: bool) -> None:
@@ -300,7 +299,7 @@ def have_gradients(stage: int) -> tuple[bool, bool]:
     return zeros, nones
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_leftovers_and_failures_under_accumulation(pool: Pool, stage: int) -> None:
     for alone, with_leftovers, after_plain, before_plain, again, between, kinds, missing in pool.run(
         2, accumulate_otherwise, stage

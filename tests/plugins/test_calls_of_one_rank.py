@@ -68,7 +68,9 @@ def on_one_rank(kind: str, folder: Path, call: str) -> None:
     [
         ("tp", "step", ("optimizer.step", "execute_pipeline")),
         ("pp", "load", ("load_checkpoint", "execute_pipeline")),
-        ("dp", "save_checkpoint", ("save_checkpoint", "execute_pipeline")),
+        pytest.param(
+            "dp", "save_checkpoint", ("save_checkpoint", "execute_pipeline"), marks=pytest.mark.slow
+        ),
         ("dp", "backward", ("execute_pipeline", "optimizer.step")),
         ("ddp", "save", ("save_model", "model(**batch)")),
     ],
@@ -142,7 +144,10 @@ def handle_an_error_and_come_late(kind: str, folder: Path) -> None:
     run.train()
 
 
-@pytest.mark.parametrize(("kind", "how"), [("ddp", "raises"), ("ddp", "exits"), ("fsdp", "exits")])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("ddp", "raises"), ("fsdp", "exits"), pytest.param("ddp", "exits", marks=pytest.mark.slow)],
+)
 def test_torch_plugins_name_a_rank_that_fails(pool: Pool, tmp_path: Path, kind: str, how: str) -> None:
     errors = pool.run_failing(2, fail_between_forward_and_backward, kind, tmp_path, how)
     reported = {"raises": "rank 1 left: ", "exits": "rank 1 died: its process is gone; "}

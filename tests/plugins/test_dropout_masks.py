@@ -130,7 +130,9 @@ def first_masks(masks: Masks, layer: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "by_calls"), [("hybrid", False), ("hybrid", True), ("ddp", True), ("fsdp", True)]
+    ("kind", "by_calls"),
+    [("hybrid", False), ("fsdp", True)]
+    + [pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("hybrid", "ddp")],
 )
 def test_replicas_drop_different_entries(pool: Pool, kind: str, by_calls: bool) -> None:
     first, second = pool.run(2, masks_of, kind, {}, by_calls=by_calls)
@@ -147,7 +149,7 @@ def test_stages_and_microbatches_drop_different_entries(pool: Pool) -> None:
         assert share([pair]) == pytest.approx(0.5, abs=0.1)
 
 
-@pytest.mark.parametrize("by_calls", [False, True])
+@pytest.mark.parametrize("by_calls", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_that_compute_one_activation_drop_the_same_entries(pool: Pool, by_calls: bool) -> None:
     # Even if their own generators differ.
     masks = pool.run(4, masks_of, "hybrid", {"tp_size": 2}, seed=None, by_calls=by_calls)
@@ -198,7 +200,9 @@ def test_recomputed_layers_drop_the_same_entries(
 @pytest.mark.slow  # the compiler starts on two ranks
 # A warning of torch's compiler, when it continues after a call that it does not trace (here a random draw).
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("kind", ["zero", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "kind", ["zero", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "fsdp"))]
+)
 def test_a_compiled_model_drops_the_same_entries(pool: Pool, kind: str) -> None:
     compiled = pool.run(2, losses_of, kind, {}, change="compiled", by_calls=True)
     expected = pool.run(2, losses_of, kind, {}, by_calls=True)
@@ -206,7 +210,9 @@ def test_a_compiled_model_drops_the_same_entries(pool: Pool, kind: str) -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("hybrid", {"pp_size": 2}), ("ddp", {})])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("hybrid", {"pp_size": 2}), pytest.param("ddp", {}, marks=pytest.mark.slow)]
+)
 def test_masks_follow_from_the_seed(pool: Pool, kind: str, sizes: dict[str, Any]) -> None:
     first = pool.run(2, losses_of, kind, sizes)
     assert pool.run(2, losses_of, kind, sizes) == first
@@ -273,7 +279,7 @@ def plain_losses(seeds: list[list[list[int]]]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("kind", ["hybrid", "ddp", "fsdp"])
 def test_a_plain_loop_of_the_same_seeds_drops_the_same_entries(pool: Pool, kind: str, size: int) -> None:
     sizes = {"loss_reduction": "microbatch_mean"} if kind == "hybrid" else {}  # as the plain loop
@@ -311,15 +317,15 @@ def changed_generators(kind: str, sizes: dict[str, Any], *, by_calls: bool, chan
     [
         (1, "hybrid", {}, False, ""),
         (1, "hybrid", {}, True, "called again"),
-        (1, "ddp", {}, True, ""),
+        pytest.param(1, "ddp", {}, True, "", marks=pytest.mark.slow),
         (1, "fsdp", {}, True, "recomputed"),
         (2, "zero", {}, True, "called again"),
-        (2, "hybrid", {"tp_size": 2}, False, ""),
+        pytest.param(2, "hybrid", {"tp_size": 2}, False, "", marks=pytest.mark.slow),
         (2, "hybrid", {"tp_size": 2} | RECOMPUTED, True, ""),
         (2, "hybrid", SEQUENCE, False, ""),
         (4, "hybrid", {"tp_size": 2, "pp_size": 2} | RECOMPUTED, False, ""),
         (2, "ddp", {}, True, "recomputed"),
-        (2, "fsdp", {}, True, ""),
+        pytest.param(2, "fsdp", {}, True, "", marks=pytest.mark.slow),
     ],
     ids=str,
 )

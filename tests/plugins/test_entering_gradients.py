@@ -213,29 +213,43 @@ RINGS, ON_SEQUENCES = (
     ("ring_attn", "ring_attn of 3"),
     ("ring_attn", "ring_attn of 3", "all_to_all", "all_to_all, tp"),
 )
+# They combine or repeat what the others do.
+SLOW = ("ring_attn of 3", "all_to_all, tp", "zero 1")
 
 
-@pytest.mark.parametrize("script", [embeddings, prompts, looked_up, two_models])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def layouts(*refused: str) -> list[Any]:
+    """Return the names of the layouts but for those that refuse a script."""
+    return [
+        pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each
+        for each in LAYOUTS
+        if each not in refused
+    ]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [embeddings, two_models, *(pytest.param(each, marks=pytest.mark.slow) for each in (prompts, looked_up))],
+)
+@pytest.mark.parametrize("layout", layouts())
 def test_gradients_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, script, **settings)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_gradients_of_an_inner_model_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, inner_model, LLAMA, **settings)
 
 
-@pytest.mark.parametrize("script", [scores, scores_of_heads])
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each not in RINGS])
+@pytest.mark.parametrize("script", [pytest.param(scores, marks=pytest.mark.slow), scores_of_heads])
+@pytest.mark.parametrize("layout", layouts(*RINGS))
 def test_gradients_of_learned_masks_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, script, **settings)
 
 
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each not in ON_SEQUENCES])
+@pytest.mark.parametrize("layout", layouts(*ON_SEQUENCES))
 def test_gradients_of_encoder_states_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, encoder_states, T5, **settings)
@@ -243,7 +257,7 @@ def test_gradients_of_encoder_states_are_those_of_one_process(pool: Pool, layout
         pool.run(num_ranks, compare, further_states, GPT2, **settings)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_gradients_of_trained_rotary_embeddings_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, tokens, LLAMA, with_trained_rotary, **settings)

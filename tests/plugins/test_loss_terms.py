@@ -139,7 +139,7 @@ def compared(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [*COMBINED, "checkpointed"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_terms_may_be_scaled_and_constant(pool: Pool, kind: str, size: int) -> None:
     """In the first call and in a warm one; in evaluation under `torch.inference_mode()`."""
     for far in pool.run(size, compared, kind):

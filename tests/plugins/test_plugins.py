@@ -108,7 +108,7 @@ def count_items(num_microbatches: int) -> tuple[float, float]:
     return float(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]), expected
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_number_of_items_divides_the_sum_over_all_microbatches(pool: Pool, num_microbatches: int) -> None:
     ((found, expected),) = pool.run(1, count_items, num_microbatches)
     assert found == pytest.approx(expected, rel=1e-6)
@@ -183,7 +183,7 @@ def boost_unequal_models(frozen: bool) -> None:
     hybrid(tp_size=2).boost(model, None if frozen else make_optimizer(model))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_models_that_differ_between_ranks_are_refused_on_all(pool: Pool, frozen: bool) -> None:
     for error in pool.run_failing(2, boost_unequal_models, frozen):
         assert "the model of rank(s) [1] differs from that of rank 0" in str(error)
@@ -298,7 +298,7 @@ def die_in_a_step(victim: int, how: str, sizes: dict[str, Any]) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("how", ["raises", "is killed"])
+@pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.slow), "is killed"])
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -61,7 +61,7 @@ def trained(sizes: dict[str, Any], samples: int, axes: int) -> dict[str, float]:
     return {"loss": float(loss), "norm": float(optimizer.get_grad_norm())}
 
 
-@pytest.mark.parametrize("samples, axes", [(3, 3), (6, 3), (3, 4)])
+@pytest.mark.parametrize("samples, axes", [(3, 3), (3, 4), pytest.param(6, 3, marks=pytest.mark.slow)])
 def test_any_batch_trains_as_one_process_does(pool: Pool, samples: int, axes: int) -> None:
     model = build()
     loss = loss_of(model(**batch_of(samples, axes)), {})
@@ -106,8 +106,10 @@ def called(sizes: dict[str, Any] | None, kernel: str, batch: dict[str, Tensor]) 
     "mode, kernel",
     [
         ("ring_attn", "sdpa"),
-        pytest.param("ring_attn", "flash_attention_2", marks=pytest.mark.slow),
-        ("all_to_all", "flash_attention_2"),
+        *(
+            pytest.param(mode, "flash_attention_2", marks=pytest.mark.slow)
+            for mode in ("ring_attn", "all_to_all")
+        ),
     ],
 )
 def test_packed_and_padded_texts_are_seen_as_in_one_process(pool: Pool, mode: str, kernel: str) -> None:

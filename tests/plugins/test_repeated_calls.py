@@ -124,7 +124,11 @@ WAYS = [
 
 @pytest.mark.parametrize(
     ("way", "again"),
-    [*((way, again) for way in WAYS for again in (repeated, repeated_by_reentry)), ("nested", repeated)],
+    [
+        *((way, repeated) for way in (*WAYS, "nested")),
+        (WAYS[0], repeated_by_reentry),
+        *(pytest.param(way, repeated_by_reentry, marks=pytest.mark.slow) for way in WAYS[1:]),
+    ],
 )
 def test_a_repeated_call_drops_the_same_entries(pool: Pool, way: str, again: Again) -> None:
     assert pool.run(1, departures, "hybrid", {}, way, again) == [[]]
@@ -132,7 +136,12 @@ def test_a_repeated_call_drops_the_same_entries(pool: Pool, way: str, again: Aga
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("hybrid", {}), ("hybrid", {"tp_size": 2}), ("zero", {"stage": 2}), ("ddp", {}), ("fsdp", {})],
+    [
+        ("hybrid", {"tp_size": 2}),
+        ("zero", {"stage": 2}),
+        ("fsdp", {}),
+        *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in ("hybrid", "ddp")),
+    ],
     ids=str,
 )
 def test_a_call_is_repeated_alike_under_every_plugin(pool: Pool, kind: str, sizes: dict[str, Any]) -> None:

@@ -169,13 +169,13 @@ def ask_for_outputs(sizes: dict[str, Any], ranks: tuple[int, ...], steps: tuple[
     return found
 
 
-@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"]], ids=str)
+@pytest.mark.parametrize("sizes", [CLEAN["tp2"], pytest.param(CLEAN["pp2"], marks=pytest.mark.slow)], ids=str)
 def test_outputs_of_one_step_cost_no_other_step_anything(pool: Pool, sizes: dict[str, Any]) -> None:
     for steps in pool.run(2, ask_for_outputs, sizes, (0, 1), (0, 5)):
         assert steps[3] == steps[4] == steps[7] != steps[5]
 
 
-@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"]], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)
 def test_a_rank_that_always_asks_for_outputs_is_given_them(pool: Pool, sizes: dict[str, Any]) -> None:
     for steps in pool.run(2, ask_for_outputs, sizes, (0,), tuple(range(8))):
         assert steps[3] == steps[4] == steps[7]

@@ -139,13 +139,13 @@ def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord
 @pytest.mark.parametrize(
     ("ranks", "choice", "settings", "case"),
     [
-        (2, LLAMA, {}, {}),
+        pytest.param(2, LLAMA, {}, {}, marks=pytest.mark.slow),
         (4, LLAMA, {"shard_size": 2}, {"count": 2, "max_norm": 0.5}),
         (2, GPT2, {}, {"change": "frozen"}),
-        (2, GPT2, {}, {"change": "unused"}),
+        pytest.param(2, GPT2, {}, {"change": "unused"}, marks=pytest.mark.slow),
         (2, GPT2, OFFLOAD, {"max_norm": 0.5, "count": 2}),
         (2, GPT2, {"reshard_after_forward": False}, {}),
-        (2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}),
+        pytest.param(2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}, marks=pytest.mark.slow),
         (2, LLAMA, {}, {"change": "recomputed"}),
         (2, GPT2, {"kind": "ddp"}, {"max_norm": 0.5, "count": 2}),
     ],
@@ -158,7 +158,10 @@ def test_training_equals_one_process(
     assert_same_steps(pool.run(ranks, steps, choice, settings, **case), reference(choice, ranks, **plain))
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("fsdp", "bf16"), ("fsdp", "fp16"), ("ddp", "fp16")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [pytest.param("fsdp", "bf16", marks=pytest.mark.slow), ("fsdp", "fp16"), ("ddp", "fp16")],
+)
 def test_16_bit_training_is_as_near_to_float32_as_one_process_is(
     pool: Pool, kind: str, precision: str
 ) -> None:
@@ -244,7 +247,12 @@ def held(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "settings", "parts"),
-    [(2, {}, 2), (4, {"shard_size": 2}, 2), (4, {}, 4), (2, OFFLOAD, 2)],
+    [
+        (2, {}, 2),
+        (4, {"shard_size": 2}, 2),
+        pytest.param(4, {}, 4, marks=pytest.mark.slow),
+        (2, OFFLOAD, 2),
+    ],
     ids=str,
 )
 def test_each_rank_has_only_its_shard(pool: Pool, ranks: int, settings: dict[str, Any], parts: int) -> None:

@@ -194,7 +194,7 @@ PARALLEL: tuple[dict[str, Any], ...] = (
 )
 
 
-# Of further kinds of loss, the layouts in which other code counts: stages, shards of a vocabulary, positions.
+# The layouts in which other code counts: stages, shards of a vocabulary, positions.
 QUICK: tuple[dict[str, Any], ...] = (ZBV, TENSOR, RING)
 
 
@@ -224,7 +224,7 @@ def test_routers_learn_from_a_batch_without_labels(pool: Pool) -> None:
         assert all(map(math.isnan, far.values()))
 
 
-@pytest.mark.parametrize("sizes", [*LAYOUTS, *PARALLEL], ids=str)
+@pytest.mark.parametrize("sizes", _slow_but_for((*LAYOUTS, *PARALLEL), (*LAYOUTS, *QUICK, FUSED)), ids=str)
 def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]) -> None:
     for far in pool.run(2, departures, "causal", sizes):
         assert far == {}
@@ -235,7 +235,7 @@ def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]
     _slow_but_for((*LAYOUTS, *(each for each in PARALLEL if "enable_fused_loss" not in each))),
     ids=str,
 )
-@pytest.mark.parametrize("name", ["question", "several terms"])
+@pytest.mark.parametrize("name", [pytest.param("question", marks=pytest.mark.slow), "several terms"])
 def test_every_layout_weighs_each_term(pool: Pool, name: str, sizes: dict[str, Any]) -> None:
     for far in pool.run(2, departures, name, sizes):
         assert far == {}
@@ -247,8 +247,10 @@ def test_an_auxiliary_loss_is_the_mean_over_microbatches(pool: Pool, sizes: dict
         assert far == {}
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"),
+    [(0, 3), (2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 1), (2, 3)))],
+)
 def test_several_calls_add_up_or_are_one_batch(pool: Pool, stage: int, accumulation: int) -> None:
     sizes = {"zero_stage": stage} | ({"gradient_accumulation_steps": 3} if accumulation > 1 else {})
     for far in pool.run(2, departures, "causal", sizes, calls=3):
@@ -297,7 +299,12 @@ def summed(kind: Any, outputs: Any, inputs: Any) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [int, float, np.int64, np.float32, Tensor.double], ids=lambda kind: kind.__name__
+    "kind",
+    [
+        *(int, np.float32, Tensor.double),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (float, np.int64)),
+    ],
+    ids=lambda kind: kind.__name__,
 )
 def test_a_weight_is_any_kind_of_number(pool: Pool, kind: Any) -> None:
     for far in pool.run(2, departures, "causal", {}, partial(summed, kind)):

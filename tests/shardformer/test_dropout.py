@@ -157,7 +157,7 @@ def checkpointing(recompute: Callable[[nn.Module, str], None]) -> None:
     [
         (2, hidden_dropout),
         (2, attention_dropout),
-        (2, partial(checkpointing, by_transformers)),
+        pytest.param(2, partial(checkpointing, by_transformers), marks=pytest.mark.slow),
         (2, partial(checkpointing, by_modules)),
         pytest.param(4, partial(checkpointing, by_transformers), marks=pytest.mark.slow),
     ],

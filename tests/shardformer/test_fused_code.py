@@ -264,7 +264,10 @@ def replace_dropout(model: Model) -> None:
 
 
 @pytest.mark.parametrize("change", [watch_dropout, watch_activation, replace_norm, replace_dropout])
-@pytest.mark.parametrize("has_run", [True, False], ids=["after a call", "before any"])
+@pytest.mark.parametrize(
+    "has_run",
+    [pytest.param(True, id="after a call"), pytest.param(False, id="before any", marks=pytest.mark.slow)],
+)
 @torch.no_grad()
 def test_changes_made_afterwards_count(graphs: list[list[str]], change: Any, has_run: bool) -> None:
     torch.manual_seed(3)

@@ -28,7 +28,9 @@ def proposed(copy: Copy) -> Table:
     )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "bert", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "model_type", ["bert", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "opt"))]
+)
 def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
     written, table = table_for(model_type), proposed(double_copy_of(model_type))
     assert isinstance(written, Table)
@@ -47,7 +49,12 @@ def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
         ),
         ("gpt_oss", ATTENTION, ("self_attn.o_proj",)),  # its experts stay replicated
         ("gpt_bigcode", ("mlp.c_fc",), ("mlp.c_proj",)),  # one key-value head is fused to all query heads
-        ("m2m_100", (*ATTENTION, *CROSS, "fc1"), ("self_attn.out_proj", "encoder_attn.out_proj", "fc2")),
+        pytest.param(
+            "m2m_100",
+            (*ATTENTION, *CROSS, "fc1"),
+            ("self_attn.out_proj", "encoder_attn.out_proj", "fc2"),
+            marks=pytest.mark.slow,
+        ),
         (  # its masks are random
             "vit_mae",
             ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1"),
@@ -85,6 +92,7 @@ def test_a_type_of_which_nothing_is_split_is_refused() -> None:
         proposed(double_copy_of("ibert"))  # its linear layers, and its embedding, are classes of their own
 
 
+@pytest.mark.slow
 def test_pairs_that_contradict_each_other_are_tried_alone() -> None:
     model = double_copy_of("hy_v4_vl").make(0)
     policy = DerivedPolicy(model)

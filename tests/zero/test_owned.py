@@ -23,7 +23,7 @@ def follow(sizes: dict[str, int], stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "sizes", "stages"),
     [
-        (1, {}, (0, 1)),
+        pytest.param(1, {}, (0, 1), marks=pytest.mark.slow),
         (2, {}, (0, 1, 2)),
         pytest.param(2, {"tp": 2}, (0, 1), marks=pytest.mark.slow),
         pytest.param(2, {"ep": 2}, (0, 1), marks=pytest.mark.slow),

@@ -152,7 +152,7 @@ def causal(length: int) -> Tensor:
     "settings",
     [
         pytest.param({}, id=""),
-        pytest.param({"softcap": 0.5}, id="softcap"),
+        pytest.param({"softcap": 0.5}, id="softcap", marks=pytest.mark.slow),
         pytest.param({"levels": True}, id="levels", marks=pytest.mark.slow),
     ],
 )
