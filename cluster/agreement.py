@@ -81,7 +81,8 @@ class Agreement:
         self._mesh = mesh
         self._check_every = check_every
         self._ranks = ranks = mesh.replica_ranks()
-        self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
+        # Of the code in [Note: sums of codes]; 0 for a replica of one rank, whose batches no other rank has.
+        self._code_weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
         self._batches, self._inputs = count(), count()  # replicas may differ in calls of the model
         self._num_steps = 0
         # The kind of the last compared training call, as this rank and as its replica requested it.
@@ -89,9 +90,10 @@ class Agreement:
             trains=True, loss=True, outputs=False, outputs_everywhere=False, training_mode=True
         )
         self._equal_batches: list[bool] = []  # of all replicas, in the first calls
-        self._batch: int | Tensor = 0
-        self._deviations: list[tuple[float | Tensor, str]] = []  # with the text of the error
-        self._num_noted = 0
+        # Recorded since the last step: a code of all batches, deviations with the text of their error, and calls.
+        self._batch_code: int | Tensor = 0
+        self._deviations: list[tuple[float | Tensor, str]] = []
+        self._num_recorded = 0
         self._shapes: set[str] = set()  # of recorded batches
 
     # Before a call computes
@@ -112,8 +114,8 @@ class Agreement:
 
         Raises:
             StopIteration: the data of all ranks has ended.
-            ValueError: that of some ranks has ended, batches differ within a replica, or only some ranks train. Also
-                the error of a batch: on every rank in a call that is compared, otherwise only on this one.
+            ValueError: the data of some ranks has ended, batches differ within a replica, or only some ranks train.
+                Also `error`: on every rank in a call that is compared, otherwise only on this one.
         """
         if batch is ENDED:
             note_end_of_data()
@@ -251,13 +253,13 @@ class Agreement:
         Raises:
             UnmatchedCall: shapes are new, and another rank of the replica has others.
         """
-        if self._weight:  # otherwise no other rank has this batch
+        if self._code_weight:
             shapes = describe_batch(batch)
             is_new = shapes not in self._shapes and len(self._shapes) < _MOST_SHAPES
             note_batch(shapes, self._ranks, waits=is_new)
             self._shapes.add(shapes)
-            self._batch = (self._batch * 31 + batch_code(batch)) % _CODES
-        self._num_noted += 1
+            self._batch_code = (self._batch_code * 31 + batch_code(batch)) % _CODES
+        self._num_recorded += 1
 
     def require_none(self, deviation: float | Tensor, error: str, *, waits: bool) -> None:
         """Raise an error if a number is above 0.
@@ -279,17 +281,17 @@ class Agreement:
     def checksum_term(self) -> float | Tensor:
         """This rank's term of a sum that is 0 if the ranks of each replica agree; a Python float, or 0-d float64."""
         # Convert to float64 before adding: a code plus a float is float32, which rounds sums above 2**24.
-        terms = (self._batch * self._weight, *(deviation for deviation, _ in self._deviations))
+        terms = (self._batch_code * self._code_weight, *(deviation for deviation, _ in self._deviations))
         return sum(term.double() if isinstance(term, Tensor) else term for term in terms)
 
     def code(self, settings: Any) -> int:
         """The checksum of the number of recorded calls and of settings, equal on all ranks; below 2**32."""
-        return settings_hash({"calls": self._num_noted, "settings": settings})
+        return settings_hash({"calls": self._num_recorded, "settings": settings})
 
     def clear(self) -> None:
         """Drop the recorded checksums, after a step has compared them."""
-        self._batch, self._deviations = 0, []
-        self._num_noted = 0
+        self._batch_code, self._deviations = 0, []
+        self._num_recorded = 0
 
     def explain(self) -> None:
         """Compare the recorded checksums of all ranks. All-gather over the world.
@@ -308,9 +310,9 @@ class Agreement:
         for deviation, error in self._deviations:
             self.require_none(deviation, error, waits=True)
         require_equal(
-            {"number of calls": self._num_noted}, what="a step", rule="every rank must run the same"
+            {"number of calls": self._num_recorded}, what="a step", rule="every rank must run the same"
         )
-        replicas, codes = zip(*gather_integers((self._mesh.rank("dp"), int(self._batch))), strict=True)
+        replicas, codes = zip(*gather_integers((self._mesh.rank("dp"), int(self._batch_code))), strict=True)
         self._require_equal_batches(replicas, codes)
 
     def _require_equal_batches(self, replicas: Sequence[int], codes: Sequence[int]) -> None:

@@ -112,12 +112,12 @@ class Prediction:
         is_float32 = self._layout.precision == "fp32"
         count = sum(parameter.numel for parameter in local)
         stepped = sum(self._num_stepped(parameter) for parameter in local)
-        sharded = self._layout.zero == 2 and stepped < count
+        shards_gradients = self._layout.zero == 2 and stepped < count
         bucket = bucket_size_on_gpus(self._mesh.size("data"))
         pooled = min(count, POOLED_BUCKETS * bucket)
         return Memory(
             parameters=sum(parameter.nbytes for parameter in local),
-            gradients=GRADIENT_BYTES * (stepped + pooled if sharded else count),
+            gradients=GRADIENT_BYTES * (stepped + pooled if shards_gradients else count),
             masters=0 if is_float32 else MASTER_BYTES * stepped,
             states=STATE_BYTES * stepped,
             activations=self._peak_activations(actions),
@@ -181,6 +181,7 @@ class Prediction:
     def time(self) -> StepTime:
         """The time of a step, without the input of data."""
         timeline = simulate(self._schedule, self._costs)
+        # The schedule has some of the microbatches; each further one takes as long as the busiest rank computes it.
         further = self._layout.microbatches - self._num_scheduled
         total = timeline.end + further * max(self._busy)
         busy = self._layout.microbatches * sum(self._busy)

@@ -25,7 +25,7 @@ FAULTS = {
     ),
     "the code of a replica's first rank is not subtracted": fault(
         "cluster.agreement:Agreement.checksum_term",
-        around(lambda share: property(lambda self: float(self._batch))),
+        around(lambda share: property(lambda self: float(self._batch_code))),
         LLAMA,
         Layout(tp=2),
         num_steps=5,
