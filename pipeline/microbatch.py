@@ -189,7 +189,9 @@ def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
         if path in rows:
             first, end = rows[path][start], rows[path][start + length]
             return value[first:end] if first < end else None
-        return value.narrow(batch_dim(path, value), start, length)
+        view = value.narrow(batch_dim(path, value), start, length)
+        # FSMT changes its labels in place, and views have one version: autograd would refuse other microbatches.
+        return view if view.requires_grad else view.data
 
     return _joined([batch], cut)
 

@@ -187,3 +187,13 @@ def test_mapping_over_tensors_keeps_the_structure() -> None:
     output = CausalLMOutputWithPast(logits=torch.ones(2, requires_grad=True) * 2)
     detached = map_tensors(output, Tensor.detach)
     assert type(detached) is CausalLMOutputWithPast and not detached.logits.requires_grad
+
+
+def test_a_microbatch_that_is_changed_in_place_leaves_the_others_to_autograd() -> None:
+    batch = {"labels": torch.tensor([[0, -100], [1, -100]])}
+    first, second = split(batch, num_microbatches=2, microbatch_size=None)
+    scores = torch.zeros(2, 3, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(scores, first["labels"].flatten())  # saves the labels
+    second["labels"].masked_fill_(second["labels"] == -100, 2)  # as FSMT's forward does
+    loss.backward()
+    assert batch["labels"].tolist() == [[0, -100], [1, 2]]
