@@ -276,7 +276,7 @@ def slow_commits(seconds: float) -> Iterator[threading.Event]:
     """Delay the end of every save, until the event if that is earlier."""
     now = threading.Event()
     with ExitStack() as stack:
-        for name in ("step.commit_step", "commit._commit"):
+        for name in ("step_folders.commit_step", "commit._commit"):
             module, function = name.split(".")
             commit = getattr(import_module(f"echelon.checkpoint.{module}"), function)
 

@@ -217,7 +217,7 @@ def test_dropout_leaves_out_the_same_keys_in_backward() -> None:
 
 def test_ranks_of_one_random_state_drop_other_keys() -> None:
     nothing: Any = None
-    call = ring._Call(nothing, nothing, 8, kernels.View(BlockKind.ALL, scale=1.0, dropout=0.5, seed=3))
+    call = ring._RingCall(nothing, nothing, 8, kernels.View(BlockKind.ALL, scale=1.0, dropout=0.5, seed=3))
     at = [ring.Piece(slice(4), slice(4), range(row, row + 4), range(4), BlockKind.ALL) for row in (0, 4)]
     assert call.view(at[0]).seed != call.view(at[1]).seed == call.view(at[1]).seed
 
