@@ -418,7 +418,8 @@ class Reducer:
         slot, bucket = self._slots_and_buckets[index]
         if self._backward is _Backward.OUTSIDE:
             self.writes.record_unscaled()
-        slot.collect()
+        if parameter.grad is not slot.gradient:
+            slot.collect()
         if self._slots_awaited and not has_foreign_last_hooks(parameter):
             self._record_last_gradient(slot, bucket)
 

@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -75,25 +74,26 @@ class Crossing(NamedTuple):
     begin_backward: Callable[[Tensor], InFlight[Tensor]]
 
 
-Put = Callable[[DeferredGradient], None]  # leaves a gradient to a later node
+Deferred = dict[Tensor, DeferredGradient]  # by weight
 
 
 class LaterProduct(NamedTuple):
-    """A weight whose gradient is computed when backward reaches the node of `enter_overlapped`, not in its layer.
+    """Weights whose gradients are computed when backward reaches the node of `enter_overlapped`, not in their layers.
 
     Args:
-        entered: a tensor that has entered there. The layer's node takes it as an input, so that backward reaches the
-            node of `enter_overlapped` after it, whatever the layer multiplies with.
-        put: leaves the gradient to that node; it replaces one that an earlier backward left without reaching the node.
+        entered: a tensor that has entered there. The layers' nodes take it as an input, so that backward reaches the
+            node of `enter_overlapped` after them, whatever they multiply with.
+        deferred: their gradients, until backward reaches that node, by weight. A gradient replaces one that an earlier
+            backward left without reaching the node.
     """
 
     entered: Tensor
-    put: Put
+    deferred: Deferred
 
 
 def enter_overlapped(
     xs: Sequence[Tensor], crossings: Sequence[Crossing], weights: Sequence[Tensor]
-) -> tuple[list[Tensor], list[LaterProduct]]:
+) -> tuple[list[Tensor], LaterProduct | None]:
     """Enter a region with some tensors, and overlap their gradients' communication with weight gradients in backward.
 
     A single node of the graph, made before the layers run, so that autograd reaches it after them: layers leave their
@@ -101,20 +101,18 @@ def enter_overlapped(
     gradients raise.
 
     Args:
-        xs: the tensors; one of them requires a gradient if there are weights.
+        xs: the tensors.
         crossings: the communication of each tensor.
-        weights: the weights of the layers in the region.
+        weights: the weights of the layers in the region, each once.
 
     Returns:
-        The tensors inside the region, and for each weight where its layer leaves its gradient.
+        The tensors inside the region, and where layers leave the gradients of the weights; None if no tensor has a
+        gradient to wait for.
     """
-    deferred: dict[int, DeferredGradient] = {}  # by index of the weight; empty outside of backward
-    entered = _EnterOverlapped.apply((crossings, deferred), *xs, *weights)
-    if not weights:
-        return list(entered), []
-    node_input = next(x for x in entered if x.requires_grad)
-    puts = [partial(deferred.__setitem__, index) for index in range(len(weights))]
-    return list(entered), [LaterProduct(node_input, put) for put in puts]
+    deferred: Deferred = {}
+    entered = _EnterOverlapped.apply((crossings, weights, deferred), *xs, *weights)
+    first = next((x for x in entered if x.requires_grad), None)
+    return list(entered), None if first is None else LaterProduct(first, deferred)
 
 
 class _EnterOverlapped(Function):
@@ -122,16 +120,18 @@ class _EnterOverlapped(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, options: tuple[Sequence[Crossing], dict[int, DeferredGradient]], *tensors: Tensor
+        ctx: Any,
+        options: tuple[Sequence[Crossing], Sequence[Tensor], Deferred],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Communicate the tensors that enter.
 
         Args:
-            options: the crossings of the first tensors, and the deferred gradients of the others, the weights. A tuple,
-                because torch spends time on each argument.
+            options: the crossings, the weights, and their deferred gradients. A tuple, because torch spends time on
+                each argument.
             tensors: the tensors that enter, then the weights, whose gradients this node returns.
         """
-        ctx.crossings, ctx.deferred = options
+        ctx.crossings, ctx.weights, ctx.deferred = options
         ctx.set_materialize_grads(False)
         crossed = [crossing.forward(x) for crossing, x in zip(ctx.crossings, tensors, strict=False)]
         needed = ctx.needs_input_grad[1 : 1 + len(crossed)]
@@ -149,12 +149,14 @@ class _EnterOverlapped(Function):
             None if gradient is None else crossing.begin_backward(gradient)
             for crossing, gradient in zip(ctx.crossings, gradients, strict=True)
         ]
-        weight_gradients: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 1 - len(gradients))
-        while ctx.deferred:
-            index, deferred = ctx.deferred.popitem()  # of the weight of this index
+        weight_gradients: list[Tensor | None] = []
+        for weight in ctx.weights:
+            deferred = ctx.deferred.pop(weight, None)
             # Others were left by an earlier backward that did not reach this node, as of autograd.grad.
-            if deferred.backward_number == torch._C._current_graph_task_id():
-                weight_gradients[index] = deferred.begin().wait()
+            if deferred is None or deferred.backward_number != torch._C._current_graph_task_id():
+                weight_gradients.append(None)
+            else:
+                weight_gradients.append(deferred.begin().wait())
         input_gradients = [None if handle is None else handle.wait() for handle in in_flight]
         return None, *input_gradients, *weight_gradients
 
@@ -191,9 +193,9 @@ def linear(
         return _product(x, weight, bias, is_transposed)
     if later_product is None and (is_transformed() or not is_trained(weight)):  # otherwise `enter` asked this
         return _product(x, weight, bias, is_transposed)
-    routed, put = later_product or (weight, None)
+    routed, deferred = later_product or (weight, None)
     # A tuple, because torch spends time on each argument.
-    out: Tensor = _Linear.apply(x, routed, bias, (weight, is_transposed, store, put, input_shard))
+    out: Tensor = _Linear.apply(x, routed, bias, (weight, is_transposed, store, deferred, input_shard))
     return out
 
 
@@ -217,7 +219,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool
 
 
 class _Linear(Function):
-    """See `linear`. Gradients of gradients are autograd's own, unless the input is gathered again or `put` is given."""
+    """See `linear`. Gradients of gradients are autograd's own, unless the weight's comes later or a shard is saved."""
 
     @staticmethod
     def forward(
@@ -225,20 +227,22 @@ class _Linear(Function):
         x: Tensor,
         routed: Tensor,
         bias: Tensor | None,
-        options: tuple[Parameter, bool, WeightGradients | None, Put | None, tuple[Tensor, Regather] | None],
+        options: tuple[
+            Parameter, bool, WeightGradients | None, Deferred | None, tuple[Tensor, Regather] | None
+        ],
     ) -> Tensor:
         """Compute the product; save x, or this rank's shard of it, from which it is gathered again.
 
         Args:
             x, bias: see `linear`.
             routed: the weight, for its gradient; or `LaterProduct.entered`, which gets none.
-            options: further arguments of `linear`: weight, is_transposed, store, `LaterProduct.put`, input_shard.
+            options: further arguments of `linear`: weight, is_transposed, store, `LaterProduct.deferred`, input_shard.
         """
-        weight, is_transposed, store, put, input_shard = options
+        weight, is_transposed, store, deferred, input_shard = options
         saved_input, regather = input_shard or (x, None)
         ctx.save_for_backward(saved_input, weight)
         # The parameter itself, too: a saved tensor may be another object in backward.
-        ctx.options = weight, is_transposed, store, put, regather
+        ctx.options = weight, is_transposed, store, deferred, regather
         if regather is not None:
             regather.add_user()
         out = _product(x, weight, bias, is_transposed)
@@ -250,7 +254,7 @@ class _Linear(Function):
         """Compute the input's gradient at once, and the weight's now or later; see `gradient_or_deferred`."""
         saved_input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        parameter, is_transposed, store, put, regather = ctx.options
+        parameter, is_transposed, store, later, regather = ctx.options
         if regather is not None and needs_weight and not (store is not None and store.is_deferring):
             regather.begin(saved_input)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
@@ -269,28 +273,32 @@ class _Linear(Function):
                 )
                 return InFlight(None, weight_gradient(x_NI, gradient_NO, is_transposed))
 
-            gradient_of_weight = gradient_or_deferred(parameter, store, put, begin)
+            gradient_of_weight = gradient_or_deferred(parameter, store, later, begin)
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         return gradient_of_input, gradient_of_weight, bias_gradient, None
 
 
 def gradient_or_deferred(
-    weight: Parameter, store: WeightGradients | None, put: Put | None, begin: Callable[[], InFlight[Tensor]]
+    weight: Parameter,
+    store: WeightGradients | None,
+    later: Deferred | None,
+    begin: Callable[[], InFlight[Tensor]],
 ) -> Tensor | None:
     """Return a weight's gradient, or None if it is deferred; called in backward.
 
     Args:
         weight: the model's parameter.
         store: queue of the schedule, see `linear`; not used where gradients of gradients may follow.
-        put: see `LaterProduct`; None if there is none.
+        later: receives the gradient, see `LaterProduct`; None if nothing does.
         begin: computes the gradient.
     """
-    deferred = DeferredGradient(weight, begin, torch._C._current_graph_task_id())
-    if store is not None and not torch.is_grad_enabled() and store.defer(deferred):
+    gradient = DeferredGradient(weight, begin, torch._C._current_graph_task_id())
+    if store is not None and not torch.is_grad_enabled() and store.defer(gradient):
         return None
-    if put is not None:
-        return put(deferred)
-    return begin().wait()
+    if later is None:
+        return begin().wait()
+    later[weight] = gradient
+    return None
 
 
 def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:

@@ -33,7 +33,7 @@ from ...cluster.collectives import (
 from ...cluster.placement import Shard, place
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
-from .deferred_linear import Crossing, LaterProduct, Put, enter_overlapped, weight_gradient
+from .deferred_linear import Crossing, Deferred, LaterProduct, enter_overlapped, weight_gradient
 from .parallel_module import ParallelModule, require_native
 
 # The weight itself enters, since the layer's input does not exist yet.
@@ -93,8 +93,8 @@ class ShardedLinear(ParallelModule):
         if x_BSI.is_meta:  # a stage infers the shape of another stage's output
             return x_BSI.new_empty(*x_BSI.shape[:-1], self.out_features)
         later_product = self.pool.later_gradient(self)
-        weight, put = later_product or (self.weight, None)
-        out: Tensor = _GatheredLinear.apply(x_BSI, weight, self.bias, self, put)
+        weight, later = later_product or (self.weight, None)
+        out: Tensor = _GatheredLinear.apply(x_BSI, weight, self.bias, self, later)
         return out
 
     def extra_repr(self) -> str:
@@ -123,7 +123,7 @@ class _GatheredLinear(Function):
         shard: Tensor,
         bias: Tensor | None,
         layer: ShardedLinear,
-        put: Put | None,
+        later: Deferred | None,
     ) -> Tensor:
         """Multiply with the gathered weight, which is released afterwards.
 
@@ -132,11 +132,11 @@ class _GatheredLinear(Function):
             shard: this rank's shard of the weight.
             bias: (O), or None.
             layer: the layer of the weight.
-            put: see `LaterProduct`: where backward puts the gradient in flight; None if it waits for it.
+            later: receives the gradient in flight in backward, see `LaterProduct`; None if backward waits for it.
         """
         # Save the shard, so that autograd detects writes to it before backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, shard)
-        ctx.shape, ctx.layer, ctx.put = x.shape, layer, put
+        ctx.shape, ctx.layer, ctx.later = x.shape, layer, later
         with layer.pool.full_weight(layer, for_backward=False) as weight:
             out = linear(x, weight.T if layer.is_transposed else weight, bias)
         # Otherwise the caller could not write to it in place.
@@ -161,9 +161,11 @@ class _GatheredLinear(Function):
         elif needs_weight:
             mean = _begin_mean(layer, x, gradient_NO)
         of_bias = gradient_NO.sum(0) if needs_bias else None
-        if mean is not None and ctx.put is not None:
+        if mean is not None and ctx.later is not None:
             mean_in_flight = mean
-            ctx.put(DeferredGradient(layer.weight, lambda: mean_in_flight, torch._C._current_graph_task_id()))
+            ctx.later[layer.weight] = DeferredGradient(
+                layer.weight, lambda: mean_in_flight, torch._C._current_graph_task_id()
+            )
         elif mean is not None:
             of_weight = mean.wait()
         return of_input, of_weight, of_bias, None, None
@@ -319,7 +321,7 @@ class WeightPool:
         if self._overlap and next_use is not None and torch.is_grad_enabled() and not _in_backward():
             weight = next_use.layer.weight
             if weight.requires_grad and weight.is_leaf:
-                _, (later_product,) = enter_overlapped([weight], [_ENTERS_UNCHANGED], [weight])
+                _, later_product = enter_overlapped([weight], [_ENTERS_UNCHANGED], [weight])
                 self._prepared = next_use.layer, _version(weight), later_product
         is_for_layer = prepared[:2] == (layer, _version(layer.weight))
         return prepared[2] if is_for_layer else None

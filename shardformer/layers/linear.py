@@ -105,18 +105,16 @@ def enter(
             paired(x, crossing.forward, partial(_communicate_gradient, crossing))
             for x, crossing in zip(xs, crossings, strict=True)
         ]
-    trained: list[ProductLayer] = []
-    weights: list[Tensor] = []
-    # Without a gradient of an input there is nothing to wait for.
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs) and not is_transformed():
+    trained: dict[Tensor, ProductLayer] = {}  # by weight: a tied one has one later product
+    if torch.is_grad_enabled() and not is_transformed():
         for layer in layers:
             weight = layer._parameters.get("weight")  # None if the weight is computed (weight_norm)
             if weight is not None and is_trained(weight):
-                trained.append(layer)
-                weights.append(weight)
-    entered, products = enter_overlapped(xs, crossings, weights)
-    for layer, product in zip(trained, products, strict=True):
-        vars(layer)["later_product"] = product
+                trained.setdefault(weight, layer)
+    entered, later_product = enter_overlapped(xs, crossings, tuple(trained))
+    if later_product is not None:  # without a gradient of an input there is nothing to wait for
+        for layer in trained.values():
+            vars(layer)["later_product"] = later_product
     if sequence is not None and sequence.regathers:
         shard, axis = xs[0].detach(), sequence.axis
         by_sample = shard if shard.ndim > 2 else shard.unflatten(0, (-1, axis.shard_length))

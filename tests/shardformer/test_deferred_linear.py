@@ -129,14 +129,14 @@ def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     weight = nn.Parameter(torch.randn(3, 2))
     x, y = torch.randn(2, 4, 2).unbind(0)
     crossing = deferred_linear.Crossing(collectives.unchanged, partial(collectives.InFlight, None))
-    (x,), (later, _) = enter_overlapped(
+    (x,), later = enter_overlapped(
         [x.requires_grad_()], [crossing], [weight, unused := nn.Parameter(torch.randn(3, 2))]
     )
     first, second = linear(x, weight, None, later_product=later), linear(y, weight, None)
     (first.square().sum() + second.square().sum()).backward()
     whole = sum(nn.functional.linear(each, weight).square().sum() for each in (x, y))
     torch.testing.assert_close(weight.grad, *torch.autograd.grad(whole, [weight]))
-    assert unused.grad is None
+    assert unused.grad is None and not later.deferred
 
 
 # Within one backward, over ranks.
