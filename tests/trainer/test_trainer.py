@@ -196,7 +196,11 @@ def test_ranks_of_a_replica_draw_one_mask(
 
 
 ADAM = dict(
-    learning_rate=1e-2, lr_scheduler_type="cosine", save_strategy="epoch", gradient_accumulation_steps=2
+    learning_rate=1e-2,
+    adam_epsilon=1e-5,  # a smaller one makes steps of noise
+    lr_scheduler_type="cosine",
+    save_strategy="epoch",
+    gradient_accumulation_steps=2,
 )
 BEST = ADAM | dict(
     load_best_model_at_end=True,
