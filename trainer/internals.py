@@ -281,8 +281,20 @@ class TrainerInternals(Trainer):
 
     # What callbacks and metrics decide, equal on all ranks.
 
+    @naming_failures("the start of Trainer.train")
+    def _look_for_callbacks_of_users(self) -> None:
+        """Find out if a rank has callbacks that may ask for other things than on other ranks. Collective."""
+        has_others = any(
+            not type(callback).__module__.startswith("transformers.")  # these ask for the same on all ranks
+            for callback in self.callback_handler.callbacks
+        )
+        of_ranks = gather_integers([has_others], self.plugin.mesh.side_group())
+        self._asks_other_ranks = any(value for (value,) in of_ranks)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, save and evaluate if a callback of any rank asks for it. Collective over the world."""
+        if not self._asks_other_ranks:
+            return super()._maybe_log_save_evaluate(*args, **kwargs)
         calls_callbacks = self._has_agreed_requests()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if calls_callbacks:

@@ -145,6 +145,7 @@ class EchelonTrainerMixin(TrainerInternals):
             args, kwargs: those of the trainer.
         """
         with reporting("Trainer.train"):
+            self._look_for_callbacks_of_users()
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = last_checkpoint(str(self.args.output_dir))
             return super().train(resume_from_checkpoint, *args, **kwargs)
