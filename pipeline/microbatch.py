@@ -191,7 +191,8 @@ def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
             return value[first:end] if first < end else None
         view = value.narrow(batch_dim(path, value), start, length)
         # FSMT changes its labels in place, and views have one version: autograd would refuse other microbatches.
-        return view if view.requires_grad else view.data
+        # Only plain tensors: `data` of others is one, without the host copy of a mask.
+        return view.data if type(view) is Tensor and not view.requires_grad else view
 
     return _joined([batch], cut)
 

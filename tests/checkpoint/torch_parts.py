@@ -17,7 +17,7 @@ from echelon.verify.resume import MASTER, PARAMETER, Contents, Outcome, Relay, w
 
 def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> None:
     """Do the work of `run_leg` under a plugin of torch's: a replica on each rank, and batches of one microbatch."""
-    part = relay.parts[number]
+    part = relay.legs[number]
     plugin: Any = (
         TorchDDPPlugin()
         if kind == "ddp"
@@ -40,7 +40,7 @@ def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> Non
         step(booster, boosted, optimizer, batches, overflows=index == relay.training.overflow_step)
         for index, batches in enumerate(relay.batches(number), start=first)
     ]
-    if number + 1 < len(relay.parts):
+    if number + 1 < len(relay.legs):
         saved = contents(boosted, optimizer)
         booster.save_checkpoint(folder, first + len(records), **everything).wait()
     if dist.get_rank() == 0:
