@@ -4,6 +4,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.pytorch_utils import Conv1D
 
+from echelon.cluster.collectives import InFlight
 from echelon.cluster.placement import Shard, shard_on
 from echelon.shardformer import layers
 from echelon.shardformer.layers import (
@@ -26,6 +28,7 @@ from echelon.shardformer.layers import (
     VocabParallelEmbedding1D,
     VocabParallelLMHead1D,
 )
+from echelon.shardformer.layers import linear as split_layers
 from echelon.shardformer.layers.embedding import embedding_errors, is_scaled, vocab_range, vocab_shard
 from echelon.shardformer.layers.linear import enter
 from echelon.shardformer.layers.norm import SplitRMSNorm, norm_errors
@@ -145,6 +148,19 @@ def test_a_copy_of_a_layer_has_no_state_of_a_pending_call() -> None:
     enter([torch.ones(1, 4, requires_grad=True)], group, [layer])
     assert layer.later_product is not None
     assert deepcopy(layer).later_product is None
+
+
+def test_a_weight_that_two_layers_of_a_region_share_has_the_gradients_of_both() -> None:
+    first = Linear1D_Col(nn.Linear(4, 4, bias=False), ALONE, reduce_input_gradient=False)
+    second = deepcopy(first)
+    second.weight = first.weight
+    leaf = torch.randn(3, 4, requires_grad=True)
+    with patch.object(split_layers, "begin_all_reduce", lambda gradient, group: InFlight(None, gradient)):
+        (x,) = enter([leaf * 1], ALONE, [first, second])
+        (first(x).square().sum() + second(x).sum()).backward()
+    product = nn.functional.linear(leaf, first.weight)
+    expected = torch.autograd.grad(product.square().sum() + product.sum(), [leaf, first.weight])
+    torch.testing.assert_close((leaf.grad, first.weight.grad), expected)
 
 
 def tied() -> None:

@@ -1,7 +1,6 @@
 """Faults that gloo may hide when it completes early: a missing wait, or a write to a tensor in flight."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +29,7 @@ def without_waiting(finish: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def finished(self: Any) -> None:
         if self._average is not None:
-            self._average = replace(self._average, handle=None)
+            self._average = self._average._replace(handle=None)
         finish(self)
 
     return finished
