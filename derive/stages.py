@@ -146,6 +146,11 @@ def _sending_all(plan: StagePlan) -> StagePlan:
     return replace(plan, encoder=encoder, returned=returned, sent=sent)
 
 
+def _leaves_out(plan: StagePlan) -> bool:
+    """Return True if nan travels in place of some tensors; otherwise nan is that of outlines, which nothing reads."""
+    return plan != _sending_all(plan)
+
+
 def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:
     """Return a plan as executed: perhaps with outputs of modules before its layers on later stages; or the departure.
 
@@ -163,8 +168,7 @@ def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePla
         if departure(copy, _kept(copy.model, plan, outputs, without=name)) is not None
     ]
     plan = _kept(copy.model, plan, {name: outputs[name] for name in (*read, "")})
-    error = departure(copy, plan)
-    if error is None:
+    if departure(copy, plan) is None:
         return plan
     plan = _sending_all(plan)
     return departure(copy, plan) or plan
@@ -367,7 +371,7 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
             loss_departure(loss, staged, "in stages")
             or _backward(sent, received, staged)
             or _gradient_departure(whole, plan, stages)
-            or (_NAN if any(tensor.isnan().any() for tensor in tensors_in(output)) else None)
+            or (_NAN if _leaves_out(plan) and any(x.isnan().any() for x in tensors_in(output)) else None)
         )
     except RuntimeError as error:  # a graph that layers of two stages share
         return f"the backward of the stages fails: {described(error)}"

@@ -1,4 +1,4 @@
-"""Small models of types that no settings of model_choice.py describe: and their batches, by the rules of derive/."""
+"""Small models, and their batches, by the rules of derive/: of types that no settings of model_choice.py describe."""
 
 from functools import cache
 from typing import Any

@@ -12,9 +12,8 @@ from ..zero.muon import Muon
 from .layout_choice import EPSILON, LEARNING_RATE
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
-SGD_RATE = (
-    0.1  # an error of a gradient stays an error of this fraction, where AdamW divides it by its own size
-)
+# An error of a gradient stays an error of this fraction, where AdamW divides it by its own size.
+SGD_RATE = 0.1
 # The fraction of the learning rate by which a matrix may be off after a step of Muon whose gradients agree. It computes
 # in bfloat16: five iterations with a slope of up to 3.44 at small singular values amplify the rounding of an entry,
 # 2^-9, by 3.44^5 = 480, to about the size of the entry.

@@ -70,9 +70,8 @@ class ShardTensor(Tensor):
         shard_tensor._has_graph = torch.is_grad_enabled()
         if shard.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                shard_tensor.register_hook(
-                    _refuse_gradient
-                )  # the first layer takes `shard`: this one's would be lost
+                # The first layer takes `shard`: a gradient of this one would be lost.
+                shard_tensor.register_hook(_refuse_gradient)
         return shard_tensor
 
     @property

@@ -14,6 +14,7 @@ def run(choice: ModelChoice, layout: Layout) -> Report:
     return parity(choice, layout)
 
 
+@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")  # of encoder-decoder's forward
 @pytest.mark.parametrize(
     ("model_type", "layout"),
     [
