@@ -19,7 +19,6 @@ WITHOUT_TABLE = (
     "apertus", "arcee", "cwm", "dbrx", "deepseek_v2", "doge", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
     "gemma", "glm4_moe", "granite_swa", "granitemoe", "helium", "hy_v3", "hyperclovax", "internlm3", "iquestcoder",
     "jais2", "laguna", "longcat_flash", "mellum", "minicpm3", "ministral", "ministral3", "olmo", "qwen3_5_text",
-    "vitpose_backbone",
 )
 # fmt: on
 

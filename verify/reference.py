@@ -172,6 +172,9 @@ def _loss_and_weight(
     if isinstance(returned, tuple):
         loss_sum, weight = returned[0], float(returned[1])
     else:
+        is_sum = bool(divisors) and not any(divisors)
+        if is_sum and weigh is not None:  # sums of microbatches add up: all their weights together are 1
+            return returned.float(), 1 / len(microbatches)
         weight = float(1.0 if weigh is None else weigh(batch, divisors))
         loss_sum = returned.float() * weight
     if weigh is None and (auxiliary := _auxiliary(outputs)) is not None:

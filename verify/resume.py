@@ -208,9 +208,7 @@ def compare_legs(relay: Relay, folder: Path) -> ResumeReport:
     legs = [(leg.layout, relay.batches(number)) for number, leg in enumerate(relay.legs)]
     records = [record for outcome in outcomes for record in outcome.records]
     with equal_draws(relay.choice):
-        steps = compare_with_one_process(
-            model, legs, relay.training, records, weighed_by=relay.choice.weighed_by
-        )
+        steps = compare_with_one_process(relay.choice, model, legs, relay.training, records)
     return ResumeReport(
         steps=tuple(steps),
         departure=_first_departure(steps, handovers),

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from echelon.shardformer.expert_sharding import expert_errors
@@ -40,24 +41,37 @@ def test_every_mixture_is_distributed_or_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "head", "reason"),
+    ("model_type", "settings", "reason"),
     [
-        ("jetmoe", None, "cannot distribute the JetMoeParallelExperts of a JetMoeForCausalLM: use ep_size=1"),
-        ("doge", None, "cannot distribute the DogeCDMoE of a DogeForCausalLM: use ep_size=1"),
-        ("vitpose_backbone", "backbone", "cannot distribute the VitPoseNaiveMoe of a VitPoseBackbone"),
-        ("longcat_flash", None, "ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts"),
+        (
+            "jetmoe",
+            {"pad_token_id": 0},  # transformers 5.0 sets none
+            "cannot distribute the JetMoeParallelExperts of a JetMoeForCausalLM: use ep_size=1",
+        ),
+        (
+            "doge",
+            {"is_moe": True, "num_experts": 16},
+            "cannot distribute the DogeCDMoE of a DogeForCausalLM: use ep_size=1",
+        ),
+        (
+            "longcat_flash",
+            {"zero_expert_num": 3},
+            "ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts",
+        ),
     ],
 )
 def test_experts_that_cannot_be_distributed_are_refused(
-    model_type: str, head: str | None, reason: str
+    model_type: str, settings: dict[str, object], reason: str
 ) -> None:
-    settings = {
-        "jetmoe": {"pad_token_id": 0},  # transformers 5.0 sets none
-        "doge": {"is_moe": True, "num_experts": 16},
-        "vitpose_backbone": {"num_experts": 2, "part_features": 8},
-        "longcat_flash": {"zero_expert_num": 3},
-    }
-    chosen = tuple(settings.get(model_type, {}).items())
-    model = ModelChoice(model_type=model_type, head=head, settings=chosen).build_on_meta()
+    model = ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta()
     error, *_ = expert_errors(model, 2)
     assert reason in error
+
+
+def test_experts_that_a_further_input_chooses_are_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.VitPoseBackbone(
+            transformers.VitPoseBackboneConfig(num_experts=2, part_features=8)
+        )
+    error, *_ = expert_errors(model, 2)
+    assert "cannot distribute the VitPoseNaiveMoe of a VitPoseBackbone" in error
