@@ -3,7 +3,8 @@
 A tree is a tensor, or a dict, tuple or list of trees. Mappings of other types (transformers' BatchEncoding)
 are returned as plain dicts; dataclasses that are mappings (transformers' ModelOutput) and named tuples keep
 their class. Other values in a tree, and tensors without dimensions, are given to every microbatch. Tensors are split
-and joined along their batch dim, which is dim 0 except for the arguments of `_BATCH_DIMS`.
+and joined along their batch dim, which is dim 0 except for the arguments of `_BATCH_DIMS`. Of a batch, lists with an
+entry for each sample (the objects of an image, see `_is_sample_list`) are split between entries.
 """
 
 import dataclasses
@@ -21,11 +22,26 @@ from .image_rows import Rows, counts_samples
 
 # Argument name -> number of dims of the tensor -> its batch dim, where this is not 0.
 _BATCH_DIMS = {"position_ids": {3: 1}}  # (axes, B, S): time, height and width in Qwen2-VL
+# Arguments that are lists of tensors with one entry for each sample: the masks and classes of an image's objects.
+_SAMPLE_LISTS = ("mask_labels", "class_labels")
 
 
 def batch_dim(path: str, tensor: Tensor) -> int:
     """Return the batch dim of a tensor at this path of a batch: `position_ids`, `inputs.position_ids`."""
     return _BATCH_DIMS.get(path.rpartition(".")[2], {}).get(tensor.dim(), 0)
+
+
+def _is_sample_list(path: str, tree: Any) -> bool:
+    """Return True for a list of a batch with one entry for each sample.
+
+    These are lists of dicts below a name, such as DETR's `labels` (`class_labels` and `boxes` of an image), and
+    the lists of tensors of `_SAMPLE_LISTS`. Sizes do not decide, which may be equal by chance.
+    """
+    if not path or not isinstance(tree, list):
+        return False
+    return path.rpartition(".")[2] in _SAMPLE_LISTS or (
+        bool(tree) and all(isinstance(entry, Mapping) for entry in tree)
+    )
 
 
 def split(
@@ -38,7 +54,8 @@ def split(
     """Split a batch along its batch dims into microbatches, which share its memory.
 
     Args:
-        batch: a tree of tensors that are equally long along their batch dims, but for those of `rows`.
+        batch: a tree of tensors that are equally long along their batch dims, but for those of `rows`; lists of an
+            entry for each sample are as long.
         num_microbatches: number of microbatches; the first ones are one sample longer if it does not divide the batch.
         microbatch_size: samples per microbatch; the last one is shorter if it does not divide the batch. Give one
             of the two, or both if they agree.
@@ -77,9 +94,19 @@ def batch_size(batch: Any) -> int:
 
 
 def _lengths(batch: Any) -> dict[str, int]:
-    return {
-        path: tensor.shape[batch_dim(path, tensor)] for path, tensor in _named_tensors(batch) if tensor.dim()
-    }
+    """Return the lengths of tensors along their batch dims, and of lists of an entry for each sample, by path."""
+    lengths: dict[str, int] = {}
+
+    def measure(entries: list[Any], path: str) -> Any:
+        value = entries[0]
+        if isinstance(value, list):
+            lengths[path] = len(value)
+        elif isinstance(value, Tensor) and value.dim():
+            lengths[path] = value.shape[batch_dim(path, value)]
+        return value
+
+    _joined([batch], measure, is_leaf=_is_sample_list)
+    return lengths
 
 
 def _require_equal_lengths(lengths: Mapping[str, int]) -> None:
@@ -184,6 +211,8 @@ def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
 
     def cut(entries: list[Any], path: str) -> Any:
         value = entries[0]
+        if isinstance(value, list):
+            return value[start : start + length]
         if not isinstance(value, Tensor) or not value.dim():
             return value
         if path in rows:
@@ -194,7 +223,7 @@ def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
         # Only plain tensors: `data` of others is one, without the host copy of a mask.
         return view.data if type(view) is Tensor and not view.requires_grad else view
 
-    return _joined([batch], cut)
+    return _joined([batch], cut, is_leaf=_is_sample_list)
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
@@ -210,27 +239,40 @@ def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
     return named
 
 
-def _joined(trees: Sequence[Any], join: Callable[[list[Any], str], Any], path: str = "") -> Any:
+def _joined(
+    trees: Sequence[Any],
+    join: Callable[[list[Any], str], Any],
+    path: str = "",
+    *,
+    is_leaf: Callable[[str, Any], bool] = lambda path, tree: False,
+) -> Any:
     """Map trees of equal structure to one tree, whose leaves are `join(leaves, path)` of their leaves at each path.
 
     Args:
         trees: at least one.
         join: gets the leaves of all trees at a path, such as "inputs.0".
         path: of the trees in a larger one, for `join` and errors.
+        is_leaf: tells by path and tree which mappings, tuples and lists are leaves.
 
     Raises:
         ValueError: the structures differ.
     """
     first = trees[0]
+    if is_leaf(path, first):
+        return join(list(trees), path)
     if len(trees) > 1 and len(structures := dict.fromkeys(map(_structure, trees))) > 1:
         raise ValueError(f"{_place(path)} differs between microbatches: {'; '.join(structures)}")
     prefix = f"{path}." if path else ""
     if isinstance(first, Mapping):
-        fields = {key: _joined([tree[key] for tree in trees], join, f"{prefix}{key}") for key in first}
+        fields = {
+            key: _joined([tree[key] for tree in trees], join, f"{prefix}{key}", is_leaf=is_leaf)
+            for key in first
+        }
         return type(first)(**fields) if dataclasses.is_dataclass(first) else fields
     if isinstance(first, (tuple, list)):
         values = [
-            _joined(entries, join, f"{prefix}{i}") for i, entries in enumerate(zip(*trees, strict=True))
+            _joined(entries, join, f"{prefix}{index}", is_leaf=is_leaf)
+            for index, entries in enumerate(zip(*trees, strict=True))
         ]
         if hasattr(first, "_fields"):  # a named tuple
             return type(first)(*values)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 # Of outputs and microbatch: a loss, or (loss_sum, weight).
@@ -259,12 +260,11 @@ _COUNTS = {
 
 def converted(batch: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Return a batch on the device of a parameter, and floating-point tensors in its format."""
-    return {
-        name: value.to(parameter if value.is_floating_point() else parameter.device)
-        if isinstance(value, Tensor)
-        else value
-        for name, value in batch.items()
-    }
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(parameter if tensor.is_floating_point() else parameter.device)
+
+    return tree_map_only(Tensor, moved, dict(batch))  # type: ignore[no-any-return]
 
 
 def _joined(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

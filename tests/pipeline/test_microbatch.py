@@ -75,6 +75,21 @@ def test_nested_batches_keep_their_containers() -> None:
     assert type(second["pair"]) is Pair and second["pair"].right.tolist() == [[4, 5]]
 
 
+def test_lists_of_the_objects_of_images_are_cut_between_images() -> None:
+    def objects(count: int) -> dict[str, Tensor]:
+        return {"class_labels": torch.arange(count), "boxes": torch.rand(count, 4)}
+
+    labels, masks = [objects(3), objects(3), objects(1)], [torch.ones(n, 2, 2) for n in (3, 3, 3)]
+    batch = {"pixel_values": rows(3), "labels": labels, "mask_labels": masks}
+    first, second = split(batch, num_microbatches=2, microbatch_size=None)
+    assert first["labels"] == labels[:2] and second["labels"] == labels[2:]
+    assert first["mask_labels"] == masks[:2] and second["mask_labels"] == masks[2:]
+    moved = map_tensors(second, torch.Tensor.double)
+    assert moved["labels"][0]["boxes"].dtype is torch.float64
+    with pytest.raises(ValueError, match="pixel_values has 3, labels has 2, mask_labels has 3"):
+        batch_size(batch | {"labels": labels[:2]})
+
+
 @pytest.mark.parametrize("kind", [dict, OrderedDict, BatchEncoding])
 def test_every_mapping_becomes_a_plain_dict(kind: Any) -> None:
     microbatches = split(kind({"input_ids": rows(2)}), num_microbatches=2, microbatch_size=None)
