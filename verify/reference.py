@@ -264,7 +264,7 @@ def converted(batch: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(parameter if tensor.is_floating_point() else parameter.device)
 
-    return tree_map_only(Tensor, moved, dict(batch))  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, moved, dict(batch))
 
 
 def _joined(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
