@@ -336,7 +336,7 @@ class Booster:
 
         Raises:
             ValueError: the optimizer, its parameters or its groups differ; all differences at once.
-            FileNotFoundError: the folder does not exist.
+            FileNotFoundError: the folder has no optimizer state.
         """
         self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), checkpoint)
 
