@@ -123,7 +123,11 @@ class Booster:
         *,
         average_loss: bool = True,
     ) -> dict[str, Any]:
-        """Run the next batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
+        """Run the next batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`.
+
+        Raises:
+            RuntimeError: the plugin is TorchDDPPlugin, the default, or TorchFSDPPlugin: they have no pipeline.
+        """
         return self.plugin.execute_pipeline(
             data_iter,
             model,
@@ -332,6 +336,7 @@ class Booster:
 
         Raises:
             ValueError: the optimizer, its parameters or its groups differ; all differences at once.
+            FileNotFoundError: the folder has no optimizer state.
         """
         self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), checkpoint)
 

@@ -189,23 +189,24 @@ class Metrics:
         return record
 
     def _write(self, record: Record) -> None:
-        """Write a record on the first rank."""
+        """Keep a record, and write it to the outputs, which only the first rank has."""
         self.records.append(record)
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(_as_line(record))
         if self._board is not None:
             for name, value in record.items():
-                self._board.add_scalar(name, value, record["step"])
+                if name != "step":
+                    self._board.add_scalar(name, value, record["step"])
             self._board.flush()
-        text = line_of(record)
         if self._bar is not None:
-            self._bar.set_postfix_str(text)
+            self._bar.set_postfix_str(line_of(record))
             if self._step == self._num_steps:
                 self._bar.close()
-        if self._prints:
+                self._bar, self._prints = None, True  # a closed bar would not show a last evaluation
+        elif self._prints:
             total = "" if self._num_steps is None else f"/{self._num_steps}"
-            print(f"step {record['step']}{total}, {text}", flush=True)
+            print(f"step {record['step']}{total}, {line_of(record)}", flush=True)
 
 
 def line_of(record: Record) -> str:

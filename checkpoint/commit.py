@@ -165,7 +165,14 @@ def _commit(path: Path, folder: Path, kind: Replaced) -> None:
 
 
 def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str]) -> None:
-    """Write down which files are placed and removed, then rename the folder; both are flushed to the disk."""
+    """Write down which files are placed and removed, then rename the folder; both are flushed to the disk.
+
+    Args:
+        path: where the files are placed.
+        folder: the temporary folder.
+        kind: the files that they replace.
+        written: names of the files in the folder, in the order in which they are placed: entries last.
+    """
     present = {file.name for pattern in (*kind.entries, *kind.others) for file in path.glob(pattern)}
     placing = {"place": written, "entries": kind.entries, "remove": sorted(present - set(written))}
     write_small(folder / _PLACING, json.dumps(placing).encode())
@@ -180,7 +187,7 @@ def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str])
         ) from error
     try:
         sync_folder(path)
-    except OSError:
+    except OSError:  # the caller gets an error, so this save must not be completed
         os.rename(path / _COMPLETE, folder)
         raise
 

@@ -120,10 +120,10 @@ class Comparison:
         for part, a, b in self._stores:
             if a is not None and b is not None:
                 yield from self._tensor_differences(part, a, b, progress)
-            elif a is not b:
+            elif a is not None or b is not None:
                 yield Difference(part, part, f"only in {'B' if a is None else 'A'}")
-        for part, left, right in self._values:
-            yield from self._value_differences(part, dict(_leaves(left)), dict(_leaves(right)))
+        for part, a_values, b_values in self._values:
+            yield from self._value_differences(part, dict(_leaves(a_values)), dict(_leaves(b_values)))
 
     def _tensor_differences(
         self, part: str, a: Stored, b: Stored, progress: Progress

@@ -374,13 +374,14 @@ def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:
 def random_state(mesh: ParallelMesh, forwards: ForwardRandom | None) -> bytes:
     """Return the current states of this rank's random generators and of a model's forwards, in torch's own format."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    keys_tensor = torch.from_numpy(np.asarray(keys).copy())  # reading with weights_only refuses arrays
     cpu, on_device = torch_state(mesh.device)
     state = {
-        "coordinates": {axis: mesh.rank(axis) for axis in AXES},
+        "coordinates": {axis: mesh.rank(axis) for axis in AXES},  # for inspection.py
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).copy()), position, has_gauss, gauss),
+        "numpy": (name, keys_tensor, position, has_gauss, gauss),
         "cpu": cpu,
-        "cuda": on_device,
+        "cuda": on_device,  # of any device
         "forwards": None if forwards is None else forwards.state(),
     }
     return torch_save_bytes(state)

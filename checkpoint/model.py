@@ -99,18 +99,18 @@ def prepare_model(
         keep: returns the memory to save for a tensor that this rank sends or writes (a copy for asynchronous saves).
         group: all ranks, on the CPU backend.
         is_torch: write files of torch's own format instead of safetensors.
-        by_all: limit the file size further, so that every rank writes some of the files.
+        by_all: limit the file size to a rank's share as well, or to 32 MiB if that is larger, so that all ranks write.
 
     Returns:
         A function that writes the model into an existing folder and returns the records of this rank's files.
-        Collective over the group; raises OSError on every rank if any rank could not write.
+        Collective over the group; raises as `on_all_ranks` if any rank could not write.
     """
     offers = on_all_ranks(lambda: offers_of(local), group)
     entries = entries_of(offers, order)
     if by_all:
         share = sum(entry.nbytes for entry in entries) / group.size()
         max_bytes = min(max_bytes, max(share, _LEAST_BYTES))
-    files = packed(entries, max_bytes, lambda entry: entry.nbytes) or [[]]
+    files = packed(entries, max_bytes, lambda entry: entry.nbytes) or [[]]  # one empty file without tensors
     plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), offers)
     parts = {key: keep(part) for key, part in needed_parts(local, plans, group.rank()).items()}
 
@@ -119,7 +119,7 @@ def prepare_model(
 
         def write_index_and_configs() -> None:
             if failure is not None:
-                raise failure
+                raise failure  # on all ranks, as each has this rank's boxes by now
             if group.rank() > 0:
                 return
             if len(plans) > 1:

@@ -247,7 +247,13 @@ def _renamed(
 
 
 def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[str, Tensor]:
-    """Run converters on the tensors that they have collected, and return the results."""
+    """Run converters on the tensors that they have collected, and return the results.
+
+    Args:
+        converters: copies of transformers' rules, with the tensors of one target each, by its name.
+        outline: the model on the meta device.
+        path: path of the files, for errors.
+    """
     tensors: dict[str, Tensor] = {}
     errors = []
     for target, converter in converters.items():
@@ -257,7 +263,10 @@ def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[
         except Exception as error:  # conversions may raise anything
             errors.append(f"{target} from {sources}: {type(error).__name__}: {error}")
             continue
-        for name, result in results.items():
+        for (
+            name,
+            result,
+        ) in results.items():  # a tensor that no operation changes is still in a list, as collected
             tensors[name] = result[0] if isinstance(result, list) else result
     if errors:
         raise ValueError(f"weights of {path} cannot be converted into the model's: {'; '.join(errors)}")

@@ -28,7 +28,7 @@ HEAD_MULTIPLE = 8  # a ModelChoice has 4 heads, whose size must be even for rota
 SAMPLES = 8  # per microbatch
 MILLISECONDS = 1e3
 MOST_APART = 1e6  # largest ratio of costs: a box that is lost in the rounding of the clock cannot be drawn
-COSTS = (1e-100, 1e100)  # the range of costs whose sums are finite
+COST_RANGE = (1e-100, 1e100)  # the sums of such costs are finite
 FOR_MEASURING = ("model", "layers", "hidden", "steps", "seed", "timeout")
 
 
@@ -128,7 +128,7 @@ def timeline(
 
     With --measure, local processes of one thread each, one per rank, train a small model. Their computations in
     the median step are drawn above a simulation with their mean costs. Exit status: 0 drawn,
-    1 a process failed, 2 bad arguments.
+    1 a process failed or the file cannot be written, 2 bad arguments.
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
     given_options = [name for name in context.params if _is_set_by_user(context, name)]
@@ -185,18 +185,23 @@ def parse_costs(text: str) -> Costs:
     """Parse costs from "F,B,W".
 
     Raises:
-        ValueError: they are not three positive numbers with a finite sum.
+        ValueError: they are not three numbers in `COST_RANGE`, at most `MOST_APART` times as large as each other.
     """
     try:
-        forward, backward_input, backward_weight = numbers = [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in text.split(",")]
+        forward, backward_input, backward_weight = numbers
         least, most = min(numbers), max(numbers)
-        if all(map(isfinite, numbers)) and COSTS[0] <= least and most <= min(COSTS[1], least * MOST_APART):
+        if (
+            all(map(isfinite, numbers))
+            and COST_RANGE[0] <= least
+            and most <= min(COST_RANGE[1], least * MOST_APART)
+        ):
             return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
     except ValueError:
         pass
     raise ValueError(
         f"costs={text!r} must be three positive numbers F,B,W, at most {MOST_APART:g} times as large as each "
-        f"other, from {COSTS[0]:g} to {COSTS[1]:g}: for example 1,1,1"
+        f"other, from {COST_RANGE[0]:g} to {COST_RANGE[1]:g}: for example 1,1,1"
     )
 
 

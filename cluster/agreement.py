@@ -261,7 +261,7 @@ class Agreement:
             self._batch_code = (self._batch_code * 31 + batch_code(batch)) % _CODES
         self._num_recorded += 1
 
-    def require_none(self, deviation: float | Tensor, error: str, *, waits: bool) -> None:
+    def require_zero(self, deviation: float | Tensor, error: str, *, waits: bool) -> None:
         """Raise an error if a number is above 0.
 
         Args:
@@ -306,9 +306,9 @@ class Agreement:
         raise AssertionError("checksums differ between ranks, but a full comparison finds no difference")
 
     def _explain(self) -> None:
-        """Raise the error of a step in which ranks differed: in a loss, the number of calls or a batch. Collective."""
+        """Raise the first difference of a step: a deviation, the number of calls or the batches. Collective."""
         for deviation, error in self._deviations:
-            self.require_none(deviation, error, waits=True)
+            self.require_zero(deviation, error, waits=True)
         require_equal(
             {"number of calls": self._num_recorded}, what="a step", rule="every rank must run the same"
         )

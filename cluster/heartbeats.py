@@ -119,9 +119,9 @@ def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
 def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> UnmatchedCall | None:
     """The error of a call that can never complete, and the rank that does not match; None if heartbeats prove nothing.
 
-    It is proven if another rank entered another call in its place, waits in a call of another group that `rank` has
-    not entered, or is in the same call with a batch of other names, shapes or dtypes that should be equal. Ranks that
-    raised a different number of errors are left out: their calls are numbered differently.
+    It is proven if another rank is in the same call with a batch of other names, shapes or dtypes that should be equal,
+    or will never enter the call. Ranks that raised a different number of errors are left out: their calls are numbered
+    differently.
     """
     waiting = beats[rank]
     assert waiting is not None
@@ -136,12 +136,7 @@ def unmatched_call(rank: int, beats: Mapping[int, Heartbeat | None]) -> Unmatche
                 f"{beat.batch}: give every rank of a replica the same batch",
                 other,
             )
-        if beat.action == waiting.action:
-            continue
-        call_in_its_place = beat.name_of(waiting.group, waiting.number)
-        made_another = call_in_its_place not in (None, waiting.action)
-        waits_elsewhere = not beat.has_come(waiting) and _waits_for(beat, rank, waiting)
-        if made_another or waits_elsewhere:
+        if _never_enters(beat, waiting, rank):
             there = f"rank {other} {beat}, and each waits for the other"
             return UnmatchedCall(f"{here} and {there}: {SAME_CALLS}", other)
     return None
@@ -155,10 +150,19 @@ def _has_another_batch(first: Heartbeat, second: Heartbeat) -> bool:
     return is_same_call and second.batch != first.batch
 
 
-def _waits_for(beat: Heartbeat, rank: int, beat_of_rank: Heartbeat) -> bool:
-    """Return True if a process is in a call of another group that `rank` has not entered."""
-    is_other_group = beat.group != beat_of_rank.group
-    return is_other_group and rank in members(beat.group) and not beat_of_rank.has_come(beat)
+def _never_enters(beat: Heartbeat, waiting: Heartbeat, rank: int) -> bool:
+    """Return True if it is certain that a process will not enter the call that `rank` waits in.
+
+    It has made another call in its place, or waits itself, in a call of another group that `rank` has not entered.
+    """
+    if beat.action == waiting.action:  # calls of one name may meet, whatever their numbers
+        return False
+    if beat.name_of(waiting.group, waiting.number) not in (None, waiting.action):
+        return True
+    waits_for_rank = (
+        beat.group != waiting.group and rank in members(beat.group) and not waiting.has_come(beat)
+    )
+    return waits_for_rank and not beat.has_come(waiting)
 
 
 # A store that does not answer in this time is treated as gone.

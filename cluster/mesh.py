@@ -216,16 +216,19 @@ class ParallelMesh:
         """Create `count` groups over the ranks of axis pp, in their order. Collective over the world.
 
         NCCL serializes the messages of one group between two ranks; see [Note: channels] in pipeline/transport.py.
-        Further calls return the same groups first.
+        A later call returns the same groups; with a larger count, new ones after them.
         """
+        groups = []
         for number in range(1, count + 1):
             if ("pp", number) not in self._groups:
                 with connecting_pairs_apart():
                     self._groups["pp", number] = self._new_group(
                         "pp", [range(self.size("pp"))], use=GROUPS[CHANNEL]
                     )
-        groups = [self._groups["pp", number] for number in range(1, count + 1)]
-        return [group for group in groups if group is not None]
+            group = self._groups["pp", number]
+            assert group is not None  # it has all coordinates
+            groups.append(group)
+        return groups
 
     def subgroup(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
         """The group of this rank among groups over parts of an axis.

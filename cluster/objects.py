@@ -84,16 +84,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _broadcast_tensors(tensors: list[Tensor], root: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Broadcast tensors, of known shapes and dtypes on all ranks, as bytes. A CUDA stream waits, not the host."""
-    sent = [_on_wire(tensor, group).contiguous() for tensor in tensors]
+    """Broadcast tensors, of known shapes and dtypes on all ranks, as bytes: backends lack some dtypes.
+
+    A CUDA stream waits, not the host. Return the tensors that arrived, on a device that the group has a backend for.
+    """
+    on_wire = [_on_wire(tensor, group).contiguous() for tensor in tensors]
     works = [
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root, async_op=True)
-        for tensor in sent
+        for tensor in on_wire
         if tensor.numel()
     ]
     for work in works:
         work.wait()
-    return sent
+    return on_wire
 
 
 def _broadcast_bytes(data: bytes, root: int, group: dist.ProcessGroup | None) -> bytes:

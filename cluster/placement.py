@@ -287,8 +287,8 @@ def shape_of_owner(tensor: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def num_parts(parameter: Tensor, axis: str) -> int:
-    """The number of neighbouring ranks on an axis with partial gradients of a parameter, or of its shard."""
+def num_summands(parameter: Tensor, axis: str) -> int:
+    """The number of neighbouring ranks on an axis whose gradients of a parameter, or of its shard, are summed."""
     placement = placement_on(parameter, axis)
     return 1 if placement is None or isinstance(placement, Replicated) else _num_replicas(placement)
 

@@ -94,8 +94,12 @@ class ThreadGroup:
     def all_to_all_single(
         self, output: Tensor, input_: Tensor, received: Sequence[int], sent: Sequence[int], _: Any
     ) -> "_Done":
-        """Exchange rows; without numbers of them, slices of equal length."""
-        pieces = input_.detach().clone().split([*sent] or len(input_) // self.size())
+        """Exchange rows, `sent[i]` of them to rank i; slices of equal length if `sent` is empty.
+
+        `received` is not used: it follows from the other ranks' pieces.
+        """
+        rows = input_.detach().clone()
+        pieces = rows.split([*sent]) if sent else rows.tensor_split(self.size())
         pieces_by_rank = self.meeting.exchange(self._rank, pieces)
         output.copy_(torch.cat([pieces_of_rank[self._rank] for pieces_of_rank in pieces_by_rank]))
         return _DONE

@@ -165,19 +165,18 @@ class Inputs:
         return inputs
 
     def _series(self) -> dict[str, Any]:
-        """Return the past of time series: (B, T) or a list of (T), or (B, T, channels)."""
+        """Return the past of time series: (B, T, channels); for TimesFM a list of (T), or (B, T) if `is_stacked`."""
         if "past_values" not in self.names:
             return {}
         length = _first(self.config, "context_length", default=32)
         if "freq" in self.names or "timesfm" in self.config.model_type:
-            series: Any = self._floats(self.samples, length)
-            inputs = {"past_values": series if self.is_stacked else list(series)}
-            return inputs | ({"freq": [0] * self.samples} if "freq" in self.names else {})
-        return {
-            "past_values": self._floats(
-                self.samples, length, _first(self.config, "num_input_channels", default=1)
-            )
-        }
+            series = self._floats(self.samples, length)
+            inputs: dict[str, Any] = {"past_values": series if self.is_stacked else list(series)}
+            if "freq" in self.names:
+                inputs["freq"] = [0] * self.samples  # high frequency
+            return inputs
+        channels = _first(self.config, "num_input_channels", default=1)
+        return {"past_values": self._floats(self.samples, length, channels)}
 
     def _others(self) -> dict[str, Any]:
         """Return the arguments of single model families that the forward takes, and `return_loss`."""

@@ -243,12 +243,15 @@ def _carrying_plan(
 def stacks_of(
     model: nn.Module, calls: Sequence[ModuleCall], sizes: Mapping[str, int]
 ) -> dict[str, list[ModuleCall]]:
-    """Return the largest lists of layers, each with the calls of its members, the one with the most parameters first.
+    """Return the `_NUM_STACKS` largest lists of layers, less one that was not called in order, by falling size.
 
     Args:
         model: the small copy.
         calls: of one forward.
         sizes: the number of parameters of each list in the full model.
+
+    Returns:
+        By the path of a list the calls of its layers.
 
     Raises:
         ValueError: the largest list was not called in order, or there is none.
@@ -267,11 +270,11 @@ def stacks_of(
             else:
                 stacks[path] = [layer_calls[0] for layer_calls in runs]
     by_size = sorted([*stacks, *irregular], key=lambda path: -sizes[path])
-    if not by_size or by_size[0] not in stacks:
-        known = "; ".join(f"{path}: {reason}" for path, reason in irregular.items())
-        raise ValueError(
-            f"no list of layers runs in order, each layer once ({known or 'the model has no list'})"
-        )
+    if not by_size:
+        raise ValueError("it has no list of several layers")
+    if by_size[0] not in stacks:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in irregular.items())
+        raise ValueError(f"its largest list of layers does not run in order, each layer once ({reasons})")
     return {path: stacks[path] for path in by_size[:_NUM_STACKS] if path in stacks}
 
 

@@ -60,6 +60,8 @@ _COUNTERPARTS: dict[str, dict[str, str]] = {
     ),
     "utils": _all_of("cluster.accelerator", "get_current_device", "set_seed"),
 }
+# Echelon's own packages that pass ColossalAI's names. In all other modules every name is ColossalAI's.
+_SHARED = ("", "cluster", "zero")
 # Packages of ColossalAI with nothing of theirs here.
 _ABSENT = (
     "amp",
@@ -119,7 +121,7 @@ def _named(module: str, name: str) -> Any:
     """Return the counterpart of a name, or the class that refuses it.
 
     Raises:
-        AttributeError: neither Echelon nor ColossalAI has the name.
+        AttributeError: a module of Echelon's own lacks the name, and so does ColossalAI's, as far as is known here.
     """
     if (counterpart := _COUNTERPARTS.get(module, {}).get(name)) is not None:
         home, _, other_name = counterpart.rpartition(".")
@@ -127,7 +129,7 @@ def _named(module: str, name: str) -> Any:
     path = f"{module}.{name}".lstrip(".")
     if path in _COUNTERPARTS or path in _ABSENT:
         return import_module(f"{_PACKAGE}.{path}")
-    is_of_colossalai = module.partition(".")[0] in ("nn", *_ABSENT) or name in _INSTEAD
+    is_of_colossalai = module not in _SHARED or name in _INSTEAD
     if name.startswith("_") or not is_of_colossalai:
         raise AttributeError(
             f"module '{_PACKAGE}{module and '.'}{module}' has no attribute {name!r}", name=name

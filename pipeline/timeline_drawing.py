@@ -84,6 +84,7 @@ def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
     Raises:
         ImportError: matplotlib is missing.
         ValueError: the suffix is not one of SUFFIXES.
+        OSError: the file cannot be written.
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:

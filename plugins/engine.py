@@ -368,7 +368,7 @@ class PipelineEngine:
         loss: BatchLoss = weighted.reduced(result, steps)
         self._require_one_kind(loss.kinds, waits=call.is_compared)
         if call.kind.trains or self.mesh.world_size > 1 or weighted.has_terms:
-            self.agreement.require_none(loss.deviation, _COUNTS_DIFFER, waits=not call.kind.trains)
+            self.agreement.require_zero(loss.deviation, _COUNTS_DIFFER, waits=not call.kind.trains)
         if optimizer is not None and call.kind.trains:
             set_gradient_factor(optimizer, loss.factor)
         if call.is_compared:
@@ -376,7 +376,7 @@ class PipelineEngine:
         return loss.mean, loss.of_replica
 
     def _require_one_kind(self, kinds: Tensor, *, waits: bool) -> None:
-        """Require losses of one kind from all replicas; see `Agreement.require_none`.
+        """Require losses of one kind from all replicas; see `Agreement.require_zero`.
 
         Args:
             kinds: by replica, see `WeightedCriterion.kind`; equal on all ranks.
@@ -384,7 +384,7 @@ class PipelineEngine:
         """
         if len(kinds) > 1:
             given = f" ({_describe_kinds(kinds.tolist())})" if waits else ""
-            self.agreement.require_none(kinds.max() - kinds.min(), _KINDS_DIFFER.format(given), waits=waits)
+            self.agreement.require_zero(kinds.max() - kinds.min(), _KINDS_DIFFER.format(given), waits=waits)
 
     def _returned_outputs(self, result: RunResult, of_rank: CallKind, of_replica: CallKind) -> Any:
         """Return the outputs of the full batch, or None if this rank requested none or has none.

@@ -1,7 +1,7 @@
 """Arguments of HybridParallelPlugin as frozen data, validated together: all errors at once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -202,7 +202,9 @@ class HybridConfig(ShardOptions, DataOptions):
     @property
     def cutting(self) -> dict[str, int | None]:
         """The arguments of `pipeline.microbatch`; one microbatch by default."""
-        number = 1 if self.num_microbatches is self.microbatch_size is None else self.num_microbatches
+        number = (
+            1 if self.num_microbatches is None and self.microbatch_size is None else self.num_microbatches
+        )
         return {"num_microbatches": number, "microbatch_size": self.microbatch_size}
 
     @cached_property
@@ -249,7 +251,7 @@ class HybridConfig(ShardOptions, DataOptions):
         ]
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        """Yield (is_wrong, message) for every combination of options that is not allowed."""
+        """Yield (is_wrong, message) for each rule between two options."""
         yield (
             self.overlap_allgather and self.zero_stage == 0,
             "overlap_allgather=True with zero_stage=0, where every rank updates all parameters and gathers none: "
@@ -267,13 +269,13 @@ class HybridConfig(ShardOptions, DataOptions):
             f"num_microbatches={number} and microbatch_size={size} are both given: give one of them",
         )
         yield (
-            self.pp_size > 1 and number is size is None,
+            self.pp_size > 1 and number is None and size is None,
             f"pp_size={self.pp_size} needs num_microbatches (at least pp_size keeps the stages busy) or "
             "microbatch_size",
         )
 
     def _compile_rules(self) -> Iterator[tuple[bool, str]]:
-        """Yield (is_wrong, message) for every option that is not allowed together with `compile_layers`."""
+        """Yield (is_wrong, message) for each rule between `compile_layers` and another option."""
         yield (
             self.compile_layers and self.overlap_allgather,
             "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters in "
@@ -293,34 +295,48 @@ class HybridConfig(ShardOptions, DataOptions):
 
     def _stage_errors(self) -> list[str]:
         """List errors of the schedule, and of `num_layers_per_stage` and recomputation, which depend on its stages."""
-        number = self.num_microbatches if (self.num_microbatches or 0) >= 1 else None
+        config = self
+        if self.num_microbatches is not None and self.num_microbatches < 1:  # `option_errors` reports it
+            config = replace(self, num_microbatches=None)
         errors = [
             f"pp_style: {error}"
-            for error in style_errors(self.pp_style, self.num_model_chunks, self.pp_size, number)
+            for error in style_errors(
+                self.pp_style, self.num_model_chunks, self.pp_size, config.num_microbatches
+            )
         ]
-        if not errors and self.compile_layers and self.splits_backward:
+        if not errors and self.compile_layers and config.splits_backward:
             errors.append(
                 f"pp_style={self.pp_style!r} with compile_layers=True: a compiled layer cannot defer its "
                 "weight gradients. Use '1f1b', or leave compile_layers out"
             )
-        num_stages = None if errors or number != self.num_microbatches else len(self.stage_ranks)
-        counts, recomputed = self.num_layers_per_stage, self.gradient_checkpoint_config
+        num_stages = None if errors else len(config.stage_ranks)
+        return [*errors, *self._layer_count_errors(num_stages), *self._recompute_errors(num_stages)]
+
+    def _layer_count_errors(self, num_stages: int | None) -> list[str]:
+        """List the error of `num_layers_per_stage` for this many stages; None is an unknown number."""
+        counts = self.num_layers_per_stage
         are_counts = isinstance(counts, Sequence) and all(
             type(count) is int and count >= 1 for count in counts
         )
-        if counts is not None and not (are_counts and num_stages in (None, len(counts))):
-            per_stage = "each stage"
-            if num_stages is not None:
-                per_stage = f"each of {num_stages} stages (pp_size times those of a rank)"
+        if counts is None or (are_counts and num_stages in (None, len(counts))):
+            return []
+        per_stage = "each stage"
+        if num_stages is not None:
+            per_stage = f"each of {num_stages} stages (pp_size times those of a rank)"
+        return [f"num_layers_per_stage={counts!r} must be a list of positive integers, one for {per_stage}"]
+
+    def _recompute_errors(self, num_stages: int | None) -> list[str]:
+        """List errors of `gradient_checkpoint_config` for this many stages; None is an unknown number."""
+        recomputed = self.gradient_checkpoint_config
+        if not isinstance(
+            recomputed, PipelineGradientCheckpointConfig
+        ):  # None, or reported by `option_errors`
+            return []
+        errors = recomputed.errors(num_stages)
+        if self.compile_layers and recomputed.recompute_modules is not None:
             errors.append(
-                f"num_layers_per_stage={counts!r} must be a list of positive integers, one for {per_stage}"
+                f"recompute_modules={recomputed.recompute_modules!r} with compile_layers=True: modules "
+                "within a compiled layer cannot be recomputed. Leave recompute_modules out to recompute "
+                "whole layers"
             )
-        if isinstance(recomputed, PipelineGradientCheckpointConfig):
-            errors += recomputed.errors(num_stages)
-            if self.compile_layers and recomputed.recompute_modules is not None:
-                errors.append(
-                    f"recompute_modules={recomputed.recompute_modules!r} with compile_layers=True: modules "
-                    "within a compiled layer cannot be recomputed. Leave recompute_modules out to recompute "
-                    "whole layers"
-                )
         return errors

@@ -258,6 +258,7 @@ def _microbatches(settings: Settings) -> dict[str, Any]:
     if not settings.has("data"):
         return {}
     count, accumulation = settings.get("data.micro_num", 1), settings.get("data.gradient_accumulation")
+    # With a pipeline InternEvo ignores gradient_accumulation.
     if settings.get("parallel.pipeline.size", 1) == 1 and accumulation not in (None, count):
         why = f"must be micro_num={count} without a pipeline"
         settings.refuse("data.gradient_accumulation", accumulation, why)

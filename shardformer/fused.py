@@ -30,7 +30,7 @@ class FusedKernels:
     """Requested kernels.
 
     Args:
-        flash_attention: attention by a kernel of `attention.KERNELS`, by name; True takes `flash_kernel`.
+        flash_attention: attention by a kernel of `attention_kernels.KERNELS`, by name; True takes `flash_kernel`.
         xformers: attention by xFormers.
         normalization: norms by apex, Liger or torch; see fused_norm.py.
         jit: activation formulas and dropout + addition compiled by torch; see fused_code.py.

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather, all_reduce
 from ..cluster.packing import packed
-from ..cluster.placement import is_primary, num_parts, placements_of
+from ..cluster.placement import is_primary, num_summands, placements_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
@@ -64,9 +64,9 @@ def add_gradient_hooks(model: nn.Module, *, tensor: ProcessGroup | None, data: P
     parameters = list(model.parameters())
     if tensor is not None:
         for parameter in parameters:
-            if (parts := num_parts(parameter, "tp")) > 1:
+            if (num_ranks := num_summands(parameter, "tp")) > 1:
                 with _with_gradient_required(parameter):
-                    parameter.register_hook(_sum_hook(tensor, parts))
+                    parameter.register_hook(_sum_hook(tensor, num_ranks))
     average = None if data is None else DataAverage(parameters, data)
     vars(model)[_AXES] = Axes(tensor, data, average)
 
@@ -126,18 +126,18 @@ class DataAverage:
                 parameter.grad = gradient.copy_(means[index].view_as(gradient))
 
 
-def _sum_hook(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
-    """Return a hook that sums a gradient over blocks of `parts` neighbouring ranks of a group, its parts.
+def _sum_hook(group: ProcessGroup, num_ranks: int) -> Callable[[Tensor], Tensor]:
+    """Return a hook that sums the partial gradients of each `num_ranks` neighbouring ranks of a group.
 
-    One all-reduce, or an all-gather if a block is smaller than the group; every rank of the group calls it.
+    One all-reduce, or an all-gather if the group has more ranks; all of them call it.
     """
 
     def summed(gradient: Tensor) -> Tensor:
-        if parts == group.size():
+        if num_ranks == group.size():
             return all_reduce(gradient, group)
-        # Over the full group, since there is no group of the block: making one would be collective over the world.
-        first = group.rank() // parts * parts
-        return all_gather(gradient[None], group, 0)[first : first + parts].sum(0)
+        # Over the full group, since the neighbours have none: making one would be collective over the world.
+        first = group.rank() // num_ranks * num_ranks
+        return all_gather(gradient[None], group, 0)[first : first + num_ranks].sum(0)
 
     return summed
 

@@ -334,7 +334,7 @@ def _apply_description(
 ) -> set[nn.Module]:
     """Apply one description to a module or a stand-in; return the sub-modules changed in place and not replaced."""
     replacements = list(description.sub_module_replacement)
-    if isinstance(module, StandIn):  # some sub-modules of its native module may be local
+    if isinstance(module, StandIn):  # it may have adopted sub-modules that layers here borrow
         local = {name for name, inner in module.named_modules() if not isinstance(inner, StandIn)}
         replacements = [replacement for replacement in replacements if replacement.suffix in local]
     else:

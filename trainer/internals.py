@@ -29,11 +29,12 @@ from ..checkpoint.local_tensors import TensorNames
 from ..checkpoint.model import ADAPTER_SAFETENSORS
 from ..checkpoint.tensor_file import read_values
 from ..cluster.collectives import all_gather
-from ..cluster.errors import RankFailure
+from ..cluster.errors import RankFailure, raise_errors
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import gather_integers, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
+from ..data.loader import WORKER_SETTINGS, argument_errors
 from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, with_rows, without_labels_from
 from .boosted import BoostedTraining
 
@@ -98,10 +99,15 @@ class ReplicaAccelerator(Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Return a dataloader of this replica's rows of the batches that one process would have."""
+        """Return a dataloader of this replica's rows of the batches that one process would have.
+
+        Raises:
+            ValueError: workers of `data_loader` may return batches in any order.
+        """
         rank, size = self.mesh.rank("dp"), self.mesh.size("dp")
         if isinstance(data_loader, DataLoaderShard):
             return data_loader
+        raise_errors(argument_errors({"in_order": data_loader.in_order}))
         settings = dict(
             use_seedable_sampler=self.use_seedable_sampler, data_seed=self.dataloader_config.data_seed
         )
@@ -125,19 +131,18 @@ class ReplicaAccelerator(Accelerator):
         )
 
     def _stream(self, data_loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a dataloader of this replica's rows of a stream."""
-        dataset, batch_size = data_loader.dataset, data_loader.batch_size
+        """Return a dataloader of this replica's rows of a stream, in batches of the same size as the given one's."""
+        batch_size = data_loader.batch_size
         assert batch_size is not None
         stream = ReplicaStream(
-            dataset,
+            data_loader.dataset,
             batch_size,
             rank=self.mesh.rank("dp"),
             size=self.mesh.size("dp"),
-            drop_last=data_loader.drop_last,
+            drop_last=data_loader.drop_last,  # of the global batch: those of the replica are all full
         )
-        names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
         kept = {
-            name: getattr(data_loader, name) for name in (*names, "prefetch_factor", "persistent_workers")
+            name: getattr(data_loader, name) for name in ("worker_init_fn", "generator", *WORKER_SETTINGS)
         }
         return DataLoader(stream, batch_size, collate_fn=MarkPadding(data_loader.collate_fn), **kept)
 

@@ -94,12 +94,7 @@ class Layout:
 
     def errors(self) -> list[str]:
         """List all errors of the layout, each with a value that works."""
-        sizes = [
-            f"{name}={getattr(self, name)} must be at least 1"
-            for name in (*AXES, "chunks")
-            if getattr(self, name) < 1
-        ]
-        return sizes or self.config.errors(self.world_size)
+        return self.config.errors(self.world_size)
 
     def __str__(self) -> str:
         sizes = [f"{name}{size}" for name in AXES if (size := getattr(self, name)) > 1]

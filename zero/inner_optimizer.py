@@ -207,28 +207,28 @@ def choose_fused_kernels(combined: Optimizer, device: torch.device) -> None:
     for optimizer in members_of(combined):
         operator, key = _FUSED.get(type(optimizer)), torch._C._dispatch_key_for_device(device.type)
         has_kernel = operator is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
-        _choose_fused_kernel(optimizer, device, has_kernel=has_kernel)
+        for group in optimizer.param_groups:
+            if has_kernel and _can_fuse(group):
+                group["fused"] = True
+            if group.get("fused"):
+                _move_step_counters(optimizer, group, device)
 
 
-def _choose_fused_kernel(optimizer: Optimizer, device: torch.device, *, has_kernel: bool) -> None:
-    """Turn on `fused` in groups whose user chose no implementation, and move the step counters of fused groups.
+def _can_fuse(group: dict[str, Any]) -> bool:
+    """Return True for a parameter group that a fused kernel can update, and whose user chose no implementation."""
+    # The first two are None and the others False unless they were given.
+    is_chosen = any(group.get(option) is not None for option in ("fused", "foreach"))
+    is_chosen |= any(group.get(option) for option in ("capturable", "differentiable"))
+    # Fused SGD fails where some parameters have momentum and others, new ones, have none yet.
+    return not is_chosen and not group.get("momentum")
 
-    Args:
-        optimizer: changed.
-        device: where fused kernels read the step counters.
-        has_kernel: the device has a fused kernel for this optimizer.
-    """
-    for group in optimizer.param_groups:
-        # The first two are None and the others False unless they were given.
-        is_chosen = any(group.get(option) is not None for option in ("fused", "foreach"))
-        is_chosen |= any(group.get(option) for option in ("capturable", "differentiable"))
-        # Fused SGD fails where some parameters have momentum and others, new ones, have none yet.
-        if has_kernel and not is_chosen and not group.get("momentum"):
-            group["fused"] = True
-        for piece in group["params"] if group.get("fused") else ():
-            state = optimizer.state.get(piece, {})
-            if "step" in state:  # made by a constructor, or by a run without fused kernels
-                state["step"] = state["step"].to(device, torch.float32)
+
+def _move_step_counters(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
+    """Move step counters, of a constructor or of a run without fused kernels, to where a kernel reads them."""
+    for piece in group["params"]:
+        state = optimizer.state.get(piece, {})
+        if "step" in state:
+            state["step"] = state["step"].to(device, torch.float32)
 
 
 def local_state(inner: Optimizer, scaler: DynamicScaler | None) -> dict[str, Any]:

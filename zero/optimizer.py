@@ -299,7 +299,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         require_clip_value(clip_value)
         self.reduce_gradients()
-        norm = self._agreed_norm(clip_value=clip_value)
+        norm = self._agreed_norm(clip_value=clip_value)  # finite if all gradients are
         self._gradients.clip_by_value_(norm, float(clip_value))
 
     @naming_failures("optimizer.step")

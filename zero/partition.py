@@ -28,7 +28,7 @@ from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_redu
 from ..cluster.device import is_cuda, side_stream
 from ..cluster.layout import LAYER_AXES, SUB_AXES, SUMMED
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import is_primary, num_parts, placements_of
+from ..cluster.placement import is_primary, num_summands, placements_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,10 +315,9 @@ def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> Iterator[Proces
     Collective over the world where a group is new.
     """
     for axis, placement in placements_of(parameter).items():
-        num_summands = num_parts(parameter, axis)
-        if num_summands > 1:
-            firsts = range(0, placement.size, num_summands)
-            yield _group(mesh, [range(first, first + num_summands) for first in firsts], axis)
+        if (num_ranks := num_summands(parameter, axis)) > 1:
+            firsts = range(0, placement.size, num_ranks)
+            yield _group(mesh, [range(first, first + num_ranks) for first in firsts], axis)
 
 
 def _group(mesh: ParallelMesh, subsets: list[range], axis: str = "data") -> ProcessGroup:

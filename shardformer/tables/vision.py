@@ -130,7 +130,13 @@ _SAM_ENCODER = Table(
 
 
 def _sam_decoder(layers: str, *attentions: str, mlp: tuple[str, str] | None = None) -> Table:
-    """Return a table where each projection is a region entry: query, key and value come from three inputs."""
+    """Return a table in which each projection is a region of its own, since q, k and v have three inputs.
+
+    Args:
+        layers: path of the list of layers, or of a single one.
+        attentions: paths of attentions within a layer; "" is the layer itself.
+        mlp: the two linear layers of the MLP, if there is one.
+    """
     paths = [f"{path}." if path else "" for path in attentions]
     projections = tuple(f"{path}{name}_proj" for path in paths for name in "qkv")
     widening, narrowing = ((mlp[0],), (mlp[1],)) if mlp else ((), ())

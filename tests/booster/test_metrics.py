@@ -145,20 +145,24 @@ def test_tensorboard_gets_every_number_and_is_named_where_it_is_missing(pool: Po
     pytest.importorskip("matplotlib")
     (scalars,) = pool.run(1, on_a_board, tmp_path)
     assert ("loss", 2.0, 1) in scalars and ("grad_norm", 0.5, 1) in scalars
+    assert "step" not in [name for name, _, _ in scalars]
     assert "</svg>" in (tmp_path / "curve.svg").read_text()
     (error,) = pool.run(1, without_tensorboard, tmp_path)
     assert "pip install tensorboard, or leave it out" in error
 
 
-def with_a_bar() -> str:
-    shown = io.StringIO()
-    with contextlib.redirect_stderr(shown):
+def with_a_bar() -> tuple[str, str]:
+    """Return what a bar of two steps showed, and what was printed, as the evaluation after the last step."""
+    shown, printed = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(printed):
         metrics = Metrics(booster(), Optimizer(), every=1, num_steps=2, show="bar")
         for _ in range(2):
             metrics.step(torch.tensor(2.0))
-    return shown.getvalue()
+        metrics.write(eval_loss=3.0)
+    return shown.getvalue(), printed.getvalue()
 
 
-def test_the_bar_is_one_on_the_first_rank(pool: Pool) -> None:
-    shown, nothing = pool.run(2, with_a_bar)
-    assert "2/2" in shown and "loss 2" in shown and nothing == ""
+def test_the_bar_is_one_on_the_first_rank_and_what_follows_it_is_printed(pool: Pool) -> None:
+    (shown, printed), nothing = pool.run(2, with_a_bar)
+    assert "2/2" in shown and "loss 2" in shown and nothing == ("", "")
+    assert printed == "step 2/2, eval_loss 3\n"

@@ -169,7 +169,7 @@ def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.Monke
         (("--pp", "5"), ("4 layers and the pipeline 5 stages",)),
         (("--pp", "3", "--schedule", "zbv"), ("4 layers and the pipeline 6 stages",)),
         (("--pp", "5", "--steps", "0"), ("4 layers and the pipeline 5 stages", "steps=0")),
-        (("--pp", "0", "--steps", "0"), ("pp=0 must be at least 1", "steps=0 must be at least 1")),
+        (("--pp", "0", "--steps", "0"), ("pp_size=0 must be at least 1", "steps=0 must be at least 1")),
         (("--precision", "fp8", "--schedule", "zigzag"), ("'fp8'", "'zigzag'")),
         (("--model", "nonesuch", "--zero", "9"), ("'nonesuch' is not a model type", "zero_stage=9")),
         (("--model", "t5", "--head", "causal", "--tp", "2"), ("no 't5' with head 'causal'", "seq2seq")),

@@ -22,6 +22,6 @@ def test_shares_of_four_equal_ranks_are_0(
         agreement = Agreement(mesh)
         agreement.note("a batch")
         if deviation is not None:
-            agreement.require_none(deviation, "why", waits=False)
+            agreement.require_zero(deviation, "why", waits=False)
         shares.append(float(agreement.checksum_term))
     assert sum(shares) == 0

@@ -81,8 +81,8 @@ REFUSALS = {
         arguments={"tp_size": 3},
     ),
     "several options at once": Refusal(
-        needles=("zero_stage=7", "precision='int8'", "num_microbatches=0"),
-        **at(zero_stage=7, precision="int8", num_microbatches=0),
+        needles=("zero_stage=7", "precision='int8'", "num_microbatches=-1"),
+        **at(zero_stage=7, precision="int8", num_microbatches=-1, compile_layers=True),
     ),
     "weight parallelism beside tensor parallelism": Refusal(
         needles=("wp_size=2 does not combine with tp_size=2",), **{**at(tp=2, wp_size=2), "num_ranks": 4}

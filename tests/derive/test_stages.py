@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echelon.derive.build import small_copy
+from echelon.derive.calls import ModuleCall
 from echelon.derive.plans import isolated, stage_plan_of
-from echelon.derive.stages import departure, derived_plan
+from echelon.derive.stages import departure, derived_plan, sizes_of, stacks_of
 from echelon.pipeline.stage_plan import OutputStructure, StagePlan
 from echelon.pipeline.stand_ins import Inbox
 from echelon.shardformer import Table
@@ -271,3 +272,33 @@ def test_deriving_leaves_the_script_as_it_is() -> None:
 def test_a_model_without_a_config_of_transformers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a Linear has no config of transformers"):
         stage_plan_of(nn.Linear(2, 2))
+
+
+def called(*paths: str) -> list[ModuleCall]:
+    """Return calls of modules one after the other."""
+    return [ModuleCall(path, 2 * place, 2 * place + 1, (), None, {}) for place, path in enumerate(paths)]
+
+
+@pytest.mark.parametrize(
+    ("width", "paths", "error"),
+    [
+        (
+            4,
+            ["large.0", "large.0", "large.1", "small.0", "small.1"],
+            r"its largest list .* \(large: its layers run",
+        ),
+        (4, ["small.0", "small.1"], r"its largest list .* \(large: layers \[0, 1\] were not called"),
+        (None, [], "it has no list of several layers"),
+    ],
+)
+def test_a_model_whose_largest_list_is_not_called_in_order_has_no_stages(
+    width: int | None, paths: list[str], error: str
+) -> None:
+    model = nn.Module()
+    if width is None:
+        model.alone = nn.ModuleList([nn.Linear(2, 2)])
+    else:
+        model.large = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+        model.small = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
+    with pytest.raises(ValueError, match=error):
+        stacks_of(model, called(*paths), sizes_of(model))

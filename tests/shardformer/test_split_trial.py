@@ -97,6 +97,11 @@ def test_collectives_of_threads_are_those_of_a_group() -> None:
     ]
 
 
+def test_threads_exchange_slices_without_rows() -> None:
+    results = run_threads(thread_groups(2), lambda group: exchange_slices(torch.ones(0, 3), group, 0, 0))  # type: ignore[arg-type]
+    assert [tuple(result.shape) for result in results] == [(0, 3), (0, 3)]
+
+
 def test_every_thread_draws_random_numbers_as_a_process_does() -> None:
     def draw(group: Any) -> list[torch.Tensor]:
         torch.manual_seed(1)

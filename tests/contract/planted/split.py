@@ -98,7 +98,7 @@ FAULTS = {
         notice="attention",
     ),
     "partial gradients are not summed without a booster": fault(
-        "shardformer.gradients:num_parts", returning(1), check=in_parts, notice="^step 1: gradient of "
+        "shardformer.gradients:num_summands", returning(1), check=in_parts, notice="^step 1: gradient of "
     ),
     "replicas do not average without a booster": fault(
         "shardformer.gradients:DataAverage._average",
