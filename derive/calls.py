@@ -1,11 +1,13 @@
 """One forward and backward of a small copy as the calls of its modules, with all tensors."""
 
 import inspect
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..pipeline.stage_plan import OutputStructure
 from .build import Copy
 from .double import StaysDouble
 from .inputs import tensors_in
@@ -70,9 +72,12 @@ def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in ordered.items() if isinstance(value, Tensor)}
 
 
-def unused_tensors(output: Any, returned: Any) -> frozenset[int]:
-    """Return the numbers of an output's tensors that no gradient reached, and that the model did not return."""
-    outcome = {*tensors_in(returned)}
+def structure_of(output: Any) -> OutputStructure:
+    """Return the structure of a call's output; tensors that no gradient reached are `detached`.
+
+    Raises:
+        ValueError: it cannot travel between stages.
+    """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    idle = [each.requires_grad and each.grad is None and each not in outcome for each in tensors]
-    return frozenset(number for number, is_idle in enumerate(idle) if is_idle)
+    untrained = [number for number, each in enumerate(tensors) if each.requires_grad and each.grad is None]
+    return replace(OutputStructure.of(output), detached=frozenset(untrained))

@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_map_only
 
 from ..pipeline.stage import Stage, cut_stages
 from ..pipeline.stage_plan import OutputStructure, StagePlan, is_within
+from ..pipeline.transport import takes_gradient
 from .build import Copy, described
-from .calls import ModuleCall, calls_of, unused_tensors
+from .calls import ModuleCall, calls_of, structure_of
 from .double import StaysDouble, gradient_departure, loss_departure
 from .inputs import loss_of, tensors_in
 
 _NUM_STACKS = 2  # lists of layers that are tried
-_NAN = "the outputs of the stages have nan, in place of values that do not travel"
 
 
 def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
@@ -59,9 +59,8 @@ def derived_plan(copy: Copy, model: nn.Module) -> StagePlan:
         in_order = sorted(plans, key=lambda plan: stacks[plan.layers][0].start)
         with suppress(ValueError):  # the two lists do not run one after the other
             joined = _joined_plan(calls, stacks, *in_order)
-            for plan in (joined, _sending_all(joined)):
-                if departure(copy, plan) is None:
-                    return plan
+            if departure(copy, joined) is None:
+                return joined
     largest = sizes[next(iter(stacks))]
     if plans and sizes[plans[0].layers] * 2 >= largest:  # otherwise one stage would have most of the model
         return plans[0]
@@ -114,9 +113,7 @@ def _joined_plan(
     """
     # A module before the second list, whose plan computes it on the first stage or sends its output along.
     module = next((path for path in (*second.leading, *second.sent) if is_within(first.layers, path)), None)
-    output, model_output = (
-        next((call.output for call in calls if call.path == path), None) for path in (module, "")
-    )
+    output = next((call.output for call in calls if call.path == module), None)
     # Outputs of all layers but the last exist on earlier stages only.
     early_outputs = {tensor for call in stacks[first.layers][:-1] for tensor in tensors_in(call.output)}
     if module is None or not early_outputs.isdisjoint(tensors_in(output)):
@@ -128,7 +125,7 @@ def _joined_plan(
     encoder = replace(
         first,
         module=module,
-        returned=replace(OutputStructure.of(output), unused=unused_tensors(output, model_output)),
+        returned=structure_of(output),
         entry=inside(first.entry),
         leading=inside(first.leading),
         everywhere=inside(first.everywhere),
@@ -136,19 +133,6 @@ def _joined_plan(
     )
     everywhere = tuple(path for path in second.everywhere if not is_within(path, module))
     return replace(second, everywhere=everywhere, encoder=encoder)
-
-
-def _sending_all(plan: StagePlan) -> StagePlan:
-    """Return the plan with all tensors of the outputs that travel, also those that seem unused."""
-    encoder = None if plan.encoder is None else _sending_all(plan.encoder)
-    returned = None if plan.returned is None else replace(plan.returned, unused=frozenset())
-    sent = {path: replace(output, unused=frozenset()) for path, output in plan.sent.items()}
-    return replace(plan, encoder=encoder, returned=returned, sent=sent)
-
-
-def _leaves_out(plan: StagePlan) -> bool:
-    """Return True if nan travels in place of some tensors; otherwise nan is that of outlines, which nothing reads."""
-    return plan != _sending_all(plan)
 
 
 def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePlan | str:
@@ -167,10 +151,7 @@ def _proven(copy: Copy, plan: StagePlan, outputs: Mapping[str, Any]) -> StagePla
         for name in plan.before
         if departure(copy, _kept(copy.model, plan, outputs, without=name)) is not None
     ]
-    plan = _kept(copy.model, plan, {name: outputs[name] for name in (*read, "")})
-    if departure(copy, plan) is None:
-        return plan
-    plan = _sending_all(plan)
+    plan = _kept(copy.model, plan, {name: outputs[name] for name in read})
     return departure(copy, plan) or plan
 
 
@@ -367,14 +348,15 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
             return f"the stage of layer {stage.index} fails: {described(error)}"
         if not stage.is_last:
             sent.append((output, received))
-            received = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in output)
+            received = tuple(
+                tensor.detach().requires_grad_(takes_gradient(tensor.dtype)) for tensor in output
+            )
     staged = loss_of(output)
     try:
         return (
             loss_departure(loss, staged, "in stages")
             or _backward(sent, received, staged)
             or _gradient_departure(whole, plan, stages)
-            or (_NAN if _leaves_out(plan) and any(x.isnan().any() for x in tensors_in(output)) else None)
         )
     except RuntimeError as error:  # a graph that layers of two stages share
         return f"the backward of the stages fails: {described(error)}"
@@ -411,13 +393,14 @@ def _backward(
     loss.backward()
     next_inputs = received
     for index, (outputs, inputs) in reversed([*enumerate(sent)]):
-        # A stage's inputs are the outputs of the one before, detached from its graph.
+        # A stage's inputs are the outputs of the one before, detached from its graph. As between ranks, zeros come back
+        # for those without gradient.
         pairs = [
-            (output, next_input.grad)
+            (output, torch.zeros_like(next_input) if next_input.grad is None else next_input.grad)
             for output, next_input in zip(outputs, next_inputs, strict=True)
-            if output.requires_grad and next_input.grad is not None
+            if output.requires_grad
         ]
-        if not pairs:
+        if not pairs or all(next_input.grad is None for next_input in next_inputs):
             return f"no gradient comes back to layer {index}"
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         next_inputs = inputs
@@ -433,17 +416,21 @@ def _gradient_departure(whole: nn.Module, plan: StagePlan, stages: Sequence[Stag
     local = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
     for parameter, aliases in names.items():
         owners = {stage for name in aliases for stage in plan.stages_of(whole, name, bounds)}
-        total = torch.zeros_like(parameter)
+        gradients: dict[int, Tensor] = {}  # by stage
         for stage, parameters in enumerate(local):
             stage_parameter = next((parameters[name] for name in aliases if name in parameters), None)
-            if stage_parameter is None or stage_parameter.grad is None:
-                continue
-            if stage not in owners:
-                return f"{aliases[0]} gets a gradient on the stage of layer {stage}, which does not own it"
-            total += stage_parameter.grad
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if error := gradient_departure(aliases[0], expected, [total]):
-            return error
+            if stage_parameter is not None and stage_parameter.grad is not None:
+                gradients[stage] = stage_parameter.grad
+        if gradients.keys() - owners:
+            stage = min(gradients.keys() - owners)
+            return f"{aliases[0]} gets a gradient on the stage of layer {stage}, which does not own it"
+        if (parameter.grad is None) != (not gradients):
+            with_gradient = "the stages" if gradients else "the whole model"
+            return f"{aliases[0]} has a gradient, perhaps of zeros, in {with_gradient} alone"
+        if parameter.grad is not None:
+            total = torch.stack([*gradients.values()]).sum(0)
+            if error := gradient_departure(aliases[0], parameter.grad, [total]):
+                return error
     return None
 
 
@@ -461,8 +448,7 @@ def _kept(model: nn.Module, plan: StagePlan, outputs: Mapping[str, Any], *, with
     for name in names:
         with suppress(ValueError):  # an output that cannot travel
             if not isinstance(model.get_submodule(name), nn.Embedding):
-                unused = unused_tensors(outputs[name], outputs[""])
-                sent[name] = replace(OutputStructure.of(outputs[name]), unused=unused)
+                sent[name] = structure_of(outputs[name])
     return replace(
         plan,
         entry=tuple(name for name in plan.entry if name not in names),

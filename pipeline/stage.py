@@ -185,7 +185,7 @@ class Stage:
         self.is_computing = True
         try:
             with self.seated():
-                outputs = self.model(*args, **kwargs)
+                outputs = self._inbox.without_outlines(self.model(*args, **kwargs))
         except StageExit as stage_exit:
             sent = stage_exit.tensors if carried is None else (*stage_exit.tensors, *carried.sent())
             # A received tensor that is sent on unchanged gets a graph here, like all outputs that are not frozen.

@@ -4,7 +4,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import nan
 from typing import Any, NamedTuple, Optional
 
 from torch import Tensor, nn
@@ -320,12 +319,13 @@ class OutputStructure:
     Args:
         spec: the nesting, as torch's pytrees describe it.
         leaves: for each leaf None if it is a tensor, or a tuple of its value.
-        unused: the numbers of tensors that nothing reads: nan travels in their place, and no gradient comes back.
+        detached: the numbers of tensors that no gradient reaches; they travel without their graphs. Zeros would come
+            back otherwise, and AdamW decays weights with zeros.
     """
 
     spec: TreeSpec
     leaves: tuple[tuple[Any] | None, ...]
-    unused: frozenset[int] = frozenset()
+    detached: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, output: Any) -> "OutputStructure":
@@ -357,11 +357,12 @@ class OutputStructure:
                 f"{path} returns another structure than its pipeline stages expect, or other values between its "
                 f"tensors: {structure} and not {self}. Use pp_size=1"
             )
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-        return tuple(
-            tensor.new_full(tensor.shape, nan) if number in self.unused else tensor
-            for number, tensor in enumerate(tensors)
-        )
+        return self.without_graphs([leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)])
+
+    def without_graphs(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors, those in `detached` without their graphs."""
+        numbered = enumerate(tensors)
+        return tuple(tensor.detach() if number in self.detached else tensor for number, tensor in numbered)
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return an output of this structure with these tensors, in the order of `tensors`."""

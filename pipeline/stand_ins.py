@@ -2,6 +2,7 @@
 
 [Note: sent outputs] A model may read the output of a module before the first layer again: encoder states, features of
 an image. Where it runs a hook records it, Leaving sends its tensors along, and on later stages a Sent returns them.
+Other modules have an Outline on later stages; where the model returns one as an output, it is None: no nan for a user.
 
 [Note: carried outputs] A stage sends the input of the next layer, and the next stage returns it as the output of the
 layer before. A model that computes between its layers (Qwen3-VL adds image features there) would do so twice, and what
@@ -14,9 +15,10 @@ a module. These stand-ins therefore report the class of the replaced module, and
 stages has them all, independent of the stage that runs first.
 """
 
+import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from math import nan
@@ -48,6 +50,7 @@ class Inbox:
         sent: by path in `StagePlan.sent`, the tensors of the module's output, computed here or received.
         carried: the tensors of the last layer's output, if the plan has `carried`.
         ends_after: the path of the encoder, for a stage that ends with it.
+        outlines: all tensors that stand-ins returned without values.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class Inbox:
         self.sent: dict[str, tuple[Tensor, ...]] = {}
         self.carried: tuple[Tensor, ...] = ()
         self.ends_after = ""
+        self.outlines: list[Tensor] = []
 
     def begin(self, received: tuple[Tensor, ...], ends_after: str = "") -> None:
         """Start a microbatch, with its received tensors; see the attributes."""
@@ -65,6 +69,7 @@ class Inbox:
         self.returned = dict(enumerate(received))
         self.sent.clear()
         self.carried = ()
+        self.outlines.clear()
 
     def take(self) -> tuple[Tensor, ...]:
         """Return the received tensors; raise AssertionError without any."""
@@ -84,6 +89,16 @@ class Inbox:
                 "output of it to the next stage: give microbatches of one kind, or use pp_size=1"
             )
         self.sent[path] = tensors
+
+    def outline(self, scalar: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of this shape, without memory, and keep it in `outlines`."""
+        self.outlines.append(scalar.expand(shape))
+        return self.outlines[-1]
+
+    def without_outlines(self, outputs: Any) -> Any:
+        """Return a model's outputs with None in place of outlines and their views, as of the features of an image."""
+        storages = {tensor.untyped_storage()._cdata for tensor in self.outlines}
+        return _without(outputs, storages) if storages else outputs
 
 
 class Role(NamedTuple):
@@ -167,7 +182,7 @@ class Placeholder(StandIn):
         takes_ids = bool(tensors) and not tensors[0].is_floating_point()
         shape = tensors[0].shape if takes_ids else received.shape[:-1]
         width = getattr(self.native, "embedding_dim", received.shape[-1])
-        return received.detach().new_full((), nan).expand(*shape, width)
+        return self.inbox.outline(received.detach().new_full((), nan), (*shape, width))
 
 
 class Outline(StandIn):
@@ -188,13 +203,13 @@ class Outline(StandIn):
     def _without_values(self, outline: Tensor) -> Tensor:
         """Return a tensor in the shape of a meta tensor, whose values nothing should read."""
         if not outline.is_floating_point():
-            return torch.zeros((), dtype=outline.dtype, device=self.device).expand(outline.shape)
+            return self.inbox.outline(torch.zeros((), dtype=outline.dtype, device=self.device), outline.shape)
         if self.inbox.received:
-            return self.inbox.received[0].detach().new_full((), nan).expand(outline.shape)
+            return self.inbox.outline(self.inbox.received[0].detach().new_full((), nan), outline.shape)
         # Of a module that the first stage of an encoder lacks.
         dtypes = (tensor.dtype for tensor in self.native.parameters() if tensor.is_floating_point())
         dtype = next(dtypes, torch.get_default_dtype())
-        return torch.full((), nan, dtype=dtype, device=self.device).expand(outline.shape)
+        return self.inbox.outline(torch.full((), nan, dtype=dtype, device=self.device), outline.shape)
 
 
 class Passing(StandIn):
@@ -268,8 +283,19 @@ class Sent(StandIn):
         # Copies: the model may change them in place.
         tensors = tuple(tensor.clone() for tensor in self.inbox.take()[first : first + output.num_tensors])
         for path, _ in self.role.sent:
-            self.inbox.record(path, tensors)
+            self.inbox.record(path, output.without_graphs(tensors))
+        for number in output.detached:
+            if tensors[number].requires_grad:
+                tensors[number].register_hook(self._refuse_gradient)
         return output.filled(tensors)
+
+    def _refuse_gradient(self, gradient: Tensor | None) -> None:
+        """Raise ValueError for a gradient of a tensor that was sent without its graph: it would be lost."""
+        if gradient is not None:
+            raise ValueError(
+                f"the loss depends on an output of {type(self.native).__name__}, which travels between pipeline stages "
+                "without gradient because the model's own loss does not depend on it: use pp_size=1"
+            )
 
 
 class Absent(StandIn):
@@ -410,6 +436,28 @@ def record_carried(model: nn.Module, inbox: Inbox, paths: Sequence[str], carried
 
     for path in paths:
         model.get_submodule(path).register_forward_hook(partial(record, path=path))
+
+
+def _without(tree: Any, storages: Collection[int]) -> Any:
+    """Return a tree with None in place of tensors in these storages, and of structures that have nothing else."""
+    if isinstance(tree, Tensor):
+        return None if tree.untyped_storage()._cdata in storages else tree
+    if dataclasses.is_dataclass(tree):
+        names: list[Any] = [field.name for field in dataclasses.fields(tree)]
+        values = [getattr(tree, name) for name in names]
+    elif isinstance(tree, (Mapping, tuple, list)):
+        names = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
+        values = [tree[name] for name in names]
+    else:
+        return tree
+    kept = [_without(value, storages) for value in values]
+    if all(new is old for new, old in zip(kept, values, strict=True)):
+        return tree
+    if all(value is None for value in kept):
+        return None
+    if dataclasses.is_dataclass(tree):
+        return dataclasses.replace(tree, **dict(zip(names, kept, strict=True)))  # type: ignore[type-var]
+    return dict(zip(names, kept, strict=True)) if isinstance(tree, Mapping) else type(tree)(kept)
 
 
 def _return_recorder(inbox: Inbox, index: int) -> Any:

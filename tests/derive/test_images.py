@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from echelon.derive.inputs import tensors_in
 from echelon.verify.batch import loss_of
 
 from ..plugins.training import hybrid, sgd
@@ -59,3 +61,33 @@ def test_one_of_two_replicas_has_images(pool: Pool) -> None:
     sizes = {"pp_size": 2, "num_layers_per_stage": CUT_IN_VISION, "zero_stage": 1}
     results = pool.run(4, trained, sizes, 2, 2, timeout=120.0)
     assert [each["norm"] for each in results] == [pytest.approx(expected["norm"], rel=1e-5)] * 4
+
+
+def outputs_of(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the outputs of an evaluation, on every rank."""
+    copy = copy_of(model_type)
+    booster = hybrid(num_microbatches=2, **sizes)
+    boosted, *_ = booster.boost(copy.model)
+    with torch.no_grad():
+        results = booster.execute_pipeline(iter([copy.batch]), boosted, return_outputs="all_ranks")
+    return dict(results["outputs"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("paligemma", [5, 3]), ("paligemma", [2, 6]), ("llava", None)]
+)
+def test_outputs_are_those_of_one_process_or_none_for_features_of_images(
+    pool: Pool, model_type: str, layers: list[int] | None
+) -> None:
+    expected = pool.run(1, outputs_of, model_type, {})[0]
+    sizes = {"pp_size": 2, "num_layers_per_stage": layers}
+    for outputs in pool.run(2, outputs_of, model_type, sizes, timeout=120.0):
+        absent = expected.keys() - outputs.keys()
+        assert all(name.startswith("image_") for name in absent)
+        assert bool(absent) == (layers != [2, 6])  # the last stage has the end of the vision model, or not
+        for actual, whole in zip(
+            tensors_in(outputs), tensors_in([expected[name] for name in outputs]), strict=True
+        ):
+            assert torch.allclose(actual, whole, atol=1e-5)

@@ -20,7 +20,7 @@ from echelon.pipeline.stand_ins import Inbox
 from echelon.shardformer import Table
 from echelon.shardformer.tables.table import table_for
 
-from .copies import copy_of
+from .copies import copy_of, double_copy_of
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -144,14 +144,17 @@ def test_a_module_that_returns_another_structure_than_the_copy_is_refused() -> N
         structure.tensors((torch.ones(2), [torch.ones(3), torch.ones(3)]), "visual")
 
 
-def test_an_output_that_nothing_reads_travels_as_nan_and_gets_no_gradient() -> None:
-    structure = replace(OutputStructure.of((torch.ones(2), torch.ones(1))), unused=frozenset({1}))
-    states, pooled = structure.tensors((torch.ones(2), torch.ones(1, requires_grad=True)), "encoder")
-    assert torch.equal(states, torch.ones(2)) and bool(pooled.isnan()) and not pooled.requires_grad
+def test_an_output_that_no_gradient_reaches_travels_without_graph() -> None:
     with isolated():  # its forward warns
-        plan = stage_plan_of(copy_of("encoder-decoder").model)
-    assert plan.encoder is not None and plan.encoder.returned is not None
-    assert plan.encoder.returned.unused == {1}  # BERT's pooler
+        copy = double_copy_of("encoder-decoder")
+        plan = stage_plan_of(copy.model, copy)
+        encoder = plan.encoder
+        assert encoder is not None and encoder.returned is not None
+        assert encoder.returned.detached == {1}  # BERT's pooler
+        with_graphs = replace(encoder.returned, detached=frozenset())
+        plan = replace(plan, encoder=replace(encoder, returned=with_graphs), sent={"encoder": with_graphs})
+        error = "encoder.pooler.dense.weight has a gradient, perhaps of zeros, in the stages alone"
+        assert departure(copy, plan) == error
 
 
 def derived(kind: type[nn.Module], **settings: Any) -> StagePlan:
