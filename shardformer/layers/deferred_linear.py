@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -263,19 +264,18 @@ class _Linear(Function):
             gradient_of_input = gradient_NO.mm(weight.T if is_transposed else weight)
             gradient_of_input = gradient_of_input.view(*gradient.shape[:-1], gradient_of_input.shape[-1])
         if needs_weight:
-
-            def begin() -> InFlight[Tensor]:
-                """Compute the weight's gradient, from an input that is first gathered again if it was not saved."""
-                x_NI = (
-                    saved_input.reshape(-1, saved_input.shape[-1])
-                    if regather is None
-                    else regather.rows(saved_input)
-                )
-                return InFlight(None, weight_gradient(x_NI, gradient_NO, is_transposed))
-
+            begin = partial(_begin_weight_gradient, saved_input, regather, gradient_NO, is_transposed)
             gradient_of_weight = gradient_or_deferred(parameter, store, later, begin)
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         return gradient_of_input, gradient_of_weight, bias_gradient, None
+
+
+def _begin_weight_gradient(
+    saved_input: Tensor, regather: Regather | None, gradient_NO: Tensor, is_transposed: bool
+) -> InFlight[Tensor]:
+    """Compute a weight's gradient, from an input that is first gathered again if it was not saved."""
+    x_NI = saved_input.reshape(-1, saved_input.shape[-1]) if regather is None else regather.rows(saved_input)
+    return InFlight(None, weight_gradient(x_NI, gradient_NO, is_transposed))
 
 
 def gradient_or_deferred(
