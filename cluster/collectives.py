@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function, function
 
-from . import gloo
+from . import gloo, group_sum
 from .profiling import named_collective, named_in
 
 # torch 2.13 renamed these functions and warns of the old names. Remove this once 2.13 is the oldest supported.
@@ -66,10 +66,10 @@ class InFlight(NamedTuple, Generic[Result]):
 
     def wait(self) -> Result:
         """Return the result. A CUDA stream waits for it, not the host."""
-        if torch.compiler.is_compiling():
-            return self.finish(_functional.wait_tensor(self.tensor))
         if self.handle is not None:
             self.handle.wait()
+        elif torch.compiler.is_compiling():
+            return self.finish(_functional.wait_tensor(self.tensor))
         return self.finish(self.tensor)
 
     def finished_by(self, finish: Callable[[Tensor], Result]) -> "InFlight[Result]":
@@ -118,8 +118,8 @@ def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor
 def _all_reduce(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
     if torch.autograd._profiler_enabled():
         with named_in(group, "all_reduce"):
-            return dist.all_reduce(x, group=group, async_op=async_op)
-    return dist.all_reduce(x, group=group, async_op=async_op)
+            return group_sum.all_reduce(x, group, async_op=async_op)
+    return group_sum.all_reduce(x, group, async_op=async_op)
 
 
 @named_collective

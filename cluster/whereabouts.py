@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
+from . import group_sum
 from .flight_recorder import Recorded, in_flight
 
-_COLLECTIVES = distributed_c10d.__file__
+_COLLECTIVES = (distributed_c10d.__file__, group_sum.__file__)
 _MODULE_CALL = nn.Module._call_impl.__code__
 _DATA = ("torch.utils.data.", "echelon.data.")
 _NOT_OF_SCRIPTS = ("echelon.", "torch.", "importlib.")
@@ -178,8 +179,8 @@ def _module(frames: Sequence[FrameType]) -> str:
 
 
 def _collective(frames: Sequence[FrameType]) -> tuple[str, str, tuple[int, ...]]:
-    """The function of torch.distributed that a thread is in: its name and group, its tensors, and its ranks."""
-    calls = [frame for frame in frames if frame.f_code.co_filename == _COLLECTIVES]
+    """The collective that a thread is in, of torch.distributed or group_sum.py: name and group, tensors, ranks."""
+    calls = [frame for frame in frames if frame.f_code.co_filename in _COLLECTIVES]
     public = [frame for frame in calls if not frame.f_code.co_name.startswith("_")]
     if not public:
         return "", "", ()

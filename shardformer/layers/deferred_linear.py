@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -188,14 +189,17 @@ def linear(
     """
     is_plain = store is None and later_product is None and input_shard is None
     if (
-        is_plain or not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
-    ):  # autocast changes the format
+        is_plain
+        or not torch.is_grad_enabled()
+        or torch._C._is_any_autocast_enabled()  # it changes the format
+        or torch._C._are_functorch_transforms_active()
+    ):
         return _product(x, weight, bias, is_transposed)
     if later_product is None and (is_transformed() or not is_trained(weight)):  # otherwise `enter` asked this
         return _product(x, weight, bias, is_transposed)
     routed, deferred = later_product or (weight, None)
     # A tuple, because torch spends time on each argument.
-    out: Tensor = _Linear.apply(x, routed, bias, (weight, is_transposed, store, deferred, input_shard))
+    out: Tensor = _apply_linear(x, routed, bias, (weight, is_transposed, store, deferred, input_shard))
     return out
 
 
@@ -263,19 +267,22 @@ class _Linear(Function):
             gradient_of_input = gradient_NO.mm(weight.T if is_transposed else weight)
             gradient_of_input = gradient_of_input.view(*gradient.shape[:-1], gradient_of_input.shape[-1])
         if needs_weight:
-
-            def begin() -> InFlight[Tensor]:
-                """Compute the weight's gradient, from an input that is first gathered again if it was not saved."""
-                x_NI = (
-                    saved_input.reshape(-1, saved_input.shape[-1])
-                    if regather is None
-                    else regather.rows(saved_input)
-                )
-                return InFlight(None, weight_gradient(x_NI, gradient_NO, is_transposed))
-
+            begin = partial(_begin_weight_gradient, saved_input, regather, gradient_NO, is_transposed)
             gradient_of_weight = gradient_or_deferred(parameter, store, later, begin)
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         return gradient_of_input, gradient_of_weight, bias_gradient, None
+
+
+# `Function.apply` would first search all arguments for tensors of functorch; under it `linear` makes no node.
+_apply_linear = super(Function, _Linear).apply
+
+
+def _begin_weight_gradient(
+    saved_input: Tensor, regather: Regather | None, gradient_NO: Tensor, is_transposed: bool
+) -> InFlight[Tensor]:
+    """Compute a weight's gradient, from an input that is first gathered again if it was not saved."""
+    x_NI = saved_input.reshape(-1, saved_input.shape[-1]) if regather is None else regather.rows(saved_input)
+    return InFlight(None, weight_gradient(x_NI, gradient_NO, is_transposed))
 
 
 def gradient_or_deferred(

@@ -45,15 +45,15 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
 
     Args:
         module: the module.
-        change: gets the module and a dict of its inputs by name, in the order of the forward's signature, and replaces
-            values in it.
+        change: gets the module and a dict of its inputs by name, in which the first tensor of the forward's signature
+            comes first, and replaces values in it.
     """
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook: let `change` edit all arguments by name, in the forward's order."""
+        """Forward pre-hook: let `change` edit all arguments by name."""
         inputs = dict(zip(names, args, strict=False)) | kwargs
-        if not args or not isinstance(args[0], Tensor):
+        if next(iter(inputs), None) != names[0] or not isinstance(inputs[names[0]], Tensor):
             inputs = {name: inputs[name] for name in names if name in inputs} | inputs
         change(module, inputs)
         positional = [inputs.pop(name) for name in names[: len(args)]]

@@ -2,16 +2,19 @@
 
 import time
 from dataclasses import replace
+from threading import get_ident
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.cluster.collectives import reduce_from
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.failures import naming_failures
 from echelon.cluster.hang_report import hang_report, likely_cause, named
 from echelon.cluster.heartbeats import Event, Heartbeat
-from echelon.cluster.whereabouts import Place
+from echelon.cluster.whereabouts import Place, place_of
 
 from ..pool import Pool
 from .helpers import with_short_timeout
@@ -98,3 +101,25 @@ def all_reduce_alone() -> float:
 def test_every_waiting_rank_raises_the_report_soon_after_the_timeout(pool: Pool) -> None:
     waited = pool.run(3, all_reduce_alone, timeout=60)
     assert max(waited) < TIMEOUT + 5, waited
+
+
+class _PlaceOfWait:
+    """A communication in flight; `place` is that of a thread that waits for it."""
+
+    place = Place()
+
+    def wait(self) -> None:
+        self.place = place_of(get_ident())
+
+
+def wait_for_the_sum_of_a_layer() -> Place:
+    work = _PlaceOfWait()
+    with patch.object(dist.ProcessGroup, "allreduce", lambda *_: work):
+        reduce_from(torch.zeros(3, 5), dist.group.WORLD)
+    return work.place
+
+
+def test_a_rank_that_waits_for_the_sum_of_a_layer_names_its_collective(pool: Pool) -> None:
+    for place in pool.run(2, wait_for_the_sum_of_a_layer):
+        assert (place.collective, place.sizes) == ("all_reduce over ranks 0, 1", "float32[3, 5]")
+        assert place.waits_for == (0, 1)

@@ -139,6 +139,16 @@ def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     assert unused.grad is None and not later.deferred
 
 
+def test_under_functorch_a_layer_computes_a_plain_product() -> None:
+    weight, x = nn.Parameter(torch.randn(3, 2)), torch.randn(4, 2)
+    crossing = deferred_linear.Crossing(collectives.unchanged, partial(collectives.InFlight, None))
+    (entered,), later = enter_overlapped([x.clone().requires_grad_()], [crossing], [weight])
+    out = torch.func.vmap(lambda row: linear(row, weight, None, later_product=later))(entered)
+    out.square().sum().backward()
+    whole = nn.functional.linear(x, weight).square().sum()
+    torch.testing.assert_close(weight.grad, *torch.autograd.grad(whole, [weight]))
+
+
 # Within one backward, over ranks.
 
 
