@@ -144,13 +144,10 @@ def compare_with_one_process(
     computes the microbatches in turn, as the run does.
 
     One process computes a global batch at once. It computes microbatch by microbatch if these have weights, if batch
-    normalization makes a sample's output depend on its microbatch, or if even the order of sums must be equal: in
-    pipelines of models with settings of their own. Of other models only the tolerances are known to hold: hidden states
-    whose channels are last in memory (ConvNeXt) arrive in another order of memory, and other kernels sum them.
+    normalization makes a sample's output depend on its microbatch, or if even the order of sums must be equal.
 
     Args:
-        choice: the model, by its name and settings; for the weights of microbatches.
-        model: the same, built and not trained yet.
+        choice, model: the model, and it built.
         records: the steps of the run, over all parts.
     """
     config = getattr(model, "config", None)
@@ -165,7 +162,7 @@ def compare_with_one_process(
     by_samples = choice.weighed_by == "samples"
     by_weight: Weigh = _samples if by_samples else _counted
     can_weigh = by_samples or is_one_mean(model, steps[0][0][0], training.criterion)
-    bitwise = can_weigh and not choice.is_generic and _gives_equal_bits(model, first_layout)
+    bitwise = can_weigh and _gives_equal_bits(choice, model, first_layout)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     weigh = by_weight if choice.weighed_by is not None or bitwise or has_batch_norm else None
 
@@ -257,9 +254,13 @@ def _samples(microbatch: Mapping[str, Tensor], divisors: Sequence[int]) -> float
     return batch_size(microbatch)
 
 
-def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
-    """Return True if the first step in float32 sums all numbers in the order of one process."""
+def _gives_equal_bits(choice: ModelChoice, model: nn.Module, layout: Layout) -> bool:
+    """Return True if the first step in float32 surely sums all numbers in the order of one process."""
     if is_cuda(default_device()):  # CUDA's atomic sums have no fixed order
+        return False
+    # Of any model: hidden states with channels last in memory (ConvNeXt) travel in another order, a loss may have a
+    # factor of its own (ViLT).
+    if choice.is_generic:
         return False
     # The gradients of an encoder's output are summed in another order if the decoder has several stages.
     is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
