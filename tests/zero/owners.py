@@ -96,7 +96,8 @@ def _basis(state: dict[str, Tensor], side: str, product: Tensor, decay: float) -
         state[side] = torch.zeros_like(product)
     average, before = state[side].lerp_(product, 1 - decay), state.get(f"{side}_basis")
     turned = torch.linalg.eigh(average)[1] if before is None else average @ before
-    state[f"{side}_basis"] = torch.linalg.qr(turned)[0]
+    # Contiguous, as it is after a resume: products with columns first in memory may differ in the last bit.
+    state[f"{side}_basis"] = torch.linalg.qr(turned)[0].contiguous()
     return state[f"{side}_basis"]
 
 
