@@ -263,10 +263,8 @@ def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[
         except Exception as error:  # conversions may raise anything
             errors.append(f"{target} from {sources}: {type(error).__name__}: {error}")
             continue
-        for (
-            name,
-            result,
-        ) in results.items():  # a tensor that no operation changes is still in a list, as collected
+        for name, result in results.items():
+            # A tensor that no operation changes is still in a list, as collected.
             tensors[name] = result[0] if isinstance(result, list) else result
     if errors:
         raise ValueError(f"weights of {path} cannot be converted into the model's: {'; '.join(errors)}")

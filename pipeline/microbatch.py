@@ -25,6 +25,8 @@ _BATCH_DIMS = {"position_ids": {3: 1}}  # (axes, B, S): time, height and width i
 # Arguments that are lists of tensors with one entry for each sample: the masks and classes of an image's objects.
 _SAMPLE_LISTS = ("mask_labels", "class_labels")
 
+IsLeaf = Callable[[str, Any], bool]  # of path and tree
+
 
 def batch_dim(path: str, tensor: Tensor) -> int:
     """Return the batch dim of a tensor at this path of a batch: `position_ids`, `inputs.position_ids`."""
@@ -95,18 +97,11 @@ def batch_size(batch: Any) -> int:
 
 def _lengths(batch: Any) -> dict[str, int]:
     """Return the lengths of tensors along their batch dims, and of lists of an entry for each sample, by path."""
-    lengths: dict[str, int] = {}
-
-    def measure(entries: list[Any], path: str) -> Any:
-        value = entries[0]
-        if isinstance(value, list):
-            lengths[path] = len(value)
-        elif isinstance(value, Tensor) and value.dim():
-            lengths[path] = value.shape[batch_dim(path, value)]
-        return value
-
-    _joined([batch], measure, is_leaf=_is_sample_list)
-    return lengths
+    return {
+        path: len(leaf) if isinstance(leaf, list) else leaf.shape[batch_dim(path, leaf)]
+        for path, leaf in _named_leaves(batch, is_leaf=_is_sample_list)
+        if isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim())
+    }
 
 
 def _require_equal_lengths(lengths: Mapping[str, int]) -> None:
@@ -228,14 +223,18 @@ def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
 
 def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
     """Return all tensors of a tree with their paths, such as `labels` or `inputs.0`."""
-    named: list[tuple[str, Tensor]] = []
+    return [(path, leaf) for path, leaf in _named_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _named_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
+    """Return all leaves of a tree with their paths; see `_joined`."""
+    named: list[tuple[str, Any]] = []
 
     def collect(entries: list[Any], path: str) -> Any:
-        if isinstance(entries[0], Tensor):
-            named.append((path, entries[0]))
+        named.append((path, entries[0]))
         return entries[0]
 
-    _joined([tree], collect)
+    _joined([tree], collect, is_leaf=is_leaf)
     return named
 
 
@@ -244,7 +243,7 @@ def _joined(
     join: Callable[[list[Any], str], Any],
     path: str = "",
     *,
-    is_leaf: Callable[[str, Any], bool] = lambda path, tree: False,
+    is_leaf: IsLeaf | None = None,
 ) -> Any:
     """Map trees of equal structure to one tree, whose leaves are `join(leaves, path)` of their leaves at each path.
 
@@ -252,13 +251,13 @@ def _joined(
         trees: at least one.
         join: gets the leaves of all trees at a path, such as "inputs.0".
         path: of the trees in a larger one, for `join` and errors.
-        is_leaf: tells by path and tree which mappings, tuples and lists are leaves.
+        is_leaf: tells by path and tree which mappings, tuples and lists are leaves; None: none is.
 
     Raises:
         ValueError: the structures differ.
     """
     first = trees[0]
-    if is_leaf(path, first):
+    if is_leaf is not None and is_leaf(path, first):
         return join(list(trees), path)
     if len(trees) > 1 and len(structures := dict.fromkeys(map(_structure, trees))) > 1:
         raise ValueError(f"{_place(path)} differs between microbatches: {'; '.join(structures)}")

@@ -203,13 +203,13 @@ class Outline(StandIn):
     def _without_values(self, outline: Tensor) -> Tensor:
         """Return a tensor in the shape of a meta tensor, whose values nothing should read."""
         if not outline.is_floating_point():
-            return self.inbox.outline(torch.zeros((), dtype=outline.dtype, device=self.device), outline.shape)
-        if self.inbox.received:
-            return self.inbox.outline(self.inbox.received[0].detach().new_full((), nan), outline.shape)
-        # Of a module that the first stage of an encoder lacks.
-        dtypes = (tensor.dtype for tensor in self.native.parameters() if tensor.is_floating_point())
-        dtype = next(dtypes, torch.get_default_dtype())
-        return self.inbox.outline(torch.full((), nan, dtype=dtype, device=self.device), outline.shape)
+            scalar = torch.zeros((), dtype=outline.dtype, device=self.device)
+        elif self.inbox.received:
+            scalar = self.inbox.received[0].detach().new_full((), nan)
+        else:  # of a module that the first stage of an encoder lacks
+            dtypes = (tensor.dtype for tensor in self.native.parameters() if tensor.is_floating_point())
+            scalar = torch.full((), nan, dtype=next(dtypes, torch.get_default_dtype()), device=self.device)
+        return self.inbox.outline(scalar, outline.shape)
 
 
 class Passing(StandIn):
@@ -442,22 +442,25 @@ def _without(tree: Any, storages: Collection[int]) -> Any:
     """Return a tree with None in place of tensors in these storages, and of structures that have nothing else."""
     if isinstance(tree, Tensor):
         return None if tree.untyped_storage()._cdata in storages else tree
+    values: dict[Any, Any]
     if dataclasses.is_dataclass(tree):
-        names: list[Any] = [field.name for field in dataclasses.fields(tree)]
-        values = [getattr(tree, name) for name in names]
+        values = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     elif isinstance(tree, (Mapping, tuple, list)):
-        names = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
-        values = [tree[name] for name in names]
+        values = dict(tree if isinstance(tree, Mapping) else enumerate(tree))
     else:
         return tree
-    kept = [_without(value, storages) for value in values]
-    if all(new is old for new, old in zip(kept, values, strict=True)):
+    kept = {name: _without(value, storages) for name, value in values.items()}
+    if all(kept[name] is value for name, value in values.items()):
         return tree
-    if all(value is None for value in kept):
+    if all(value is None for value in kept.values()):
         return None
+    original: Any = tree
     if dataclasses.is_dataclass(tree):
-        return dataclasses.replace(tree, **dict(zip(names, kept, strict=True)))  # type: ignore[type-var]
-    return dict(zip(names, kept, strict=True)) if isinstance(tree, Mapping) else type(tree)(kept)
+        return dataclasses.replace(original, **kept)
+    if isinstance(tree, Mapping):
+        return kept
+    is_named = hasattr(tree, "_fields")
+    return type(original)(*kept.values()) if is_named else type(original)(kept.values())
 
 
 def _return_recorder(inbox: Inbox, index: int) -> Any:

@@ -328,10 +328,8 @@ class HybridConfig(ShardOptions, DataOptions):
     def _recompute_errors(self, num_stages: int | None) -> list[str]:
         """List errors of `gradient_checkpoint_config` for this many stages; None is an unknown number."""
         recomputed = self.gradient_checkpoint_config
-        if not isinstance(
-            recomputed, PipelineGradientCheckpointConfig
-        ):  # None, or reported by `option_errors`
-            return []
+        if not isinstance(recomputed, PipelineGradientCheckpointConfig):
+            return []  # None, or reported by `option_errors`
         errors = recomputed.errors(num_stages)
         if self.compile_layers and recomputed.recompute_modules is not None:
             errors.append(

@@ -195,7 +195,7 @@ def linear(
         or torch._C._are_functorch_transforms_active()
     ):
         return _product(x, weight, bias, is_transposed)
-    if later_product is None and (is_transformed() or not is_trained(weight)):  # otherwise `enter` asked this
+    if later_product is None and (_is_traced() or not is_trained(weight)):  # otherwise `enter` asked this
         return _product(x, weight, bias, is_transposed)
     routed, deferred = later_product or (weight, None)
     # A tuple, because torch spends time on each argument.
@@ -213,8 +213,11 @@ def is_trained(weight: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Return True if a call is traced, compiled, or run under functorch."""
-    is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
-    return is_traced or torch._C._are_functorch_transforms_active()
+    return _is_traced() or torch._C._are_functorch_transforms_active()
+
+
+def _is_traced() -> bool:
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:

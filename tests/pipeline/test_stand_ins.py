@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,13 @@ class Pair:
 
     scores: Tensor | None = None
     features: Any = None
+
+
+class Named(NamedTuple):
+    """Outputs that are a tuple with names."""
+
+    scores: Any
+    features: Any
 
 
 class Pictures(nn.Module):
@@ -56,6 +63,7 @@ def last_outputs(model: nn.Module, plan: StagePlan) -> tuple[Any, tuple[Tensor, 
         ),
         (lambda scores, features: {"scores": scores, "one": [scores, features[:1]]}, {"one": [Tensor, None]}),
         (lambda scores, features: (scores, features), (Tensor, None)),
+        (Named, (Tensor, None)),
         (lambda scores, features: Pair(scores, {"last": features}), Pair()),
     ],
 )
@@ -74,7 +82,8 @@ def kinds_of(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {name: kinds_of(value) for name, value in tree.items()}
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map(kinds_of, tree))
+        kinds = map(kinds_of, tree)
+        return Named(*kinds) if isinstance(tree, Named) else type(tree)(kinds)
     return Tensor if isinstance(tree, Tensor) else tree
 
 
