@@ -2,7 +2,7 @@ r"""Step times of Echelon's pipeline, compared with torch.distributed.pipelining
 
     python benchmarks/pipeline.py --json times.json --plot times.png
 
-Warm-up rounds run all schedules. Further rounds run a step of the two that were then fastest of Echelon and of torch,
+Warm-up rounds run all schedules. Further rounds run a step of the three that were then fastest of Echelon and of torch,
 in a rotating order; the last few of them also that of one process. A ratio is the median of the rounds' ratios. The
 ideal is one process's step time over the same microbatches, alone, × (1 + bubble) / ranks. The last line compares
 Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine. The row of one
@@ -37,7 +37,7 @@ from echelon.pipeline.stage_manager import assign_layers, layer_errors
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
 # The ranks are independent here: their slowdown compared with "one process" is due to the machine.
 ON_EACH_RANK = "one process on each rank"
-FINALISTS = 2  # schedules of Echelon, and of torch, that are timed after the warm-up
+FINALISTS = 3  # schedules of Echelon, and of torch, that are timed after the warm-up
 ALONE_ROUNDS = 3  # the last rounds, in which one process is timed too
 
 
@@ -116,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="the same for styles of two stages per rank",
     )
-    parser.set_defaults(sequence=128, rounds=10, warmup=2)
+    parser.set_defaults(sequence=128, rounds=10, warmup=3)
     add_max_norm(parser)
     arguments = parse(parser)
     if min(arguments.rounds, arguments.warmup) < 1:

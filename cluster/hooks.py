@@ -25,5 +25,12 @@ def has_foreign_last_hooks(parameter: Parameter) -> bool:
     return _has_foreign(parameter._post_accumulate_grad_hooks)
 
 
+def report_added(parameter: Parameter) -> None:
+    """Call Echelon's hooks as autograd does where a backward has no gradient left to add."""
+    hooks: Mapping[int, Callable] = parameter._backward_hooks or {}
+    for hook in hooks.values():
+        hook(None)
+
+
 def _has_foreign(hooks: Mapping[int, Callable] | None) -> bool:
     return any(not hasattr(hook, _MARK) for hook in (hooks or {}).values())

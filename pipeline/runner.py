@@ -69,8 +69,7 @@ class ScheduleRun(Described):
         scale: a function from the loss to the tensor that is differentiated.
         keep_outputs: keep the last stage's outputs.
         before_forward: called with stage and microbatch before that forward computes.
-        weight_gradients: the queue of the weight gradients that the stages' layers defer. None: they are not deferred,
-            and are computed together with input gradients.
+        weight_gradients: those of the stages' layers that know it; the gradients of others are left to autograd.
         around_backward: a context for every action that computes gradients, made from the action and a bool: True for
             the last one of its stage.
     """
@@ -82,7 +81,7 @@ class ScheduleRun(Described):
     scale: Callable[[Tensor], Tensor]
     keep_outputs: bool = False
     before_forward: Callable[[int, int], None] | None = None
-    weight_gradients: WeightGradients | None = None
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     around_backward: Callable[[Action, bool], AbstractContextManager] | None = None
 
     def __post_init__(self) -> None:
@@ -123,8 +122,7 @@ class ScheduleRun(Described):
         except BaseException as error:
             if self.transport is not None:
                 self.transport.close(f"{type(error).__name__}: {error}")
-            if self.weight_gradients is not None:
-                self.weight_gradients.forget()
+            self.weight_gradients.forget()
             if isinstance(error, StopIteration):  # the caller would regard it as the end of the data
                 raise RuntimeError("the model or the criterion raised StopIteration") from error
             raise
@@ -188,7 +186,7 @@ class ScheduleRun(Described):
         place = action.place
         if self.stages[action.stage].is_last:
             loss = self.scale(self._loss_graphs.pop(place))
-            _differentiate([loss], [torch.ones_like(loss)])
+            self._differentiate([loss], [torch.ones_like(loss)])
         else:
             gradients = _wait_for(self._gradients.pop((action.stage + 1, action.microbatch)))
             # The next stage sends a gradient for every floating tensor. Outputs without a graph, as of frozen layers,
@@ -199,25 +197,28 @@ class ScheduleRun(Described):
                 if edge is not None
             ]
             if pairs:
-                _differentiate(*zip(*pairs, strict=True))
+                self._differentiate(*zip(*pairs, strict=True))
         received = self._received.pop(place)
         if not self.stages[action.stage].is_first:
             self._gradients[place] = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in received
             )
 
+    def _differentiate(self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Accumulate gradients in all leaves. `torch.autograd.backward` checks for longer than a small stage takes."""
+        with self.weight_gradients.adding():
+            _engine_run_backward(
+                tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
     def _backward_input(self, action: Action) -> None:
         """Compute the gradients of a stage's inputs, and defer those of its weights."""
-        if self.weight_gradients is None:
-            self._backward(action)
-            return
         with self.weight_gradients.deferring(action.place):
             self._backward(action)
 
     def _backward_weight(self, action: Action) -> None:
         """Compute the deferred weight gradients."""
-        if self.weight_gradients is not None:
-            self.weight_gradients.compute(action.place)
+        self.weight_gradients.compute(action.place)
 
     def _send_forward(self, action: Action) -> None:
         self._peers.send_outputs(action, _wait_for(self._stage_outputs.pop(action.place)), self._key(action))
@@ -306,13 +307,6 @@ _METHODS: dict[Op, Callable[[ScheduleRun, Action], None]] = {
 
 def _wait_for(tensors: tuple[Tensor, ...] | PendingTransfer) -> tuple[Tensor, ...]:
     return tensors.wait() if isinstance(tensors, PendingTransfer) else tensors
-
-
-def _differentiate(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Accumulate gradients in all leaves, as `torch.autograd.backward`, whose checks cost more than a small stage."""
-    _engine_run_backward(
-        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def loss_and_weight(returned: Any) -> tuple[Tensor, Tensor | float | None]:

@@ -37,8 +37,9 @@ from ..pipeline.schedules import forward_only
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_plan import setting_errors
 from ..pipeline.transport import Transport
+from ..pipeline.weight_gradients import WeightGradients
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
-from ..shardformer.layers.deferred_linear import defer_weight_gradients
+from ..shardformer.layers.deferred_linear import track_weight_gradients
 from ..shardformer.layers.vocabulary_loss import ShardedLogits
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.router_loss import share_router_loss
@@ -94,7 +95,10 @@ class PipelineEngine:
         self._loss_reducer = LossReducer(mesh, self._last_rank, observed_last, config.loss_reduction)
         self.random = ForwardRandom(mesh)
         self.agreement = Agreement(mesh, config.check_every)
-        self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
+        # A compiled layer computes all its gradients itself.
+        self._weight_gradients = (
+            WeightGradients() if config.compile_layers else track_weight_gradients(module)
+        )
         uses = Counter(parameter for stage in self._stages.values() for parameter in stage.parameters())
         self.parameters = {
             index: [parameter for parameter in stage.parameters() if uses[parameter] == 1]

@@ -63,11 +63,11 @@ class CallsOfStep:
         """Count a call."""
         self._number += self._steps > 1
 
-    def require_all(self) -> None:
-        """Raise RuntimeError if calls are missing in a step."""
+    def require_all(self, name: str) -> None:
+        """Raise RuntimeError if calls are missing in a step; `name` is what needs all."""
         if self.is_incomplete:
             raise RuntimeError(
-                f"optimizer.step() after {self._number} of gradient_accumulation_steps={self._steps} calls: step after "
+                f"{name} after {self._number} of gradient_accumulation_steps={self._steps} calls: step after "
                 f"every {self._steps} calls of execute_pipeline or booster.backward; if the data ends earlier, "
                 "continue with the next epoch's, or drop the gradients by optimizer.zero_grad()"
             )

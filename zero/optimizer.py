@@ -193,10 +193,7 @@ class ShardedOptimizer(OptimizerWrapper):
             is_collective = reducer.may_launch
             if is_collective and name is not None:
                 self._compare_call(name)
-            if is_collective:
-                reducer.begin_accumulation()
-            else:
-                reducer.require_untouched()
+            reducer.begin_accumulation()
             try:
                 yield
             except BaseException:
@@ -279,9 +276,11 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: arguments differ between ranks, on all of them; nothing was clipped.
+            RuntimeError: calls of `gradient_accumulation_steps` are missing.
             UnmatchedCall: other ranks step meanwhile.
         """
         require_clip_norm(max_norm, norm_type)
+        self.calls.require_all("optimizer.clip_grad_by_norm()")
         self.reduce_gradients()
         norm = self._agreed_norm(max_norm=max_norm, norm_type=norm_type)
         norm = self._gradients.clip_by_norm_(norm, float(max_norm), float(norm_type))
@@ -298,6 +297,7 @@ class ShardedOptimizer(OptimizerWrapper):
         and the step will be skipped. Raises the errors of `clip_grad_by_norm`.
         """
         require_clip_value(clip_value)
+        self.calls.require_all("optimizer.clip_grad_by_value()")
         self.reduce_gradients()
         norm = self._agreed_norm(clip_value=clip_value)  # finite if all gradients are
         self._gradients.clip_by_value_(norm, float(clip_value))
@@ -325,7 +325,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.calls.require_all()
+        self.calls.require_all("optimizer.step()")
         self.parameter_gather.wait()
         self._require_same_parameters()
         self._compare_call("step()")

@@ -25,7 +25,7 @@ from ...cluster.collectives import begin_gather, copy_to, once_differentiable
 from ...cluster.device import is_cuda
 from ...derive.logits import LogitsUse
 from .class_change import change_class
-from .deferred_linear import DeferrableLinear
+from .deferred_linear import DeferrableLinear, add_product
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .parallel_module import native_errors
 from .vocabulary_loss import ShardedLogits, causal_logits_use, require_labels, route_causal_loss
@@ -210,7 +210,7 @@ class _ChunkedCrossEntropy(Function):
             if hidden_gradient_NH is not None:
                 torch.mm(gradient_CP, weight_PH, out=hidden_gradient_NH[chunk])
             if weight_gradient_PH is not None:
-                _add_product(weight_gradient_PH, gradient_CP.T, hidden_CH)
+                add_product(weight_gradient_PH, gradient_CP.T, hidden_CH)
             if bias_gradient_P is not None:
                 bias_gradient_P += gradient_CP.sum(0, dtype=torch.float32)
             del gradient_CP  # otherwise two chunks of logits would be in memory
@@ -235,16 +235,6 @@ def chunk_length(num_tokens: int, hidden: int, width: int) -> int:
     """Return the tokens per chunk, so that its logits have about as many elements as all inputs of the head."""
     num_chunks = -(-width // hidden)
     return max(1, -(-num_tokens // num_chunks))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a float32 tensor; on CUDA one kernel does it, without intermediate rounding."""
-    if is_cuda(total.device) and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
 
 
 def chunked_cross_entropy(

@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -15,8 +14,9 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ...cluster.collectives import InFlight, once_differentiable
+from ...cluster.device import is_cuda
 from ...cluster.transformers_api import Conv1D
-from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
+from ...pipeline.weight_gradients import WeightGradient, WeightGradients
 from .class_change import change_class
 
 # N rows of all other dimensions together, I input features, O output features
@@ -75,7 +75,7 @@ class Crossing(NamedTuple):
     begin_backward: Callable[[Tensor], InFlight[Tensor]]
 
 
-Deferred = dict[Tensor, DeferredGradient]  # by weight
+Deferred = dict[Tensor, WeightGradient]  # by weight
 
 
 class LaterProduct(NamedTuple):
@@ -157,7 +157,7 @@ class _EnterOverlapped(Function):
             if deferred is None or deferred.backward_number != torch._C._current_graph_task_id():
                 weight_gradients.append(None)
             else:
-                weight_gradients.append(deferred.begin().wait())
+                weight_gradients.append(deferred.compute())
         input_gradients = [None if handle is None else handle.wait() for handle in in_flight]
         return None, *input_gradients, *weight_gradients
 
@@ -270,8 +270,8 @@ class _Linear(Function):
             gradient_of_input = gradient_NO.mm(weight.T if is_transposed else weight)
             gradient_of_input = gradient_of_input.view(*gradient.shape[:-1], gradient_of_input.shape[-1])
         if needs_weight:
-            begin = partial(_begin_weight_gradient, saved_input, regather, gradient_NO, is_transposed)
-            gradient_of_weight = gradient_or_deferred(parameter, store, later, begin)
+            product = WeightProduct(saved_input, gradient_NO, is_transposed, regather)
+            gradient_of_weight = gradient_or_deferred(parameter, store, later, product)
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         return gradient_of_input, gradient_of_weight, bias_gradient, None
 
@@ -280,33 +280,53 @@ class _Linear(Function):
 _apply_linear = super(Function, _Linear).apply
 
 
-def _begin_weight_gradient(
-    saved_input: Tensor, regather: Regather | None, gradient_NO: Tensor, is_transposed: bool
-) -> InFlight[Tensor]:
-    """Compute a weight's gradient, from an input that is first gathered again if it was not saved."""
-    x_NI = saved_input.reshape(-1, saved_input.shape[-1]) if regather is None else regather.rows(saved_input)
-    return InFlight(None, weight_gradient(x_NI, gradient_NO, is_transposed))
+class WeightProduct(NamedTuple):
+    """The product that is the gradient of a linear layer's weight.
+
+    Args:
+        x: the saved input, (..., I), or with `regather` this rank's shard of it.
+        gradient_NO: the gradient of the output.
+        is_transposed: the weight is (I, O).
+        regather: gathers the input again; None if it was saved in full.
+    """
+
+    x: Tensor
+    gradient_NO: Tensor
+    is_transposed: bool
+    regather: Regather | None = None
+
+    def begin(self) -> InFlight[Tensor]:
+        """Compute the gradient, in the shape of the weight."""
+        return InFlight(None, weight_gradient(self._rows(), self.gradient_NO, self.is_transposed))
+
+    def add_to(self, total: Tensor) -> None:
+        """Compute the gradient and add it to a tensor in the shape of the weight."""
+        x_NI, gradient_NO = self._rows(), self.gradient_NO
+        add_product(total, *((x_NI.T, gradient_NO) if self.is_transposed else (gradient_NO.T, x_NI)))
+
+    def _rows(self) -> Tensor:
+        return self.x.reshape(-1, self.x.shape[-1]) if self.regather is None else self.regather.rows(self.x)
 
 
 def gradient_or_deferred(
-    weight: Parameter,
-    store: WeightGradients | None,
-    later: Deferred | None,
-    begin: Callable[[], InFlight[Tensor]],
+    weight: Parameter, store: WeightGradients | None, later: Deferred | None, product: WeightProduct
 ) -> Tensor | None:
-    """Return a weight's gradient, or None if it is deferred; called in backward.
+    """Return a weight's gradient, or None if it is deferred or in `weight.grad` already; called in backward.
 
     Args:
         weight: the model's parameter.
-        store: queue of the schedule, see `linear`; not used where gradients of gradients may follow.
+        store: see `linear`; not used where gradients of gradients may follow.
         later: receives the gradient, see `LaterProduct`; None if nothing does.
-        begin: computes the gradient.
+        product: the gradient.
     """
-    gradient = DeferredGradient(weight, begin, torch._C._current_graph_task_id())
-    if store is not None and not torch.is_grad_enabled() and store.defer(gradient):
+    if torch.is_grad_enabled():
+        store = None
+    number = torch._C._current_graph_task_id()
+    gradient = WeightGradient(weight, product.begin, product.add_to, store, number)
+    if store is not None and store.defer(gradient):
         return None
     if later is None:
-        return begin().wait()
+        return gradient.compute()
     later[weight] = gradient
     return None
 
@@ -314,6 +334,18 @@ def gradient_or_deferred(
 def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:
     """Return the gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
     return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a tensor, in place, by the kernel of the product; on CUDA without rounding a @ b to its format."""
+    # CPUs round sums in 16 bits, and those with products of a vector, in another way than in two steps.
+    is_fused = total.itemsize >= 4 and min(*a.shape, *b.shape) > 1
+    if is_fused and a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif is_fused and is_cuda(total.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def needs_all_uses(module: nn.Embedding) -> bool:
@@ -342,8 +374,8 @@ class _DeferrableConv1D(Conv1D):
 _DEFERRABLE = {nn.Linear: DeferrableLinear, Conv1D: _DeferrableConv1D}
 
 
-def defer_weight_gradients(model: nn.Module) -> WeightGradients:
-    """Let a schedule defer the weight gradients of a model's linear layers, plain and parallel; return its queue.
+def track_weight_gradients(model: nn.Module) -> WeightGradients:
+    """Let a schedule defer and add the weight gradients of a model's linear layers, plain and parallel; return them.
 
     The class of a plain layer becomes a subclass with the attribute of parallel layers, `weight_gradients`. Weights of
     other modules leave their gradients to autograd.

@@ -32,7 +32,7 @@ from ...cluster.collectives import (
 )
 from ...cluster.placement import Shard, place
 from ...cluster.transformers_api import Conv1D
-from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
+from ...pipeline.weight_gradients import WeightGradient, WeightGradients
 from .deferred_linear import Crossing, Deferred, LaterProduct, enter_overlapped, weight_gradient
 from .parallel_module import ParallelModule, require_native
 
@@ -163,9 +163,8 @@ class _GatheredLinear(Function):
         of_bias = gradient_NO.sum(0) if needs_bias else None
         if mean is not None and ctx.later is not None:
             mean_in_flight = mean
-            ctx.later[layer.weight] = DeferredGradient(
-                layer.weight, lambda: mean_in_flight, torch._C._current_graph_task_id()
-            )
+            number = torch._C._current_graph_task_id()
+            ctx.later[layer.weight] = WeightGradient(layer.weight, lambda: mean_in_flight, None, None, number)
         elif mean is not None:
             of_weight = mean.wait()
         return of_input, of_weight, of_bias, None, None
@@ -186,7 +185,7 @@ def _begin_mean(layer: ShardedLinear, x: Tensor, gradient_NO: Tensor) -> InFligh
         gradient = weight_gradient(x_NI, gradient_NO, is_transposed=layer.is_transposed)
         return layer.pool.begin_mean(gradient)
 
-    deferred = DeferredGradient(layer.weight, begin, torch._C._current_graph_task_id())
+    deferred = WeightGradient(layer.weight, begin, None, None, torch._C._current_graph_task_id())
     if layer.weight_gradients is not None and layer.weight_gradients.defer(deferred):
         return None
     return begin()

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, pad
 
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, once_differentiable, paired
 from ...pipeline.weight_gradients import WeightGradients
-from .deferred_linear import Crossing, gradient_or_deferred, weight_gradient
+from .deferred_linear import Crossing, WeightProduct, gradient_or_deferred
 from .parallel_module import change_inputs, name_of_first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 
@@ -160,13 +160,13 @@ class _RowProduct(Function):
         weight: Tensor,
         sequence: RegionSequence,
         is_transposed: bool,
-        compute_or_defer: Callable[[Callable[[], InFlight[Tensor]]], Tensor | None],
+        compute_or_defer: Callable[[WeightProduct], Tensor | None],
     ) -> Tensor:
         """Return this rank's shard (B, s, O) of the sum over ranks.
 
         Args:
             x_BSI, weight, sequence, is_transposed: see `row_product`.
-            compute_or_defer: takes a function that computes the weight's gradient; returns None if it is deferred.
+            compute_or_defer: takes the weight's gradient; returns None if it is deferred or added already.
         """
         ctx.save_for_backward(x_BSI, weight)
         ctx.sequence, ctx.is_transposed, ctx.compute_or_defer = sequence, is_transposed, compute_or_defer
@@ -194,9 +194,7 @@ class _RowProduct(Function):
                 of_input[:, other_positions] = linear(gradient_BSO[:, other_positions], weight_IO)
         if needs_weight:
             x_NI, gradient_NO = x_BSI.flatten(0, 1), gradient_BSO.flatten(0, 1)
-            of_weight = ctx.compute_or_defer(
-                lambda: InFlight(None, weight_gradient(x_NI, gradient_NO, ctx.is_transposed))
-            )
+            of_weight = ctx.compute_or_defer(WeightProduct(x_NI, gradient_NO, ctx.is_transposed))
         return of_input, of_weight, None, None, None
 
 

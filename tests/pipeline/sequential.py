@@ -17,7 +17,7 @@ from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, ScheduleRun, StageLike
 from echelon.pipeline.schedules import UserSchedule, build_schedule, build_stage_ranks, forward_only
 from echelon.pipeline.transport import Transport
-from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
+from echelon.shardformer.layers.deferred_linear import track_weight_gradients
 
 # B batch, W width
 WIDTH = 6
@@ -160,7 +160,7 @@ class Pipeline:
         }
         self.stage = next(iter(self.stages.values()))
         self.has_last = self.num_stages - 1 in self.stages
-        self.weight_gradients = defer_weight_gradients(nn.ModuleList(self.layers))
+        self.weight_gradients = track_weight_gradients(nn.ModuleList(self.layers))
 
     def train(self, microbatches: Sequence[Batch], style: str | None = None, **options: Any) -> RunResult:
         """Run one training step."""

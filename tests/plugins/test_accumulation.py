@@ -233,11 +233,36 @@ def norms_of_mixtures(stage: int, *, overlaps: bool) -> list[float]:
     return [norm_of(booster, order) for order in ("c", *MIXTURES)]
 
 
+def test_a_call_adds_to_gradients_that_were_unscaled(pool: Pool) -> None:
+    """The loss scale is applied to them again, before products are added to them."""
+    for one, two in pool.run(2, norms_around_unscaling):
+        assert two == pytest.approx(2 * one, rel=1e-2)  # fp16
+
+
+def norms_around_unscaling() -> tuple[float, float]:
+    """Return the norm of one call, and of two with `clip_grad_by_norm` between them."""
+    booster = hybrid(pp_size=2, precision="fp16", num_microbatches=2, initial_scale=2.0**8)
+    return norm_of(booster, "c"), norm_of(booster, "cnc")
+
+
+def test_clipping_between_the_calls_of_a_step_is_refused(pool: Pool) -> None:
+    pool.run(2, clip_too_early)
+
+
+def clip_too_early() -> None:
+    booster = hybrid(gradient_accumulation_steps=2)
+    with pytest.raises(
+        RuntimeError, match=r"clip_grad_by_norm\(\) after 1 of gradient_accumulation_steps=2 calls"
+    ):
+        norm_of(booster, "cnc")
+
+
 def norm_of(booster: Any, order: str) -> float:
     """Return the norm of a step after calls (c) and backwards of the booster (b) and of torch (l).
 
     All are of one batch on every replica. Others: a call that fails in the second microbatch (x), and one at the end of
-    the data (e); a step (s), without an update; `zero_grad` of the optimizer (z), to zeros (Z), of the bare model (m).
+    the data (e); a step (s), without an update; `zero_grad` of the optimizer (z), to zeros (Z), of the bare model (m);
+    `clip_grad_by_norm` to a norm that no gradient has (n).
     """
     model, optimizer = boosted(booster, LLAMA)
     for group in optimizer.param_groups:
@@ -255,6 +280,8 @@ def norm_of(booster: Any, order: str) -> float:
             model(**batch).loss.backward()
         elif kind == "s":
             optimizer.step()
+        elif kind == "n":
+            optimizer.clip_grad_by_norm(1e6)
         elif kind == "m":
             model.unwrap().zero_grad()
         elif kind in "zZ":

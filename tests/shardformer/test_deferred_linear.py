@@ -19,9 +19,9 @@ from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers import deferred_linear, region
 from echelon.shardformer.layers import linear as split_layers
 from echelon.shardformer.layers.deferred_linear import (
-    defer_weight_gradients,
     enter_overlapped,
     linear,
+    track_weight_gradients,
 )
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
@@ -50,6 +50,8 @@ def make_model(kind: str = "") -> Any:
         layers[4] = Doubling(6, 3)
     if kind == "frozen":
         layers[4].requires_grad_(False)
+    if kind == "twice":
+        layers[4] = nn.Sequential(square := nn.Linear(6, 6), nn.Tanh(), square)
     if kind == "computed from others":
         nn.utils.parametrizations.weight_norm(layers[0])
     return nn.Sequential(*layers)
@@ -75,7 +77,7 @@ def test_deferred_gradients_are_bitwise_those_of_a_full_backward(
 ) -> None:
     model, expected = make_model(kind), make_model(kind)
     x, other_x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for _ in range(2))
-    store = defer_weight_gradients(model)
+    store = track_weight_gradients(model)
     for _ in range(2):
         loss_of(expected, other_x.requires_grad_()).backward()
         known = {name for name, each in model.named_parameters() if each.grad is not None}
@@ -93,7 +95,7 @@ def test_deferred_gradients_are_bitwise_those_of_a_full_backward(
 
 def test_each_stage_and_microbatch_has_a_queue_and_other_backwards_defer_nothing() -> None:
     model, expected = make_model(), make_model()
-    store = defer_weight_gradients(model)
+    store = track_weight_gradients(model)
     for microbatch in range(2):
         with store.deferring((0, microbatch)):
             loss_of(model, torch.full((2, 5), microbatch + 1.0)).backward()
@@ -115,13 +117,63 @@ def test_hooks_of_users_see_every_gradient_once() -> None:
 
     model[0].weight.register_hook(halve)
     model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(str(p.grad is not None)))
-    store = defer_weight_gradients(model)
+    store = track_weight_gradients(model)
     with store.deferring(PLACE):
         loss_of(model, torch.ones(2, 5)).backward()
     store.compute(PLACE)
     assert sorted(seen) == ["True", "hook"]
     loss_of(expected, torch.ones(2, 5)).backward()
     assert torch.equal(model[0].weight.grad, expected[0].weight.grad / 2)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("kind", ["", "twice", "subclass", "frozen", "computed from others"])
+def test_products_are_added_without_a_temporary_from_the_second_microbatch_on(
+    kind: str, is_deferred: bool, rows: int
+) -> None:
+    """The sums are bitwise those of autograd."""
+    model, expected = make_model(kind), make_model(kind)
+    store, calls = track_weight_gradients(model), []
+    compute = deferred_linear.weight_gradient
+
+    def computed(*args: Any) -> Tensor:
+        calls.append(args)
+        return compute(*args)
+
+    def backward(x: Tensor) -> None:
+        with store.deferring(PLACE) if is_deferred else store.adding():
+            loss_of(model, x).backward()
+        if is_deferred:
+            store.compute(PLACE)
+
+    with patch.object(deferred_linear, "weight_gradient", computed):
+        for microbatch in range(3):
+            x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(microbatch))
+            loss_of(expected, x).backward()
+            backward(x)
+            if microbatch == 0:
+                num_computed = len(calls)
+    assert len(calls) == num_computed > 0
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        if kind == "twice":  # autograd adds both uses before it adds them to the gradient
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-6, atol=1e-7)
+        else:
+            assert (parameter.grad is None and other.grad is None) or torch.equal(parameter.grad, other.grad)
+
+
+def test_nothing_is_added_for_autograd_grad_and_for_weights_with_hooks() -> None:
+    model, expected = make_model(), make_model()
+    store, seen = track_weight_gradients(model), []
+    model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    for _ in range(3):
+        with store.adding():
+            loss_of(model, torch.ones(2, 5)).backward()
+        loss_of(expected, torch.ones(2, 5)).backward()
+        torch.autograd.grad(loss_of(model, torch.ones(2, 5)), [model[2].weight])
+    assert len(seen) == 3
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad), name
 
 
 def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:

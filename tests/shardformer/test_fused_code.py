@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from echelon.shardformer import fused_code
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.fused_code import compile_elementwise
-from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
+from echelon.shardformer.layers.deferred_linear import track_weight_gradients
 from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import parity
@@ -129,7 +129,7 @@ def test_formulas_and_dropout_with_its_sum_are_compiled_once(
 def test_weight_gradients_are_still_deferred() -> None:
     model = Model()
     expected = train(model)
-    store = defer_weight_gradients(model)
+    store = track_weight_gradients(model)
     assert compile_elementwise(model)
     weights = {"mlp.first.weight", "mlp.second.weight", "output.dense.weight"}
     with store.deferring((0, 0)):

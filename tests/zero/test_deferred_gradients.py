@@ -1,12 +1,14 @@
 """Deferred weight gradients under the sharded optimizer, compared with autograd's own."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
+from echelon.shardformer.layers.deferred_linear import track_weight_gradients
 from echelon.zero.bucket import GradientState
 
 from ..pool import Pool
@@ -32,7 +34,7 @@ def test_deferred_gradients_start_their_bucket(pool: Pool) -> None:
 
 def check_started() -> list[bool]:
     model, expected, rank = layers(), layers(), dist.get_rank()
-    store = defer_weight_gradients(model)
+    store = track_weight_gradients(model)
     optimizer = shard(model, sgd, bucket_size=1)
     started = []
     for seed in range(4):
@@ -77,16 +79,17 @@ def check_twice(is_deferred: bool) -> None:
     model, native, rank = Shared.of(), Shared.of(), dist.get_rank()
     for seed in range(4):
         (loss_of(native, seed) / 2).backward()
-    store = defer_weight_gradients(model)
+    store = track_weight_gradients(model)
     optimizer = shard(model, sgd, bucket_size=1)
-    with optimizer.no_sync():
-        optimizer.backward(loss_of(model, rank))
-    if is_deferred:
-        with store.deferring(PLACE), optimizer.no_sync():
-            optimizer.backward(loss_of(model, 2 + rank))
-        with optimizer.reducer.last_backward(list(model.parameters())):
-            store.compute(PLACE)
-    else:
-        optimizer.backward(loss_of(model, 2 + rank))
+    for seed, context in ((rank, optimizer.no_sync), (2 + rank, nullcontext)):
+        if is_deferred:
+            with store.deferring(PLACE), optimizer.no_sync():
+                optimizer.backward(loss_of(model, seed))
+            in_last = optimizer.reducer.last_backward(list(model.parameters()))
+            with optimizer.reducer.accumulating() if seed < 2 else in_last:
+                store.compute(PLACE)
+        else:
+            with context(), store.adding():
+                optimizer.backward(loss_of(model, seed))
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})

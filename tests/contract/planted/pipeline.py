@@ -94,6 +94,19 @@ FAULTS = {
         Layout(pp=2, schedule="zbh1"),
         quick=True,
     ),
+    "the weight gradients of a microbatch replace those before it": fault(
+        "shardformer.layers.deferred_linear:add_product",
+        lambda total, a, b: total.copy_(a @ b),
+        "llama",
+        PP2,
+        quick=True,
+    ),
+    "autograd adds a weight gradient that was added": fault(
+        "pipeline.runner:WeightGradients.add",
+        around(lambda add: lambda self, gradient: add(self, gradient) and False),
+        "gpt2",
+        Layout(pp=2, schedule="interleaved", chunks=2),
+    ),
     "a stage's inputs have no graph": fault(
         "pipeline.runner:ScheduleRun._take_inputs", detached_inputs, "llama", PP2
     ),
