@@ -95,10 +95,9 @@ class PipelineEngine:
         self._loss_reducer = LossReducer(mesh, self._last_rank, observed_last, config.loss_reduction)
         self.random = ForwardRandom(mesh)
         self.agreement = Agreement(mesh, config.check_every)
-        # A compiled layer computes all its gradients itself.
-        self._weight_gradients = (
-            WeightGradients() if config.compile_layers else track_weight_gradients(module)
-        )
+        # Compiled layers compute all their gradients themselves; without stages, `booster.backward` may be called.
+        tracks = (mesh.size("pp") > 1 or config.splits_backward) and not config.compile_layers
+        self._weight_gradients = track_weight_gradients(module) if tracks else WeightGradients()
         uses = Counter(parameter for stage in self._stages.values() for parameter in stage.parameters())
         self.parameters = {
             index: [parameter for parameter in stage.parameters() if uses[parameter] == 1]
