@@ -8,7 +8,7 @@ embeddings, biases) are cheap and never deferred. The layers are in shardformer/
 product of a weight's gradient is added to it by the kernel of the product (Megatron-LM calls this gradient accumulation
 fusion). Autograd would write the product to new memory, read it again and add it. The optimizer must have begun to
 accumulate before the step. Autograd then gets no gradient of the weight: hooks of the parameter get None, and a weight
-with a user's hooks is left to autograd.
+with a user's hooks is left to autograd. On CUDA all this runs on the stream of the forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
