@@ -71,13 +71,20 @@ def test_the_page_counts_five_layouts_by_release(tmp_path: Path) -> None:
     refused = dict.fromkeys(("pp2", "pp3", "tp2·pp2"), why)
     good = {"type": "good", "parity": "departs", "layouts": layouts, "refused": refused, **ABOUT}
     none = {"type": "none", "parity": "refused", "layouts": [], "refused": {"tp2": "why"}, **ABOUT}
+    new = {
+        "type": "new",
+        "parity": "refused",
+        "why": "model 'new' is not a model type of transformers 5",
+        **ABOUT,
+    }
     for release in ("5.24.0", "5.0.0"):
-        rows = {row["type"]: row | {"transformers": release} for row in (good, none)}
+        rows = {row["type"]: row | {"transformers": release} for row in (good, none, new)}
         make_page(five=rows, data=data, page=page)
     newest, oldest = page.read_text().partition("## Five layouts")[2].split("### transformers ")[1:]
     assert newest.startswith("5.24.0") and oldest.startswith("5.0.0")
     for text in (newest, oldest):
         assert "| tp2 | 1 | 0 | 0 | 1 |" in text and "| tp2·dp2·zero1 | 0 | 1 | 0 | 0 |" in text
+        assert "torch 2.13.0, 2 types. Not in this release: new.\n" in text
         assert "- good, tp2·dp2·zero1: w" in text and "Refused when the ranks start: 0" in text
         assert "- good, pp2, pp3, tp2·pp2: no list of layers\n- none, tp2: why\n" in text
 

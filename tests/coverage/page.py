@@ -32,6 +32,7 @@ _KEPT = {
     "parity": ("type", "parity", "layouts", "refused", "why"),
     "five": ("type", "parity", "layouts", "refused", "why"),
 }
+_ABSENT = "is not a model type of transformers"  # in the refusal of verify
 _OUTCOMES = ("agrees", "departs", "fails", "refused")
 Rows = Mapping[str, Mapping[str, Any]]
 # Kinds of reasons, the first that matches; the last are limits of the small configs and batches, not of the types.
@@ -308,7 +309,9 @@ def _five_lines(five: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     releases = sorted({(row["transformers"], row["torch"]) for row in five}, reverse=True)
     for transformers, torch in releases:
-        rows = [row for row in five if row["transformers"] == transformers and row["torch"] == torch]
+        tried = [row for row in five if (row["transformers"], row["torch"]) == (transformers, torch)]
+        absent = [row["type"] for row in tried if _ABSENT in row.get("why", "")]
+        rows = [row for row in tried if row["type"] not in absent]
         names = ["·".join(f"{axis}{size}" for axis, size in sizes.items()) for sizes in FIVE]
         counts: dict[str, Counter[str]] = {name: Counter() for name in names}
         for row in rows:
@@ -320,7 +323,8 @@ def _five_lines(five: Sequence[Mapping[str, Any]]) -> list[str]:
             "",
             f"### transformers {transformers}",
             "",
-            f"torch {torch}, {len(rows)} types.",
+            f"torch {torch}, {len(rows)} types."
+            + (f" Not in this release: {', '.join(absent)}." if absent else ""),
             "",
             *_table(
                 ["layout", *_OUTCOMES],

@@ -28,6 +28,10 @@ SEEDS = (
     *("llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "sam", "t5", "vit", "whisper"),
 )
 NUM_DRAWN = 40
+# Causes of failures that the ranks cannot report.
+CAUSES = {
+    "rf_detr": "its loss all-reduces over the world by itself, where rank 0 waits alone as it trains in one process"
+}
 _LONGEST_TEXT = 240
 
 
@@ -52,6 +56,9 @@ def compared(model_type: str, *, layouts: str = "two") -> dict[str, Any]:
     _derive_once()
     possible, refused = {"two": _two_layouts, "five": _five_layouts}[layouts](choice)
     rows = [_under(choice, layout) for layout in possible]
+    for row in rows:
+        if row["outcome"] == "fails" and model_type in CAUSES:
+            row["why"] = f"{row['why']}: {CAUSES[model_type]}"
     worst = next((name for name in ("departs", "fails", "refused", "agrees") if _some(rows, name)), "refused")
     why = next((row["why"] for row in rows if row["outcome"] == worst and "why" in row), "")
     return {"parity": worst, "why": why, "layouts": rows, "refused": refused}
