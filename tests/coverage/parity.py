@@ -56,6 +56,11 @@ def compared(model_type: str, *, layouts: str = "two") -> dict[str, Any]:
     _derive_once()
     possible, refused = {"two": _two_layouts, "five": _five_layouts}[layouts](choice)
     rows = [_under(choice, layout) for layout in possible]
+    short = {
+        name: why for name, why in refused.items() if "can't allocate memory" in why
+    }  # of a limit, not refused
+    rows += [{"layout": name, "outcome": "fails", "why": why} for name, why in short.items()]
+    refused = {name: why for name, why in refused.items() if name not in short}
     for row in rows:
         if row["outcome"] == "fails" and model_type in CAUSES:
             row["why"] = f"{row['why']}: {CAUSES[model_type]}"
