@@ -364,7 +364,7 @@ def _outcome_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for outcome, heading in (
         ("departs", "Departures"),
         ("fails", "Failures"),
-        ("refused", "Refused when the ranks start"),
+        ("refused", "Refused when the small copy is built or the ranks start"),
     ):
         reasons = [
             f"- {row['type']}{under}: {_text(why)}" for row in rows for under, why in _reasons(row, outcome)
