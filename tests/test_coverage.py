@@ -61,6 +61,40 @@ def test_the_page_counts_by_family_and_gives_reasons(tmp_path: Path) -> None:
     assert "- good, pp3: (loss)" in text and "- bad: passed a limit" in text
 
 
+def test_the_page_counts_five_layouts_by_release(tmp_path: Path) -> None:
+    data, page = tmp_path / "coverage.json", tmp_path / "coverage.md"
+    why = "no pipeline stages of a GoodModel are known: no list of layers. Use pp_size=1, or write a table"
+    layouts = [
+        {"layout": "tp2", "outcome": "agrees"},
+        {"layout": "tp2·dp2·zero1", "outcome": "departs", "why": "w"},
+    ]
+    refused = dict.fromkeys(("pp2", "pp3", "tp2·pp2"), why)
+    good = {"type": "good", "parity": "departs", "layouts": layouts, "refused": refused, **ABOUT}
+    none = {"type": "none", "parity": "refused", "layouts": [], "refused": {"tp2": "why"}, **ABOUT}
+    new = {
+        "type": "new",
+        "parity": "refused",
+        "why": "model 'new' is not a model type of transformers 5",
+        **ABOUT,
+    }
+    for release in ("5.24.0", "5.0.0"):
+        rows = {row["type"]: row | {"transformers": release} for row in (good, none, new)}
+        make_page(five=rows, data=data, page=page)
+    newest, oldest = page.read_text().partition("## Five layouts")[2].split("### transformers ")[1:]
+    assert newest.startswith("5.24.0") and oldest.startswith("5.0.0")
+    for text in (newest, oldest):
+        assert "| tp2 | 1 | 0 | 0 | 1 |" in text and "| tp2·dp2·zero1 | 0 | 1 | 0 | 0 |" in text
+        assert "torch 2.13.0, 2 types. Not in this release: new.\n" in text
+        assert "- good, tp2·dp2·zero1: w" in text and "the ranks start: 0" in text
+        assert "- good, pp2, pp3, tp2·pp2: no list of layers\n- none, tp2: why\n" in text
+
+
+def test_types_for_five_layouts_are_the_seeds_and_others_drawn_by_the_date() -> None:
+    types = parity.drawn_types("2026-11-28")
+    assert types == parity.drawn_types("2026-11-28") != parity.drawn_types("2026-11-29")
+    assert len(types) == len(set(types)) == len(parity.SEEDS) + 40
+
+
 def test_the_page_is_made_from_the_data() -> None:
     kept = json.loads(DATA.read_text())
     assert kept["rows"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..matrix import ROOT
+from .parity import FIVE, SEEDS
 
 DATA = ROOT / "docs" / "coverage.json"
 PAGE = ROOT / "docs" / "coverage.md"
@@ -29,7 +30,9 @@ _KEPT = {
     ),
     "splits": ("type", "split", "seconds", "why"),
     "parity": ("type", "parity", "layouts", "refused", "why"),
+    "five": ("type", "parity", "layouts", "refused", "why"),
 }
+_ABSENT = "is not a model type of transformers"  # in the refusal of verify
 _OUTCOMES = ("agrees", "departs", "fails", "refused")
 Rows = Mapping[str, Mapping[str, Any]]
 # Kinds of reasons, the first that matches; the last are limits of the small configs and batches, not of the types.
@@ -50,16 +53,18 @@ def make_page(
     stages: Rows | None = None,
     splits: Rows | None = None,
     parity: Rows | None = None,
+    five: Rows | None = None,
     data: Path = DATA,
     page: Path = PAGE,
 ) -> str:
     """Replace the rows of these types in the data, and write the page; return a summary."""
     kept: dict[str, list[dict[str, Any]]] = json.loads(data.read_text()) if data.exists() else {}
     kept = {name: rows for name, rows in kept.items() if name in _KEPT}
-    for name, rows in (("rows", plain), ("stages", stages), ("splits", splits), ("parity", parity)):
+    made = {"rows": plain, "stages": stages, "splits": splits, "parity": parity, "five": five}
+    for name, rows in made.items():
         if rows is not None:
-            known = {row["type"]: row for row in kept.get(name, ())}
-            known |= {key: _short(row, _KEPT[name]) for key, row in rows.items()}
+            known = {_key(name, row): row for row in kept.get(name, ())}
+            known |= {_key(name, row): _short(row, _KEPT[name]) for row in rows.values()}
             kept[name] = [known[key] for key in sorted(known)]
         kept.setdefault(name, [])
     sections = (
@@ -69,6 +74,11 @@ def make_page(
     data.write_text("{\n" + ",\n".join(sections) + "\n}\n")
     page.write_text("\n".join(_page(**kept)) + "\n")
     return f"{page.name}: {sum(bool(row.get('trains')) for row in kept['rows'])} of {len(kept['rows'])} train"
+
+
+def _key(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the key of a row in its record: of five layouts, there are rows of several releases."""
+    return (row["type"], row["transformers"]) if name == "five" else (row["type"],)
 
 
 def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -87,6 +97,7 @@ def _page(
     stages: Sequence[Mapping[str, Any]],
     splits: Sequence[Mapping[str, Any]],
     parity: Sequence[Mapping[str, Any]],
+    five: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     about = sorted({(row["commit"], row["torch"], row["transformers"]) for row in rows})
     others = [row for row in rows if not row.get("convolutional")]
@@ -129,7 +140,13 @@ def _page(
         [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in _KINDS if kind in kinds],
     )
     lines += ["", "The first error of each is in [coverage.json](coverage.json)."]
-    return [*lines, *_stage_lines(rows, stages), *_split_lines(rows, splits), *_parity_lines(rows, parity)]
+    return [
+        *lines,
+        *_stage_lines(rows, stages),
+        *_split_lines(rows, splits),
+        *_parity_lines(rows, parity),
+        *_five_lines(five),
+    ]
 
 
 def _stage_lines(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -268,15 +285,7 @@ def _parity_lines(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[st
             ],
         ),
     ]
-    for outcome, heading in (
-        ("departs", "Departures"),
-        ("fails", "Failures"),
-        ("refused", "Refused when the ranks start"),
-    ):
-        found = [
-            f"- {row['type']}{under}: {_text(why)}" for row in parity for under, why in _reasons(row, outcome)
-        ]
-        lines += ["", f"{heading}: {len(found)}", *([""] if found else []), *found]
+    lines += _outcome_lines(parity)
     refused = [
         f"- {row['type']}, {layout}: {_text(why)}"
         for row in parity
@@ -285,8 +294,89 @@ def _parity_lines(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[st
     return [*lines, "", f"Layouts that are refused before they start: {len(refused)}", "", *refused]
 
 
+def _five_lines(five: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section on five layouts: counts by release and layout, and all that is not an agreement."""
+    if not five:
+        return []
+    lines = [
+        "",
+        "## Five layouts",
+        "",
+        "As above, under each of five layouts (`python -m tests.coverage.parity --layouts five --date 2026-11-28`):",
+        "the types that ColossalAI has policies for, with DeepSeek-V2 in place of DeepSeek-MoE, which is no type of",
+        "transformers, and 40 others of those that train, drawn by the date. Those of ColossalAI:",
+        f"{', '.join(SEEDS)}.",
+    ]
+    releases = sorted({(row["transformers"], row["torch"]) for row in five}, reverse=True)
+    for transformers, torch in releases:
+        tried = [row for row in five if (row["transformers"], row["torch"]) == (transformers, torch)]
+        absent = [row["type"] for row in tried if _ABSENT in row.get("why", "")]
+        rows = [row for row in tried if row["type"] not in absent]
+        names = ["·".join(f"{axis}{size}" for axis, size in sizes.items()) for sizes in FIVE]
+        counts: dict[str, Counter[str]] = {name: Counter() for name in names}
+        for row in rows:
+            for layout in row.get("layouts", ()):
+                counts[layout["layout"]][layout["outcome"]] += 1
+            for layout in row.get("refused", ()):
+                counts[layout]["refused"] += 1
+        lines += [
+            "",
+            f"### transformers {transformers}",
+            "",
+            f"torch {torch}, {len(rows)} types."
+            + (f" Not in this release: {', '.join(absent)}." if absent else ""),
+            "",
+            *_table(
+                ["layout", *_OUTCOMES],
+                [
+                    (layout, *(str(outcomes[outcome]) for outcome in _OUTCOMES))
+                    for layout, outcomes in counts.items()
+                ],
+            ),
+            *_outcome_lines(rows),
+            "",
+            "Refused before the ranks start:",
+            "",
+            *(line for row in rows for line in _causes(row)),
+        ]
+    return lines
+
+
+def _causes(row: Mapping[str, Any]) -> list[str]:
+    """Return a line for each cause for which a type refuses layouts."""
+    layouts: dict[str, list[str]] = {}
+    for layout, why in row.get("refused", {}).items():
+        layouts.setdefault(_cause(why), []).append(layout)
+    return [f"- {row['type']}, {', '.join(names)}: {_text(cause)}" for cause, names in layouts.items()]
+
+
+def _cause(why: str) -> str:
+    """Return the cause in a refusal, without its beginning, equal for all types, and without the advice."""
+    cause = re.sub(
+        r"^no (pipeline stages|split) of an? \w+ (are known|gives the numbers of one process): ", "", why
+    )
+    return re.split(r"\. Use pp_size=|: leave tp_size", cause)[0]
+
+
+def _outcome_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return all departures, failures and refusals of ranks, with their numbers."""
+    lines = []
+    for outcome, heading in (
+        ("departs", "Departures"),
+        ("fails", "Failures"),
+        ("refused", "Refused when the small copy is built or the ranks start"),
+    ):
+        reasons = [
+            f"- {row['type']}{under}: {_text(why)}" for row in rows for under, why in _reasons(row, outcome)
+        ]
+        lines += ["", f"{heading}: {len(reasons)}", *([""] if reasons else []), *reasons]
+    return lines
+
+
 def _reasons(row: Mapping[str, Any], outcome: str) -> list[tuple[str, str]]:
     """Return where a type has this outcome, and why: under layouts, or as a whole."""
+    if not row.get("layouts") and row.get("refused"):
+        return []  # before the ranks start
     layouts = row.get("layouts") or [{"outcome": row["parity"], "why": row.get("why", "")}]
     return [
         (f", {layout['layout']}" if "layout" in layout else "", layout["why"])

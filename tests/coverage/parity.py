@@ -1,35 +1,70 @@
 """Parity of every model type that trains: three steps of SGD on real ranks, beside one process.
 
     python -m tests.coverage.parity [--part 3/16] [--only TYPE ...] [--failed] [--date 2026-11-27] [--count 40]
+    python -m tests.coverage.parity --layouts five --date 2026-11-28
 
 A type is tried under tp2·pp2 and under pp3, whose stages have unequal numbers of layers; under what it does not refuse
-with data parallelism and ZeRO-1 otherwise. The order is drawn by a date, so a run that was ended has a fair sample, and
-goes on. An outcome is "agrees", "refused", "fails" (an error), or "departs": a silent departure, of which there must be
-none. One process for each type builds the small copy and derives stages and splits; the ranks are forked from it.
+with data parallelism and ZeRO-1 otherwise. Or under five layouts, `FIVE`: the types that ColossalAI has policies for,
+and 40 drawn by the date. The order is drawn by a date, so a run that was ended has a fair sample, and goes on. An
+outcome is "agrees", "refused", "fails" (an error), or "departs": a silent departure, of which there must be none. One
+process for each type builds the small copy and derives stages and splits; the ranks are forked from it.
 """
 
 import signal
 import time
+from functools import partial
 from math import isfinite
 from typing import Any
 
-from .records import run_types
+from .records import run_options, run_types, trained_types
 
 CPU_SECONDS, WALL_SECONDS, MEMORY = 90, 400, 10 << 30
+# The record of each choice of layouts, which `--layouts` names.
+RECORDS = {"two": "parity", "five": "five"}
+FIVE = ({"tp": 2}, {"pp": 2}, {"pp": 3}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "zero": 1})
+# The types of ColossalAI's policies. That of DeepSeek-MoE, whose code is remote, is for DeepSeek-V2 here.
+SEEDS = (
+    *("bert", "blip-2", "bloom", "chatglm", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gpt2", "gptj"),
+    *("llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "sam", "t5", "vit", "whisper"),
+)
+NUM_DRAWN = 40
+# Causes of failures that the ranks cannot report.
+CAUSES = {
+    "rf_detr": "its loss all-reduces over the world by itself, where rank 0 waits alone as it trains in one process"
+}
 _LONGEST_TEXT = 240
 
 
-def compared(model_type: str) -> dict[str, Any]:
-    """Return the row of a model type: what it refuses, and the outcome under each layout."""
+def drawn_types(date: str | None) -> list[str]:
+    """Return the types for five layouts: the seeds, and others drawn by a date."""
+    drawn = [name for name in trained_types(date) if name not in SEEDS]
+    return [*SEEDS, *drawn[:NUM_DRAWN]]
+
+
+def compared(model_type: str, *, layouts: str = "two") -> dict[str, Any]:
+    """Return the row of a model type: what it refuses, and the outcome under each of the layouts.
+
+    Args:
+        model_type: of transformers.
+        layouts: a key of `RECORDS`.
+    """
     from echelon.verify.model_choice import ModelChoice
 
     choice = ModelChoice(model_type=model_type)
     if errors := choice.errors():
         return {"parity": "refused", "why": _shortened(errors[0]), "layouts": []}
     _derive_once()
-    layouts, refused = _chosen_layouts(choice)
-    rows = [_under(choice, layout) for layout in layouts]
-    worst = next(name for name in ("departs", "fails", "refused", "agrees") if _some(rows, name))
+    possible, refused = {"two": _two_layouts, "five": _five_layouts}[layouts](choice)
+    rows = [_under(choice, layout) for layout in possible]
+    short = {
+        name: why for name, why in refused.items() if "can't allocate memory" in why
+    }  # of a limit, not refused
+    rows += [{"layout": name, "outcome": "fails", "why": why} for name, why in short.items()]
+    refused = {name: why for name, why in refused.items() if name not in short}
+    for row in rows:
+        if row["outcome"] == "fails" and model_type in CAUSES:
+            row["why"] = f"{row['why']}: {CAUSES[model_type]}"
+    worst = next((name for name in ("departs", "fails", "refused", "agrees") if _some(rows, name)), "refused")
     why = next((row["why"] for row in rows if row["outcome"] == worst and "why" in row), "")
     return {"parity": worst, "why": why, "layouts": rows, "refused": refused}
 
@@ -38,17 +73,34 @@ def _some(rows: list[dict[str, Any]], outcome: str) -> bool:
     return any(row["outcome"] == outcome for row in rows)
 
 
-def _chosen_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
-    """Return the layouts to try, and why others are refused, by layout."""
+def _refusal(choice: Any, layout: Any) -> str | None:
+    """Return why a layout is refused; None if it is not."""
     from echelon.cli.verify import sharding_errors
+
+    errors = sharding_errors(choice, layout.config)
+    return _shortened(errors[-1]) if errors else None  # behind those of transformers' plan, that of the trial
+
+
+def _five_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
+    """Return the layouts of `FIVE` to try, and why others are refused, by layout."""
+    from echelon.verify.layout_choice import Layout
+
+    layouts = [Layout(**sizes, max_norm=1.0) for sizes in FIVE]
+    refusals = {layout: _refusal(choice, layout) for layout in layouts}
+    possible = [layout for layout, why in refusals.items() if why is None]
+    return possible, {_name(layout): why for layout, why in refusals.items() if why is not None}
+
+
+def _two_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
+    """Return the layouts to try, and why others are refused, by layout."""
     from echelon.verify.layout_choice import Layout
 
     refused: dict[str, str] = {}
 
     def is_possible(name: str, layout: Layout) -> bool:
-        if errors := sharding_errors(choice, layout.config):
-            refused[name] = _shortened(errors[-1])  # behind those of transformers' plan, that of the trial
-        return not errors
+        if why := _refusal(choice, layout):
+            refused[name] = why
+        return not why
 
     if is_possible("tp2·pp2", Layout(tp=2, pp=2)):
         layouts, has_stages = [Layout(tp=2, pp=2, max_norm=1.0)], True
@@ -73,7 +125,7 @@ def _under(choice: Any, layout: Any) -> dict[str, Any]:
     started, left = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0] or WALL_SECONDS
     answers = run_forked(layout.world_size, _report, choice, layout, seconds=left // 3)
     row = {
-        "layout": str(layout).removesuffix("·fp32"),
+        "layout": _name(layout),
         "seconds": round(time.monotonic() - started, 1),
     }
     if isinstance(answers, Failure):
@@ -87,6 +139,10 @@ def _under(choice: Any, layout: Any) -> dict[str, Any]:
     if report.agrees:
         return row | {"outcome": "agrees"}
     return row | {"outcome": "departs", "why": report.departure}
+
+
+def _name(layout: Any) -> str:
+    return str(layout).removesuffix("·fp32")
 
 
 def _report(choice: Any, layout: Any) -> Any:
@@ -126,4 +182,16 @@ def _shortened(text: str) -> str:
 
 
 if __name__ == "__main__":
-    run_types("parity", compared, __doc__, cpu_seconds=CPU_SECONDS, wall_seconds=WALL_SECONDS, memory=MEMORY)
+    from ..models.chatglm import register_chatglm
+
+    options = run_options(__doc__, layouts=tuple(RECORDS))
+    register_chatglm()
+    run_types(
+        RECORDS[options.layouts],
+        partial(compared, layouts=options.layouts),
+        options,
+        types=drawn_types(options.date) if options.layouts == "five" else trained_types(options.date),
+        cpu_seconds=CPU_SECONDS,
+        wall_seconds=WALL_SECONDS,
+        memory=MEMORY,
+    )

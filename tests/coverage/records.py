@@ -18,7 +18,7 @@ from typing import Any
 from ..matrix import ROOT, current_commit
 
 # The field of a record's rows that says how a type is supported, or one of `UNSUPPORTED`.
-FIELDS = {"stages": "stages", "splits": "split", "parity": "parity"}
+FIELDS = {"stages": "stages", "splits": "split", "parity": "parity", "five": "parity"}
 UNSUPPORTED = ("refused", "fails", "departs")
 FOLDER = ROOT / "build" / "coverage"
 
@@ -102,8 +102,13 @@ def _end_group(child: int) -> None:
         os.killpg(child, signal.SIGKILL)
 
 
-def run_options(description: str | None) -> Any:
-    """Return the command line's options of a run: `part` as (number, count), `date`, `count`, and those with help."""
+def run_options(description: str | None, *, layouts: Sequence[str] = ()) -> Any:
+    """Return the command line's options of a run: `part` as (number, count), `date`, `count`, and those with help.
+
+    Args:
+        description: shown as help.
+        layouts: the values of `layouts`, the first by default; none if the run has no such option.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--part", default=(1, 1), type=lambda text: tuple(map(int, text.split("/"))))
     parser.add_argument("--date", help="of a random order; default: in the order of names")
@@ -112,30 +117,33 @@ def run_options(description: str | None) -> Any:
     parser.add_argument("--limit", type=int, default=1, help="so many times the usual limits")
     parser.add_argument("--failed", action="store_true", help="try those again that were refused")
     parser.add_argument("--jobs", type=int, default=2)
+    if layouts:
+        parser.add_argument("--layouts", choices=layouts, default=layouts[0])
     return parser.parse_args()
 
 
 def run_types(
     name: str,
     function: Callable[[str], dict[str, Any]],
-    description: str | None,
+    options: Any,
     *,
     cpu_seconds: int,
     wall_seconds: int,
     memory: int,
+    types: Sequence[str] | None = None,
 ) -> None:
-    """Make the rows of a record for the model types that train, as the command line asks, and then the page.
+    """Make the rows of a record for model types, as the command line asks, and then the page.
 
     Args:
         name: name of the record, a key of `FIELDS`.
         function: makes the row of a type.
-        description: shown as help.
+        options: from `run_options`.
         cpu_seconds, wall_seconds, memory: limits of the process of a type.
+        types: those of a full run, in order; by default all that train.
     """
     from .page import make_page
 
     warnings.filterwarnings("ignore")
-    options = run_options(description)
     number, count = options.part
     records, field = Records(name, released()), FIELDS[name]
     done = {
@@ -143,14 +151,16 @@ def run_types(
         for model_type, row in (kept_rows(name, records.about) | records.rows).items()
         if row[field] not in UNSUPPORTED or not options.failed
     }
-    trained = trained_types(options.date)
-    types = options.only or [each for each in trained[number - 1 :: count] if each not in done]
+    types = trained_types(options.date) if types is None else types
+    types = options.only or [
+        model_type for model_type in types[number - 1 :: count] if model_type not in done
+    ]
     warmed()
     limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory": memory}
     limits = {limit: options.limit * value for limit, value in limits.items()}
     for model_type, row in run_each(function, types[: options.count], jobs=options.jobs, **limits):
         if "reason" in row:
-            row = {field: "fails" if name == "parity" else "refused", "why": row["reason"]}
+            row = {field: "fails" if field == "parity" else "refused", "why": row["reason"]}
         records.add({"type": model_type} | row)
         print(model_type, row[field], row.get("why", "")[:200], flush=True)
     print(make_page(**{name: records.rows}))

@@ -10,7 +10,7 @@ build/coverage/splits.jsonl go into the page, too.
 import time
 from typing import Any
 
-from .records import run_types
+from .records import run_options, run_types
 
 CPU_SECONDS, WALL_SECONDS, MEMORY = 90, 400, 12 << 30
 
@@ -40,4 +40,5 @@ def split(model_type: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_types("splits", split, __doc__, cpu_seconds=CPU_SECONDS, wall_seconds=WALL_SECONDS, memory=MEMORY)
+    options = run_options(__doc__)
+    run_types("splits", split, options, cpu_seconds=CPU_SECONDS, wall_seconds=WALL_SECONDS, memory=MEMORY)

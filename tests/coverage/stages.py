@@ -9,7 +9,7 @@ boost does. The rows of build/coverage/stages.jsonl go into the page, too.
 import time
 from typing import Any
 
-from .records import run_types
+from .records import run_options, run_types
 
 CPU_SECONDS, WALL_SECONDS, MEMORY = 60, 300, 12 << 30
 
@@ -55,4 +55,5 @@ def meta_model(model_type: str) -> Any:
 
 
 if __name__ == "__main__":
-    run_types("stages", staged, __doc__, cpu_seconds=CPU_SECONDS, wall_seconds=WALL_SECONDS, memory=MEMORY)
+    options = run_options(__doc__)
+    run_types("stages", staged, options, cpu_seconds=CPU_SECONDS, wall_seconds=WALL_SECONDS, memory=MEMORY)
