@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..matrix import ROOT
-from .parity import FIVE, SEEDS
+from .parity import CAUSES, FIVE, SEEDS
 
 DATA = ROOT / "docs" / "coverage.json"
 PAGE = ROOT / "docs" / "coverage.md"
@@ -377,9 +377,10 @@ def _reasons(row: Mapping[str, Any], outcome: str) -> list[tuple[str, str]]:
     """Return where a type has this outcome, and why: under layouts, or as a whole."""
     if not row.get("layouts") and row.get("refused"):
         return []  # before the ranks start
+    cause = f": {CAUSES[row['type']]}" if outcome == "fails" and row["type"] in CAUSES else ""
     layouts = row.get("layouts") or [{"outcome": row["parity"], "why": row.get("why", "")}]
     return [
-        (f", {layout['layout']}" if "layout" in layout else "", layout["why"])
+        (f", {layout['layout']}" if "layout" in layout else "", layout["why"] + cause)
         for layout in layouts
         if layout["outcome"] == outcome
     ]
