@@ -235,9 +235,9 @@ def distance_between(a: Tensor, b: Tensor) -> Distance:
 
 def chunks_of(shape: Sequence[int], entries: int = CHUNK) -> Iterator[Box]:
     """Yield consecutive boxes of a tensor, in row-major order, of at most `entries` entries each."""
-    whole = prod(shape)
-    for start in range(0, whole, entries):
-        yield from flat_boxes(start, min(start + entries, whole), shape)
+    num_entries = prod(shape)
+    for start in range(0, num_entries, entries):
+        yield from flat_boxes(start, min(start + entries, num_entries), shape)
 
 
 def _bits(tensor: Tensor) -> Tensor:

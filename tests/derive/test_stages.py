@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echelon.derive.build import small_copy
-from echelon.derive.calls import ModuleCall
+from echelon.derive.module_calls import ModuleCall
 from echelon.derive.plans import isolated, stage_plan_of
 from echelon.derive.stages import departure, derived_plan, sizes_of, stacks_of
 from echelon.pipeline.stage_plan import OutputStructure, StagePlan
