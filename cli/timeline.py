@@ -186,7 +186,7 @@ def parse_costs(text: str) -> Costs:
         ValueError: they are not three numbers in `COST_RANGE`, at most `MOST_APART` times as large as each other.
     """
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = [float(word) for word in text.split(",")]
         forward, backward_input, backward_weight = numbers
         least, most = min(numbers), max(numbers)
         if (
