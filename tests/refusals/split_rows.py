@@ -1,11 +1,9 @@
-"""Refusals of models and tables: all reasons at once, for models on the meta device, without processes."""
+"""Models and tables that cannot be sharded, on the meta device without processes: all errors, and words of each."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -18,7 +16,9 @@ from echelon.shardformer.tables.decoders import GPT2, LLAMA
 from echelon.shardformer.tables.encoder_decoders import T5
 from echelon.verify.model_choice import ModelChoice
 
-from . import compare
+from ..shardformer import compare
+from ..shardformer.test_lora import adapted
+from .rows import Row
 
 # A table without `attention`, so that heads cannot be padded.
 UNPADDED = replace(LLAMA, attention={})
@@ -122,207 +122,86 @@ def without_output() -> Any:
     return model
 
 
-class Row(NamedTuple):
-    """A model, the sizes for which it is refused, and needles of each expected error.
+def row(
+    build: Callable[[], nn.Module], number: int, *words: str, table: Table | None = None, **sizes: Any
+) -> Row:
+    """Make a row of a model, the sizes for which it is refused, by default tp_size=2, and the number of errors."""
 
-    Args:
-        table: None takes the table of the model.
-    """
+    def call() -> None:
+        model = build()
+        found = errors(model, None if table is None else TablePolicy(table), **(sizes or TWO))
+        raise ValueError("\n".join([f"{len(found)} errors:", *found]))
 
-    model: Callable[[], nn.Module]
-    sizes: dict[str, Any]
-    needles: tuple[tuple[str, ...], ...]
-    table: Table | None = None
+    return call, f"{number} errors:", *words
 
 
-ROWS = {
-    "a module is missing": Row(
-        without_output, TWO, (("decoder.block.1", "'layer.1.EncDecAttention.o'", "no such module"),)
-    ),
-    "another second input": Row(
-        lambda: on_meta("UMT5Model", num_decoder_layers=1),
-        TWO,
-        (("decoder.block.0.layer.1.EncDecAttention", "'key_value_states'", "'encoder_hidden_states'"),),
-        T5,  # umT5 names it otherwise
-    ),
-    "a second head": Row(
-        changed(with_second_head, tie_word_embeddings=False),
-        TWO,
-        (("second_head: shares a parameter with lm_head",),),
-    ),
-    "key-value heads": Row(
-        lambda: llama(**GROUPED),
-        TWO,
-        (
-            (
-                "num_key_value_heads=3 is neither a divisor nor a multiple of tp_size=2",
-                "tp_size=[1, 3, 6, 12]",
-            ),
-        ),
-        UNPADDED,
-    ),
-    "heads of a part": Row(
-        lambda: ModelChoice(model_type="sam").build_on_meta(),
-        {"tp_size": 8},
-        (("mask_decoder", "num_attention_heads=4 is not divisible by tp_size=8: use one of tp_size=[1, 2"),),
-    ),
-    "a width": Row(
-        lambda: on_meta("GPT2LMHeadModel", n_inner=49),
-        TWO,
-        (
-            ("transformer.h.0.mlp.c_fc (and 1 more like it): 49 entries", "one of [1, 7, 49]"),
-            ("transformer.h.0.mlp.c_proj (and 1 more like it): 49 entries",),
-        ),
-    ),
-    "layers of stages": Row(
-        llama,
-        {"num_stages": 2, "num_layers_per_stage": [2, 0]},
-        (("num_layers_per_stage=[2, 0]", "use [1, 1], for example"),),
-    ),
-    "too few runs of one layer": Row(
-        lambda: ModelChoice(model_type="albert", num_layers=4).build_on_meta(),
-        {"num_stages": 5},
-        (("4 layers and the pipeline 5 stages",),),
-    ),
-    "all hidden states": Row(
-        returning("output_hidden_states"),
-        {"num_stages": 2},
-        (("output_hidden_states=True in the model's config", "use pp_size=1"),),
-    ),
-    "attentions of all heads": Row(
-        returning("output_attentions"),
-        TWO,
-        (("output_attentions=True in the model's config", "only the local heads' attention"),),
-    ),
-    "adapters of one's own": Row(
-        changed(with_adapters), TWO, (("lm_head (and 2 more like it): ", "Adapted, not a plain"),)
-    ),
-    "whole among split": Row(
-        changed(with_gate),
-        TWO,
-        (("model.layers.1.self_attn.gate.weight: computes on sharded", "the axis 'tp'", "in column, row"),),
-    ),
-    "norms by head": Row(  # the table of llama is not that of qwen3
-        lambda: on_meta("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8),
-        TWO,
-        (("model.layers.0.self_attn.q_norm.weight (and 3 more like it): computes on sharded activations",),),
-        LLAMA,
-    ),
-    "a hook": Row(
-        changed(lambda model: model.get_input_embeddings().register_forward_hook(print)),
-        TWO,
-        (("model.embed_tokens: ", "has hooks", "after the model is sharded"),),
-    ),
-    "a special tensor": Row(
-        changed(with_special_tensor), TWO, (("mlp.up_proj: ", "a weight of Special in torch."),)
-    ),
-    "layers of two classes": Row(
-        changed(with_another_layer), TWO, (("model.layers: the layers are of several classes",),)
-    ),
-    "a fused loss": Row(
-        changed(fused_loss), TWO, (("the forward of this FusedLoss reads a weight itself",),)
-    ),
-    "a table of another model": Row(
-        llama,
-        TWO,
-        (("the stage plan names 'model.h', and this Llama",), *(("the stage plan names",),) * 3),
-        GPT2,
-    ),
-    "a name that matches nothing": Row(
-        llama,
-        TWO,
-        (("model.layers.0 (and 1 more like it): ", "'mlp.side_proj' in a layer, which has no such"),),
-        replace(LLAMA, column=(*LLAMA.column, "mlp.side_proj")),
-    ),
-    "an embedding that is not there": Row(
-        llama, TWO, (("names 'model.embed', and the model has no such",),), replace(LLAMA, embedding="embed")
-    ),
-    "an attribute that is not there": Row(
-        llama,
-        TWO,
-        (("model.layers.0 (and 1 more like it): the table names 'self_attn.heads'", "no attribute of"),),
-        replace(LLAMA, divide=("self_attn.heads",)),
-    ),
-    "a setting that the split needs": Row(
-        llama,
-        TWO,
-        (("hidden_act='silu' in the model's config is not supported", "use hidden_act='gelu' or tp_size=1"),),
-        replace(LLAMA, needed={"hidden_act": "gelu"}),
-    ),
-    "a setting that is not there": Row(
-        changed(lambda model: setattr(model.config, "num_key_value_heads", None)),
-        TWO,
-        (("takes num_key_value_heads from the model's config, and a LlamaConfig has no", "key_value_heads"),),
-        LLAMA,
-    ),
-    "no config": Row(
-        without_config,
-        TWO,
-        (("takes num_heads from the model's config, and the model has none: name in divide those",),),
-        BARE,
-    ),
-    "all at once": Row(
-        lambda: llama(num_attention_heads=4, num_key_value_heads=2, intermediate_size=50),
-        {"tp_size": 3, "num_stages": 3},
-        (
-            ("2 layers and the pipeline 3 stages", "at most 2 stages"),
-            ("num_attention_heads=4 is not divisible by tp_size=3: use one of tp_size=[1, 2, 4]",),
-            ("num_key_value_heads=2",),
-            ("mlp.gate_proj (and 3 more like it): 50 entries along dim 0",),
-            ("mlp.down_proj (and 1 more like it): 50 entries along dim 1",),
-            ("self_attn.q_proj (and 1 more like it): 32 entries",),
-            ("self_attn.o_proj (and 1 more like it): 32 entries",),
-        ),
-        UNPADDED,
-    ),
+def merged() -> Any:
+    model = adapted(lora=Q)
+    model.model.layers[0].self_attn.q_proj.merge()
+    return model
+
+
+Q, EXPERTS = {"target_modules": ["q_proj"]}, "mlp.experts.gate_up_proj"
+MANY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 50}
+# fmt: off
+SPLITS: dict[str, Row] = {
+    "a module is missing": row(without_output, 1, "decoder.block.1", "'layer.1.EncDecAttention.o'", "no such module"),
+    "another second input": row(lambda: on_meta("UMT5Model", num_decoder_layers=1), 1, "'key_value_states'",
+        "decoder.block.0.layer.1.EncDecAttention", "'encoder_hidden_states'", table=T5),  # umT5 names it otherwise
+    "a second head": row(changed(with_second_head, tie_word_embeddings=False), 1,
+        "second_head: shares a parameter with lm_head"),
+    "key-value heads": row(lambda: llama(**GROUPED), 1, "tp_size=[1, 3, 6, 12]",
+        "num_key_value_heads=3 is neither a divisor nor a multiple of tp_size=2", table=UNPADDED),
+    "heads of a part": row(lambda: ModelChoice(model_type="sam").build_on_meta(), 4, "mask_decoder",
+        "num_attention_heads=4 is not divisible by tp_size=8: use one of tp_size=[1, 2", tp_size=8),
+    "a width": row(lambda: on_meta("GPT2LMHeadModel", n_inner=49), 2, "one of [1, 7, 49]",
+        *(f"transformer.h.0.mlp.{name} (and 1 more like it): 49 entries" for name in ("c_fc", "c_proj"))),
+    "layers of stages": row(llama, 1, "num_layers_per_stage=[2, 0]",
+        "use [1, 1], for example", num_stages=2, num_layers_per_stage=[2, 0]),
+    "too few runs of one layer": row(lambda: ModelChoice(model_type="albert", num_layers=4).build_on_meta(),
+        1, "4 layers and the pipeline 5 stages", num_stages=5),
+    "attentions of all heads": row(returning("output_attentions"), 1, "only the local heads' attention",
+        "output_attentions=True in the model's config"),
+    "adapters of one's own": row(changed(with_adapters), 1, "lm_head (and 2 more like it): ", "Adapted, not a plain"),
+    "adapter of a head": row(lambda: adapted(lora={"target_modules": ["lm_head", "q_proj"]}), 1, "lm_head: ",
+        "peft.tuners.lora.layer.Linear of peft and not a plain Linear: leave it out of target_modules"),
+    "saved embedding": row(lambda: adapted(lora={**Q, "modules_to_save": ["embed_tokens"]}), 1, "model.embed_tokens: ",
+        "ModulesToSaveWrapper of peft and not a plain Embedding"),
+    "saved projection": row(lambda: adapted(lora={**Q, "modules_to_save": ["o_proj"]}), 1, "self_attn.o_proj (and ",
+        "ModulesToSaveWrapper of peft and not a plain Linear"),
+    "DoRA": row(lambda: adapted(lora={**Q, "use_dora": True}), 1, "model.layers.0.self_attn.q_proj (and ", "DoraL"),
+    "adapter of experts": row(lambda: adapted("MixtralForCausalLM", lora={"target_parameters": [EXPERTS]}), 1,
+        "model.layers.0 (and ", "peft's ParamWrapper around mlp.experts cannot be sharded: leave it out"),
+    "merged adapter": row(merged, 1, "model.layers.0.self_attn.q_proj: the adapter is merged", "unmerge_adapter()"),
+    "whole among split": row(changed(with_gate), 1, "the axis 'tp'", "in column, row",
+        "model.layers.1.self_attn.gate.weight: computes on sharded"),
+    # The table of llama is not that of qwen3.
+    "norms by head": row(lambda: on_meta("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8), 1,
+        "model.layers.0.self_attn.q_norm.weight (and 3 more like it)", "computes on sharded activations", table=LLAMA),
+    "a hook": row(changed(lambda model: model.get_input_embeddings().register_forward_hook(print)), 1,
+        "model.embed_tokens: ", "has hooks", "after the model is sharded"),
+    "a special tensor": row(changed(with_special_tensor), 1, "mlp.up_proj: ", "a weight of Special in torch."),
+    "layers of two classes": row(changed(with_another_layer), 1, "model.layers: the layers are of several classes"),
+    "a fused loss": row(changed(fused_loss), 1, "the forward of this FusedLoss reads a weight itself"),
+    "a table of another model": row(llama, 4, "the stage plan names 'model.h', and this Llama", table=GPT2),
+    "a name that matches nothing": row(llama, 1, "model.layers.0 (and 1 more like it): ", "'mlp.side_proj' in",
+        table=replace(LLAMA, column=(*LLAMA.column, "mlp.side_proj"))),
+    "an embedding that is not there": row(llama, 1, "names 'model.embed', and the model has no such",
+        table=replace(LLAMA, embedding="embed")),
+    "an attribute that is not there": row(llama, 1, "(and 1 more like it): the table names 'self_attn.heads'",
+        "no attribute of", table=replace(LLAMA, divide=("self_attn.heads",))),
+    "a setting that the split needs": row(llama, 1, "hidden_act='silu' in the model's config is not supported",
+        "use hidden_act='gelu' or tp_size=1", table=replace(LLAMA, needed={"hidden_act": "gelu"})),
+    "a setting that is not there": row(changed(lambda model: setattr(model.config, "num_key_value_heads", None)), 1,
+        "takes num_key_value_heads from the model's config", "a LlamaConfig has no", table=LLAMA),
+    "no config": row(without_config, 1, "takes num_heads from the model's config, and the model has none",
+        "name in divide those", table=BARE),
+    "all at once": row(lambda: llama(**MANY_HEADS), 7,
+        "2 layers and the pipeline 3 stages", "at most 2 stages", "num_key_value_heads=2",
+        "num_attention_heads=4 is not divisible by tp_size=3: use one of tp_size=[1, 2, 4]",
+        "mlp.gate_proj (and 3 more like it): 50 entries along dim 0",
+        "mlp.down_proj (and 1 more like it): 50 entries along dim 1",
+        *(f"self_attn.{name} (and 1 more like it): 32 entries" for name in ("o_proj", "q_proj")),
+        table=UNPADDED, tp_size=3, num_stages=3),
 }
-
-
-def departure(row: Row) -> str | None:
-    """Return the unexpected and missing errors of a row; None if they are as expected."""
-    model = row.model()
-    found = errors(model, None if row.table is None else TablePolicy(row.table), **row.sizes)
-    unexpected = [error for error in found if not any(all(n in error for n in each) for each in row.needles)]
-    missing = [each for each in row.needles if not any(all(n in error for n in each) for error in found)]
-    return f"unexpected {unexpected}, missing {missing} in {found}" if unexpected or missing else None
-
-
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_models_that_cannot_be_sharded_have_exactly_these_errors(row: Row) -> None:
-    assert departure(row) is None
-
-
-def test_a_model_that_only_tensor_ranks_refuse_is_cut_into_stages() -> None:
-    assert errors(changed(with_adapters)(), num_stages=2) == []
-    assert errors(llama(**GROUPED), TablePolicy(UNPADDED), tp_size=6) == []
-
-
-def test_layers_of_several_widths_are_split_each_by_its_own() -> None:
-    model = on_meta("GPT2LMHeadModel")
-    model.transformer.h[1] = on_meta("GPT2LMHeadModel", n_inner=64).transformer.h[1]
-    assert errors(model, tp_size=2) == []
-
-
-@pytest.mark.parametrize(
-    ("sequences_alone", "words"),
-    [
-        (False, "and model_type=None has no table: leave tp_size and pp_size at 1"),
-        (True, "and model_type=None has no table: leave enable_sequence_parallelism and sp_size out"),
-    ],
-)
-def test_a_model_without_a_table_is_refused_with_what_to_do(sequences_alone: bool, words: str) -> None:
-    with pytest.raises(ValueError, match=r"register a Table of its layers \(docs/pol") as refused:
-        policy_for(nn.Linear(2, 2), sequences_alone=sequences_alone)
-    assert words in str(refused.value)
-    assert "the config of a Linear has no base_model_tp_plan or" in str(refused.value)
-
-
-def test_a_model_with_plans_for_two_lists_of_layers_is_refused_with_their_names() -> None:
-    model = nn.ModuleDict({name: nn.ModuleList([nn.Linear(2, 2)]) for name in ("encoder", "decoder")})
-    model.config = SimpleNamespace(  # type: ignore[assignment]
-        model_type="two_lists", base_model_tp_plan={"encoder.*": "colwise", "decoder.*": "colwise"}
-    )
-    with pytest.raises(
-        ValueError, match=r"plans for \['encoder', 'decoder'\].*'two_lists' has no table: leave enable"
-    ):
-        policy_for(model, sequences_alone=True)
+# fmt: on
