@@ -134,21 +134,23 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, states: Mapping[str, LocalTensor]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._parts: dict[MetadataIndex, Tensor] = {}
+        self._boxes: dict[MetadataIndex, Tensor] = {}
         self._items: list[WriteItem] = []
         for name, local in states.items():
-            for part in local.parts if local.may_save else ():
-                self._add(name, local, part)
+            for piece in local.boxes if local.may_save else ():
+                self._add(name, local, piece)
 
-    def _add(self, name: str, local: LocalTensor, part: LocalBox) -> None:
+    def _add(self, name: str, local: LocalTensor, piece: LocalBox) -> None:
         """Add a box of a tensor to the plan, in torch's terms."""
         data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.size)),
+            chunk=ChunkStorageMetadata(
+                offsets=torch.Size(piece.box.offset), sizes=torch.Size(piece.box.size)
+            ),
             properties=TensorProperties(dtype=local.dtype),
             size=torch.Size(local.shape),
         )
-        index = MetadataIndex(name, torch.Size(part.box.offset))
-        self._parts[index] = part.local
+        index = MetadataIndex(name, torch.Size(piece.box.offset))
+        self._boxes[index] = piece.local
         self._items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
 
     def create_local_plan(self) -> SavePlan:
@@ -158,7 +160,7 @@ class _Planner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the memory of a box."""
-        return self._parts[write_item.index]
+        return self._boxes[write_item.index]
 
 
 class _Writer(FileSystemWriter):

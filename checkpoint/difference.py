@@ -56,13 +56,13 @@ class Difference(NamedTuple):
     """A difference between checkpoints A and B.
 
     Args:
-        part: "model", "config", "optimizer", "groups", "scalars", "training" or "random".
+        kind: "model", "config", "optimizer", "groups", "scalars", "training" or "random".
         name: name of the tensor or value.
         what: description of the difference.
         distance: for tensors of equal shape, and for numbers.
     """
 
-    part: str
+    kind: str
     name: str
     what: str
     distance: Distance | None = None
@@ -86,10 +86,10 @@ class Comparison:
             self.notes.append("a Hugging Face folder has no optimizer: only models are compared")
             return
         self._stores.append(("optimizer", a.optimizer, b.optimizer))
-        for part in ("scalars", "groups"):
+        for kind in ("scalars", "groups"):
             if a.optimizer is not None and b.optimizer is not None:
                 self._values.append(
-                    (part, _scalars_or_rest(a.groups, part), _scalars_or_rest(b.groups, part))
+                    (kind, _scalars_or_rest(a.groups, kind), _scalars_or_rest(b.groups, kind))
                 )
         self._values.append(("training", {**a.training, "layout": None}, {**b.training, "layout": None}))
         if a.random.keys() == b.random.keys():  # comparable only between the same ranks
@@ -117,24 +117,24 @@ class Comparison:
         Raises:
             ValueError, OSError: a file is damaged or missing.
         """
-        for part, a, b in self._stores:
+        for kind, a, b in self._stores:
             if a is not None and b is not None:
-                yield from self._tensor_differences(part, a, b, progress)
+                yield from self._tensor_differences(kind, a, b, progress)
             elif a is not None or b is not None:
-                yield Difference(part, part, f"only in {'B' if a is None else 'A'}")
-        for part, a_values, b_values in self._values:
-            yield from self._value_differences(part, dict(_leaves(a_values)), dict(_leaves(b_values)))
+                yield Difference(kind, kind, f"only in {'B' if a is None else 'A'}")
+        for kind, a_values, b_values in self._values:
+            yield from self._value_differences(kind, dict(_leaves(a_values)), dict(_leaves(b_values)))
 
     def _tensor_differences(
-        self, part: str, a: Stored, b: Stored, progress: Progress
+        self, kind: str, a: Stored, b: Stored, progress: Progress
     ) -> Iterator[Difference]:
         """Yield the tensors that differ between two stores of one part; reads them in chunks."""
         for name in dict.fromkeys([*a.names, *b.names]):
             if name not in a.names or name not in b.names:
-                yield Difference(part, name, f"only in {'A' if name in a.names else 'B'}")
+                yield Difference(kind, name, f"only in {'A' if name in a.names else 'B'}")
                 continue
             if (shape := a.shape(name)) != b.shape(name):
-                yield Difference(part, name, f"shape {list(shape)} in A, {list(b.shape(name))} in B")
+                yield Difference(kind, name, f"shape {list(shape)} in A, {list(b.shape(name))} in B")
                 continue
             distance = Distance()
             for box in chunks_of(shape):
@@ -142,21 +142,21 @@ class Comparison:
                 progress(box.numel * a.dtype(name).itemsize)
             if a.dtype(name) != b.dtype(name):
                 what = f"{dtype_name(a.dtype(name))} in A, {dtype_name(b.dtype(name))} in B"
-                yield Difference(part, name, what, distance)
+                yield Difference(kind, name, what, distance)
             elif distance.exceeds(self._tolerance):
-                yield Difference(part, name, "values", distance)
+                yield Difference(kind, name, "values", distance)
 
     def _value_differences(
-        self, part: str, a: Mapping[str, Any], b: Mapping[str, Any]
+        self, kind: str, a: Mapping[str, Any], b: Mapping[str, Any]
     ) -> Iterator[Difference]:
         """Yield the differences between plain values, as `_leaves` names them."""
         for name in dict.fromkeys([*a, *b]):
             if name not in a or name not in b:
-                yield Difference(part, name, f"only in {'A' if name in a else 'B'}")
+                yield Difference(kind, name, f"only in {'A' if name in a else 'B'}")
                 continue
             differ, distance = self._compared(a[name], b[name])
             if differ:
-                yield Difference(part, name, f"{_shown(a[name])} in A, {_shown(b[name])} in B", distance)
+                yield Difference(kind, name, f"{_shown(a[name])} in A, {_shown(b[name])} in B", distance)
 
     def _compared(self, a: Any, b: Any) -> tuple[bool, Distance | None]:
         """Return True if two values differ, and their distance if they are numbers or tensors of one shape."""
@@ -175,9 +175,9 @@ def _config_of(opened: Opened) -> Mapping[str, Any]:
     return {name: value for name, value in (opened.config or {}).items() if name not in PASSED_OVER}
 
 
-def _scalars_or_rest(groups: Mapping[str, Any], part: str) -> Any:
+def _scalars_or_rest(groups: Mapping[str, Any], kind: str) -> Any:
     """Return the scalars of an optimizer's groups file, or everything else in it."""
-    if part == "scalars":
+    if kind == "scalars":
         return groups.get("scalars", {})
     return {name: value for name, value in groups.items() if name != "scalars"}
 
@@ -235,9 +235,9 @@ def distance_between(a: Tensor, b: Tensor) -> Distance:
 
 def chunks_of(shape: Sequence[int], entries: int = CHUNK) -> Iterator[Box]:
     """Yield consecutive boxes of a tensor, in row-major order, of at most `entries` entries each."""
-    whole = prod(shape)
-    for start in range(0, whole, entries):
-        yield from flat_boxes(start, min(start + entries, whole), shape)
+    num_entries = prod(shape)
+    for start in range(0, num_entries, entries):
+        yield from flat_boxes(start, min(start + entries, num_entries), shape)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..cluster.box import Box
 from .local_tensors import LocalTensor
 from .tensor_file import Entry, order_in_file
 
-Parts = Mapping[tuple[str, Box], Tensor]  # this rank's memory, by tensor and box
+LocalBoxes = Mapping[tuple[str, Box], Tensor]  # this rank's memory, by tensor and box
 
 
 class Offer(NamedTuple):
@@ -41,7 +41,7 @@ class FilePlan(NamedTuple):
 def offers_of(local: Mapping[str, LocalTensor]) -> dict[str, Offer]:
     """Return the boxes that this rank can send, to report them to the other ranks."""
     return {
-        name: Offer(tensor.shape, tensor.dtype, tuple(part.box for part in tensor.parts))
+        name: Offer(tensor.shape, tensor.dtype, tuple(piece.box for piece in tensor.boxes))
         for name, tensor in local.items()
         if tensor.may_save
     }
@@ -108,13 +108,13 @@ def _owners(entry: Entry, offers: Sequence[Mapping[str, Offer]]) -> dict[Box, li
     return owners
 
 
-def needed_parts(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], rank: int) -> Parts:
+def needed_boxes(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], rank: int) -> LocalBoxes:
     """Return this rank's memory of the boxes that it sends or writes."""
     memory = {
-        (name, part.box): part.local
+        (name, piece.box): piece.local
         for name, tensor in local.items()
         if tensor.may_save
-        for part in tensor.parts
+        for piece in tensor.boxes
     }
     return {
         (written.entry.name, box): memory[written.entry.name, box]
@@ -126,7 +126,7 @@ def needed_parts(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], ra
 
 
 def assemble(
-    parts: Parts, plans: Sequence[FilePlan], group: dist.ProcessGroup
+    boxes: LocalBoxes, plans: Sequence[FilePlan], group: dist.ProcessGroup
 ) -> Iterator[tuple[FilePlan, Entry, Tensor]]:
     """Yield the unsharded tensors that this rank writes, on the CPU, file by file.
 
@@ -135,7 +135,7 @@ def assemble(
     tensor of each other rank.
 
     Args:
-        parts: result of `needed_parts`.
+        boxes: result of `needed_boxes`.
         plans: equal on all ranks.
         group: all ranks, on the CPU backend (gloo).
     """
@@ -143,10 +143,10 @@ def assemble(
     for plan in plans:
         queues[plan.writer] += [(plan, written) for written in plan.tensors]
     for next_by_writer in zip_longest(*queues):
-        sends = _begin_sends(next_by_writer, parts, group)
+        sends = _begin_sends(next_by_writer, boxes, group)
         if (planned := next_by_writer[group.rank()]) is not None:
             plan, written = planned
-            yield plan, written.entry, _received(written, parts, group)
+            yield plan, written.entry, _received(written, boxes, group)
         for _, send in sends:
             assert send is not None  # this rank is in the group
             send.wait()
@@ -154,13 +154,13 @@ def assemble(
 
 
 def _begin_sends(
-    next_by_writer: Sequence[tuple[FilePlan, Written] | None], parts: Parts, group: dist.ProcessGroup
+    next_by_writer: Sequence[tuple[FilePlan, Written] | None], boxes: LocalBoxes, group: dist.ProcessGroup
 ) -> list[tuple[Tensor, dist.Work | None]]:
     """Begin to send this rank's boxes of the tensors that other ranks write next.
 
     Args:
         next_by_writer: by rank, the next tensor that it writes; None once it has written all.
-        parts, group: see `assemble`.
+        boxes, group: see `assemble`.
 
     Returns:
         The sends with their memory, which must stay until they are complete.
@@ -172,16 +172,16 @@ def _begin_sends(
         _, written = planned
         for tag, (box, source) in enumerate(written.sources.items()):
             if source == group.rank():
-                content = _bytes(parts[written.entry.name, box].detach().cpu().contiguous())
+                content = _bytes(boxes[written.entry.name, box].detach().cpu().contiguous())
                 sends.append((content, dist.isend(content, group=group, group_dst=writer, tag=tag)))
     return sends
 
 
-def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tensor:
+def _received(written: Written, boxes: LocalBoxes, group: dist.ProcessGroup) -> Tensor:
     """Return the unsharded tensor; without a copy if this rank has all of it."""
     entry, rank = written.entry, group.rank()
     if list(written.sources.values()) == [rank]:
-        return parts[entry.name, next(iter(written.sources))].detach().cpu()
+        return boxes[entry.name, next(iter(written.sources))].detach().cpu()
     unsharded = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     arriving = []
     for tag, (box, source) in enumerate(written.sources.items()):
@@ -190,7 +190,7 @@ def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tenso
             receive = dist.irecv(_bytes(content), group=group, group_src=source, tag=tag)
             arriving.append((box, content, receive))
         else:
-            unsharded[box.within(Box.full(entry.shape))] = parts[entry.name, box].detach().cpu()
+            unsharded[box.within(Box.full(entry.shape))] = boxes[entry.name, box].detach().cpu()
     for box, content, receive in arriving:
         assert receive is not None
         receive.wait()

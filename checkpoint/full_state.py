@@ -85,7 +85,7 @@ def prepare_step(
     group = mesh.side_group()
     layout = {"sizes": {axis: mesh.size(axis) for axis in AXES}}
     content = _training_bytes({**training, "step": step, "layout": layout}, group)
-    parts = {
+    writes = {
         MODEL: prepare_model(
             model.tensors,
             model.names.needed,
@@ -98,27 +98,27 @@ def prepare_step(
         )
     }
     if trained is not None:
-        parts[OPTIMIZER] = prepare_states(trained, keep, group)
+        writes[OPTIMIZER] = prepare_states(trained, keep, group)
 
     small = {f"{RANDOM}/{random_file(group.rank())}": random_state(mesh, model.random)}
     if group.rank() == 0:
         small[TRAINING] = content
-    return partial(_write_step, step, parts, small, group)
+    return partial(_write_step, step, writes, small, group)
 
 
 def _write_step(
     step: int,
-    parts: Mapping[str, Write],
+    writes: Mapping[str, Write],
     small: Mapping[str, bytes],
     group: dist.ProcessGroup,
     directory: Path,
     keep_last: int | None,
 ) -> None:
-    """Write the parts of a step, each into its own folder, and the small files; see `prepare_step`."""
-    with written_beside(lambda: begin_step(directory, step, inside=(*parts, RANDOM)), group) as folder:
+    """Write the tensors of a step, by kind, each into its own folder, and the small files; see `prepare_step`."""
+    with written_beside(lambda: begin_step(directory, step, inside=(*writes, RANDOM)), group) as folder:
         records: Records = {}
-        for part, write in parts.items():
-            records |= {f"{part}/{name}": record for name, record in write(folder / part).items()}
+        for kind, write in writes.items():
+            records |= {f"{kind}/{name}": record for name, record in write(folder / kind).items()}
 
         def with_small_files() -> Records:
             return records | {name: write_small(folder / name, content) for name, content in small.items()}

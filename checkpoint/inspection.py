@@ -138,10 +138,10 @@ def summarize(opened: Opened) -> dict[str, Any]:
     manifest, training = opened.manifest or {}, opened.training
     extra = opened.groups.get("extra", {})
     files = sorted(path for path in opened.path.rglob("*") if path.is_file())
-    parts: dict[str, list[tuple[Stored, str]]] = {MODEL: []}
+    by_kind: dict[str, list[tuple[Stored, str]]] = {MODEL: []}
     for stored, name, _ in _tensors(opened):
         kind = MODEL if stored is opened.model else name.partition("/")[0]
-        parts.setdefault(kind, []).append((stored, name))
+        by_kind.setdefault(kind, []).append((stored, name))
     return {
         "path": str(opened.path),
         "step": manifest.get("step"),
@@ -151,7 +151,7 @@ def summarize(opened: Opened) -> dict[str, Any]:
         "files": [
             {"path": str(path.relative_to(opened.path)), "bytes": path.stat().st_size} for path in files
         ],
-        "parts": [_part(kind, tensors) for kind, tensors in parts.items()],
+        "parts": [_kind_summary(kind, tensors) for kind, tensors in by_kind.items()],
         "optimizer": opened.groups.get("optimizer"),
         "groups": [
             {"options": group["options"], "parameters": len(group["parameters"])}
@@ -166,7 +166,7 @@ def summarize(opened: Opened) -> dict[str, Any]:
     }
 
 
-def _part(kind: str, tensors: Collection[tuple[Stored, str]]) -> dict[str, Any]:
+def _kind_summary(kind: str, tensors: Collection[tuple[Stored, str]]) -> dict[str, Any]:
     """Summarize the tensors of one kind."""
     bytes_by_dtype: Counter[str] = Counter()
     for stored, name in tensors:

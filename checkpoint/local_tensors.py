@@ -34,7 +34,7 @@ class LocalTensor:
         name: the tensor's name, the same on every rank.
         shape: the global shape.
         dtype: the dtype of the memory.
-        parts: disjoint boxes; empty if the rank has only padding.
+        boxes: disjoint boxes; empty if the rank has only padding.
         may_save: True if this rank may save the boxes. Several ranks with equal boxes may; boxes that overlap
             otherwise must not both be saved.
     """
@@ -42,7 +42,7 @@ class LocalTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[LocalBox, ...]
+    boxes: tuple[LocalBox, ...]
     may_save: bool = True
 
     @property
@@ -52,7 +52,7 @@ class LocalTensor:
 
     def kept(self, keep: Keep) -> "LocalTensor":
         """Return this tensor with its memory replaced by that of `keep`."""
-        return replace(self, parts=tuple(LocalBox(part.box, keep(part.local)) for part in self.parts))
+        return replace(self, boxes=tuple(LocalBox(piece.box, keep(piece.local)) for piece in self.boxes))
 
 
 def local_shard(
@@ -99,8 +99,8 @@ def local_dtensor(name: str, tensor: DTensor) -> LocalTensor:
     box = Box(tuple(offset), tuple(size))
     if tuple(local.shape) != box.size:
         raise AssertionError(f"{name} has {tuple(local.shape)} here, and torch says {box}")
-    parts = (LocalBox(box, local.detach()),) if box.numel else ()
-    return LocalTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts)
+    boxes = (LocalBox(box, local.detach()),) if box.numel else ()
+    return LocalTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, boxes=boxes)
 
 
 def _local(
@@ -114,17 +114,17 @@ def _local(
     """Return a `LocalTensor` from boxes of a shard that are consecutive in memory."""
     memory = memory.detach()
     is_one_box = len(boxes) == 1 and tuple(memory.shape) == boxes[0].size
-    parts: list[LocalBox] = []
+    local_boxes: list[LocalBox] = []
     start = 0
     for box in boxes:
         entries = memory if is_one_box else memory.view(-1)[start : start + box.numel].view(box.size)
-        parts += [LocalBox(cut.full, entries[cut.shard.within(box)]) for cut in overlaps(box, shards)]
+        local_boxes += [LocalBox(cut.full, entries[cut.shard.within(box)]) for cut in overlaps(box, shards)]
         start += box.numel
     return LocalTensor(
         name=name,
         shape=global_shape(shard_shape, shards),
         dtype=memory.dtype,
-        parts=tuple(parts),
+        boxes=tuple(local_boxes),
         may_save=may_save,
     )
 

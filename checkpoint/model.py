@@ -29,7 +29,7 @@ from .commit import (
     unfinished_of_all,
     written_beside,
 )
-from .exchange import FilePlan, assemble, entries_of, needed_parts, offers_of, plan_files
+from .exchange import FilePlan, assemble, entries_of, needed_boxes, offers_of, plan_files
 from .local_tensors import LocalTensor
 from .tensor_file import Entry, Records, TensorFileWriter, TorchFileWriter, Write, write_small
 
@@ -112,10 +112,10 @@ def prepare_model(
         max_bytes = min(max_bytes, max(share, _LEAST_BYTES))
     files = packed(entries, max_bytes, lambda entry: entry.nbytes) or [[]]  # one empty file without tensors
     plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), offers)
-    parts = {key: keep(part) for key, part in needed_parts(local, plans, group.rank()).items()}
+    boxes = {key: keep(tensor) for key, tensor in needed_boxes(local, plans, group.rank()).items()}
 
     def write(folder: Path) -> Records:
-        records, failure = _write_files(folder, assemble(parts, plans, group), is_torch=is_torch)
+        records, failure = _write_files(folder, assemble(boxes, plans, group), is_torch=is_torch)
 
         def write_index_and_configs() -> None:
             if failure is not None:

@@ -382,8 +382,8 @@ def read_into(
     places = {name: name for name in stored.names} if places is None else places
     for name, tensor in local.items():
         if name in places:
-            for part in tensor.parts:
-                part.local.copy_(stored.read(places[name], part.box))
+            for piece in tensor.boxes:
+                piece.local.copy_(stored.read(places[name], piece.box))
 
 
 def _places(stored: Stored, names: TensorNames) -> dict[str, str]:

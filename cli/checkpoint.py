@@ -212,17 +212,17 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         if value is not None
     ]
     show_table(summary["path"], ("", ""), facts)
-    parts = (
+    sizes = (
         (
-            part["name"],
-            f"{part['tensors']:,}",
-            f"{part['entries']:,}",
-            shown_bytes(part["bytes"]),
-            _formats(part["dtypes"]),
+            kind["name"],
+            f"{kind['tensors']:,}",
+            f"{kind['entries']:,}",
+            shown_bytes(kind["bytes"]),
+            _formats(kind["dtypes"]),
         )
-        for part in summary["parts"]
+        for kind in summary["parts"]
     )
-    show_table("tensors", ("of", ">tensors", ">entries", ">size", "formats"), parts)
+    show_table("tensors", ("of", ">tensors", ">entries", ">size", "formats"), sizes)
     files = summary["files"]
     total = shown_bytes(sum(file["bytes"] for file in files))
     show_table(
@@ -261,9 +261,9 @@ def _difference_cells(difference: "Difference") -> tuple[str, ...]:
     """Return the row of a difference in the table."""
     distance = difference.distance
     if distance is None:
-        return difference.part, difference.name, difference.what, "", "", ""
+        return difference.kind, difference.name, difference.what, "", "", ""
     return (
-        difference.part,
+        difference.kind,
         difference.name,
         difference.what,
         f"{distance.absolute:.3g}",

@@ -113,7 +113,7 @@ def device_findings() -> list[Finding]:
 
     devices = local_devices()
     device = devices[0] if devices else torch.device("cpu")
-    findings = [Finding("device", GOOD, described(each)) for each in devices or [device]]
+    findings = [Finding("device", GOOD, described(seen)) for seen in devices or [device]]
     if not devices and (Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi")):
         findings.append(
             Finding(

@@ -181,10 +181,10 @@ def columns_of(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]
 
 def _sharded_by(layout: str) -> str:
     """Return the mode by which a layout shards sequences, or SHARDED_WEIGHTS; empty if it shards neither."""
-    parts = layout.split("·")
-    if any(re.fullmatch(r"wp\d+", part) for part in parts):
+    names = layout.split("·")
+    if any(re.fullmatch(r"wp\d+", name) for name in names):
         return SHARDED_WEIGHTS
-    return next((mode for mode in SEQUENCE_MODES if mode in parts), "")
+    return next((mode for mode in SEQUENCE_MODES if mode in names), "")
 
 
 def _sharded_cell(row: ModelRow, by: str) -> str:

@@ -131,7 +131,7 @@ def timeline(
     1 a process failed or the file cannot be written, 2 bad arguments.
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
-    given_options = [name for name in context.params if _is_set_by_user(context, name)]
+    set_options = [name for name in context.params if _is_set_by_user(context, name)]
     errors = [*pipeline.errors(), *picture_errors("out", out)]
     try:
         stage_costs = parse_costs(costs)
@@ -139,15 +139,13 @@ def timeline(
         errors.append(str(error))
     if not measured:
         errors += [
-            f"--{name} is for measuring: give --measure too"
-            for name in FOR_MEASURING
-            if name in given_options
+            f"--{name} is for measuring: give --measure too" for name in FOR_MEASURING if name in set_options
         ]
         refuse("timeline", errors)
         simulation = pipeline.simulate(stage_costs.per_chunk(pipeline.stages_per_rank))
         finish([Panel(title=str(pipeline), timeline=simulation)], out, unit="units of cost")
         return
-    if "costs" in given_options:
+    if "costs" in set_options:
         errors.append("--costs is for simulating alone: --measure measures them, so leave one of the two out")
     choice = small_model(model, pipeline, num_layers=layers, hidden_size=hidden)
     refuse("timeline", errors + measuring_errors(pipeline, choice, hidden_size=hidden, num_steps=steps))
@@ -188,7 +186,7 @@ def parse_costs(text: str) -> Costs:
         ValueError: they are not three numbers in `COST_RANGE`, at most `MOST_APART` times as large as each other.
     """
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = [float(word) for word in text.split(",")]
         forward, backward_input, backward_weight = numbers
         least, most = min(numbers), max(numbers)
         if (

@@ -256,7 +256,7 @@ def run_relay(relay: "Relay", *, timeout_seconds: float) -> "ResumeReport | str"
                 timeout_seconds=timeout_seconds,
             )
             if isinstance(answers, str):
-                return f"part {number + 1}, under {leg.layout}:\n{answers}" if relay.legs[1:] else answers
+                return f"leg {number + 1}, under {leg.layout}:\n{answers}" if relay.legs[1:] else answers
     report = answers[0]
     assert report is not None  # rank 0 returns it in the last leg
     return report

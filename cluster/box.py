@@ -144,12 +144,12 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 
 def coverage_errors(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     """Return errors if the boxes do not cover every entry of a tensor of this shape exactly once."""
-    whole = Box.full(shape)
-    errors = [f"{box} is out of its bounds" for box in boxes if box.numel and box.common(whole) != box]
+    full = Box.full(shape)
+    errors = [f"{box} is out of its bounds" for box in boxes if box.numel and box.common(full) != box]
     errors += [f"{a} and {b} overlap" for a, b in _overlaps(boxes)]
     covered = sum(box.numel for box in boxes)
-    if not errors and covered != whole.numel:
-        errors.append(f"{whole.numel - covered} of its {whole.numel} entries are missing")
+    if not errors and covered != full.numel:
+        errors.append(f"{full.numel - covered} of its {full.numel} entries are missing")
     return errors
 
 

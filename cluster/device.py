@@ -29,7 +29,7 @@ def default_device() -> torch.device:
 
 
 def choose_device(
-    given: torch.device | str | int | None,
+    requested: torch.device | str | int | None,
     *,
     backend: str | None,
     local_rank: int,
@@ -42,7 +42,7 @@ def choose_device(
     under Slurm's --gpus-per-task. Where there are more ranks than GPUs, they take them in turn.
 
     Args:
-        given: what was asked for: a kind, or a kind and a number among those that this process sees. None is a GPU
+        requested: what was asked for: a kind, or a kind and a number among those that this process sees. None is a GPU
             where there is one, whatever the backend.
         backend: of the device, if it was given.
         local_rank, num_local_ranks: this process among those of its machine.
@@ -53,7 +53,7 @@ def choose_device(
     """
     devices = local_devices()
     count, kind = len(devices), devices[0].type if devices else "cpu"
-    device = torch.device(kind) if given is None else _as_device(given)
+    device = torch.device(kind) if requested is None else _as_device(requested)
     if backend == "nccl" and not is_cuda(device):
         raise ValueError(
             f"backend='nccl' needs a CUDA device and the device is {device}: use backend='gloo' or leave it out"
@@ -79,27 +79,28 @@ def choose_device(
     return device
 
 
-def device_errors(given: object) -> list[str]:
+def device_errors(requested: object) -> list[str]:
     """List what is wrong with a device as text, number or torch's object, before it is looked for."""
-    is_number = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    is_number = isinstance(requested, int) and not isinstance(requested, bool) and requested >= 0
     with suppress(RuntimeError):
-        if isinstance(given, str):
-            given = torch.device(given)
-    if given is None or is_number or isinstance(given, torch.device):
+        if isinstance(requested, str):
+            requested = torch.device(requested)
+    if requested is None or is_number or isinstance(requested, torch.device):
         return []
     return [
-        f"device={given!r} is not a device: use 'cpu', 'cuda', a GPU by its number as in 'cuda:1' or 1, or leave it out"
+        f"device={requested!r} is not a device: use 'cpu', 'cuda', a GPU by its number as in 'cuda:1' or 1, or leave "
+        "it out"
     ]
 
 
-def _as_device(given: torch.device | str | int) -> torch.device:
-    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+def _as_device(requested: torch.device | str | int) -> torch.device:
+    return torch.device("cuda", requested) if isinstance(requested, int) else torch.device(requested)
 
 
-def is_same_device(given: torch.device | str | int, device: torch.device) -> bool:
+def is_same_device(requested: torch.device | str | int, device: torch.device) -> bool:
     """Return True where a device is the one that was asked for, by its kind or by its number too."""
-    requested = _as_device(given)
-    return requested.type == device.type and requested.index in (None, device.index)
+    wanted = _as_device(requested)
+    return wanted.type == device.type and wanted.index in (None, device.index)
 
 
 def is_cuda_built() -> bool:

@@ -123,11 +123,11 @@ def _value_errors(*, backend: object, device: object, seed: object, timeout_seco
     return device_errors(device) + [message for is_wrong, message in rows if is_wrong]
 
 
-def _chosen_device(given: torch.device | str | int | None, backend: str | None) -> torch.device:
+def _chosen_device(requested: torch.device | str | int | None, backend: str | None) -> torch.device:
     """Return the result of `choose_device` for the place that the environment gives this process."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return choose_device(
-        given,
+        requested,
         backend=backend,
         local_rank=local_rank,
         num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),

@@ -39,7 +39,7 @@ class GroupUse:
 
 # [Note: groups of NCCL] Up to four prefetched receives occupy the GPU until their senders start. Without a limit they
 # would keep all multiprocessors that NCCL gives them from computing.
-CHANNEL, PART = "channel", "part"
+CHANNEL, SUBGROUP = "channel", "subgroup"
 GROUPS = {
     "tp": GroupUse(on_cpus=True, is_urgent=True),
     "sp": GroupUse(on_cpus=True, is_urgent=True),
@@ -48,7 +48,7 @@ GROUPS = {
     "data": GroupUse(on_cpus=True),
     "ep": GroupUse(is_urgent=True),
     CHANNEL: GroupUse(is_urgent=True, max_ctas=4),  # between the stages of a pipeline
-    PART: GroupUse(),  # a part of an axis: rings, replicas of a weight
+    SUBGROUP: GroupUse(),  # of an axis: rings, replicas of a weight
 }
 
 
@@ -247,7 +247,7 @@ class ParallelMesh:
         if coordinates == (tuple(range(self.size(axis))),) and (name, 0) in self._groups:
             return self._groups[name, 0]
         if (name, coordinates) not in self._groups:
-            self._groups[name, coordinates] = self._new_group(name, coordinates, use=GROUPS[PART])
+            self._groups[name, coordinates] = self._new_group(name, coordinates, use=GROUPS[SUBGROUP])
         return self._groups[name, coordinates]
 
     def _simplest(self, axis: str) -> str:

@@ -83,14 +83,14 @@ class Shard:
                     f"that divides them, one of {fitting}"
                 )
 
-    def local(self, whole: Tensor, rank: int) -> Tensor:
+    def local(self, tensor: Tensor, rank: int) -> Tensor:
         """Copy this rank's shard from the full tensor."""
-        if whole.shape[self.dim] != sum(self.blocks):
-            raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
+        if tensor.shape[self.dim] != sum(self.blocks):
+            raise AssertionError(f"length {tensor.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
         if self.owner is not None:
-            return whole.narrow(self.dim, 0, whole.shape[self.dim] if rank == self.owner else 0).clone()
+            return tensor.narrow(self.dim, 0, tensor.shape[self.dim] if rank == self.owner else 0).clone()
         stretch, index = divmod(rank // self.replicas, self._shards_of_stretch)
-        blocks = list(whole.split(list(self.blocks), self.dim))
+        blocks = list(tensor.split(list(self.blocks), self.dim))
         blocks = [
             self._pad(block, length) for block, length in zip(blocks, self._padded_blocks(), strict=True)
         ]

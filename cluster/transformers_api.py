@@ -226,10 +226,10 @@ def routing_sizes(model: Any) -> tuple[int, int]:
 def routers_of(model: nn.Module) -> dict[nn.Module, int]:
     """Return the routers whose logits the auxiliary loss gets, with the index of the logits in their outputs."""
     index_of: dict[nn.Module, int] = {}
-    for part in model.modules():
-        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+    for owner in model.modules():
+        recorders = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits", [])
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            for path, module in part.named_modules():
+            for path, module in owner.named_modules():
                 if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in path:
                     index_of[module] = recorder.index
     return index_of

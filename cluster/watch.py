@@ -88,12 +88,12 @@ class Watch(Described):
         self.here = Heartbeat(beat=0, action=None, calls=0)
         self._call: WatchedCall | None = None
         self._has_failed = False
-        self._own_errors = self._num_barriers = 0
+        self._num_errors = self._num_barriers = 0
         self._reported: Event | None = None  # reported outside of calls
         # The rank that this one monitors, its latest heartbeat, and when that was first seen.
         self._monitored: tuple[int, Heartbeat | None, float] | None = None
         self._last_check = 0.0  # time of the last check for absent ranks
-        self._given_up = ""
+        self._unjoined = ""
         # The state of the main thread at the previous heartbeat, its stack's place, and when each was first seen.
         self._state: tuple[tuple[int, str | None], float] = ((-1, None), 0.0)
         self._stack: tuple[Place | None, float] = (None, 0.0)
@@ -106,10 +106,10 @@ class Watch(Described):
         """Register the start of a watched call. Return False inside another one, which names failures itself."""
         if self._call is not None:
             return False
-        if self._given_up:
+        if self._unjoined:
             raise RuntimeError(
                 f"{action} cannot run after an earlier call that other ranks did not join: start the processes again. "
-                f"That call: {self._given_up}"
+                f"That call: {self._unjoined}"
             )
         if self._has_failed:  # the error was handled, and this rank participates again
             self._has_failed = False
@@ -148,7 +148,7 @@ class Watch(Described):
         self.here.errors += 1
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         is_consequence = isinstance(error, RankFailure) and not isinstance(error, UnmatchedCall)
-        self._own_errors += not is_consequence
+        self._num_errors += not is_consequence
         self._post("failed", text[:2000], consequence=is_consequence)
 
     @property
@@ -201,7 +201,7 @@ class Watch(Described):
             return
         # A rank that waits in `wait_for_all` first may handle its error there, and enter this call.
         if time.monotonic() - call.since > BRIEF_SECONDS:
-            self._given_up, call.unmatched = str(error), None  # see `wait_for_all`
+            self._unjoined, call.unmatched = str(error), None  # see `wait_for_all`
             raise error
 
     def _call_of_this_thread(self) -> WatchedCall | None:
@@ -425,7 +425,7 @@ class Watch(Described):
     def _post(self, kind: str, text: str = "", *, consequence: bool = False) -> None:
         with suppress(RuntimeError):  # without a store nobody could read it
             self._heartbeats.post(
-                Event(rank=self.rank, kind=kind, text=text, consequence=consequence, errors=self._own_errors)
+                Event(rank=self.rank, kind=kind, text=text, consequence=consequence, errors=self._num_errors)
             )
 
     def _standing(self) -> list[Event]:
@@ -446,7 +446,7 @@ class Watch(Described):
         """Return True if the rank certainly never comes back; see [Note: errors that all ranks have]."""
         if cause is None:
             return False
-        return cause.kind == "gone" or (cause.kind == "failed" and cause.errors > self._own_errors)
+        return cause.kind == "gone" or (cause.kind == "failed" and cause.errors > self._num_errors)
 
     def _failure(
         self, action: str, error: BaseException | None = None, event: Event | None = None

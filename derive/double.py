@@ -53,29 +53,29 @@ def in_double(copy: Copy) -> Copy:
         return copy
 
 
-def loss_departure(whole: Tensor, other: Tensor, where: str) -> str | None:
+def loss_departure(reference: Tensor, other: Tensor, where: str) -> str | None:
     """Return how a loss departs from that of the whole copy, in words; None if it does not."""
-    expected, computed = float(whole.detach()), float(other.detach())
+    expected, computed = float(reference.detach()), float(other.detach())
     if not isfinite(expected):
         return f"the loss of the whole small copy is {expected}, with which nothing can be compared"
-    if abs(expected - computed) <= _tolerance(whole) * max(abs(expected), 1.0):
+    if abs(expected - computed) <= _tolerance(reference) * max(abs(expected), 1.0):
         return None
     return f"the loss {where} is {computed:.6g}, that of the whole model {expected:.6g}"
 
 
-def gradient_departure(name: str, whole: Tensor, others: Sequence[Tensor]) -> str | None:
+def gradient_departure(name: str, reference: Tensor, others: Sequence[Tensor]) -> str | None:
     """Return the largest departure of a parameter's gradients from that of the whole copy, in words; or None.
 
     Args:
         name: of the parameter; perhaps with where it was computed.
-        whole: the gradient of the whole copy.
+        reference: the gradient of the whole copy.
         others: all of them must equal it.
     """
     largest, *distances = (
         float(values.abs().max()) if values.numel() else 0.0
-        for values in (whole, *(other - whole for other in others))
+        for values in (reference, *(other - reference for other in others))
     )
-    if all(distance <= _tolerance(whole) * largest + 1e-12 for distance in distances):
+    if all(distance <= _tolerance(reference) * largest + 1e-12 for distance in distances):
         return None
     return (
         f"the gradient of {name} departs by {max(distances):.2g} from that of the whole model, whose largest value is "

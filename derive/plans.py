@@ -48,9 +48,9 @@ def copy_of(model: nn.Module) -> Copy:
             f"a {kind.__name__} has no config of transformers, from which a small copy could be built"
         )
     config = deepcopy(config)
-    for part in (config, config.get_text_config()):
-        if getattr(part, ROUTER_LOGITS, False):
-            setattr(part, ROUTER_LOGITS, False)
+    for section in (config, config.get_text_config()):
+        if getattr(section, ROUTER_LOGITS, False):
+            setattr(section, ROUTER_LOGITS, False)
     return small_copy(kind, config, task_of(kind))
 
 

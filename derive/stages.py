@@ -27,9 +27,9 @@ from ..pipeline.stage import Stage, cut_stages
 from ..pipeline.stage_plan import OutputStructure, StagePlan, is_within
 from ..pipeline.transport import takes_gradient
 from .build import Copy, described
-from .calls import ModuleCall, calls_of, structure_of
 from .double import StaysDouble, gradient_departure, loss_departure
 from .inputs import loss_of, tensors_in
+from .module_calls import ModuleCall, calls_of, structure_of
 
 _NUM_STACKS = 2  # lists of layers that are tried
 
@@ -332,8 +332,8 @@ def departure(copy: Copy, plan: StagePlan) -> str | None:
 def _departure(copy: Copy, plan: StagePlan) -> str | None:
     """Run all stages forward, then backward in reverse order, in this process; compare them with the whole model."""
     try:
-        whole = copy.make(0)
-        loss = _loss(whole, copy.batch)
+        reference = copy.make(0)
+        loss = _loss(reference, copy.batch)
         loss.backward()
         stages = _stages(copy, plan)
     except Exception as error:  # of any model class
@@ -356,7 +356,7 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
         return (
             loss_departure(loss, staged, "in stages")
             or _backward(sent, received, staged)
-            or _gradient_departure(whole, plan, stages)
+            or _gradient_departure(reference, plan, stages)
         )
     except RuntimeError as error:  # a graph that layers of two stages share
         return f"the backward of the stages fails: {described(error)}"
@@ -407,15 +407,15 @@ def _backward(
     return None
 
 
-def _gradient_departure(whole: nn.Module, plan: StagePlan, stages: Sequence[Stage]) -> str | None:
+def _gradient_departure(reference: nn.Module, plan: StagePlan, stages: Sequence[Stage]) -> str | None:
     """Return the largest departure of a gradient, summed over the stages that have the parameter."""
     names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
+    for name, parameter in reference.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     bounds = range(len(stages) + 1)
     local = [dict(stage.model.named_parameters(remove_duplicate=False)) for stage in stages]
     for parameter, aliases in names.items():
-        owners = {stage for name in aliases for stage in plan.stages_of(whole, name, bounds)}
+        owners = {stage for name in aliases for stage in plan.stages_of(reference, name, bounds)}
         gradients: dict[int, Tensor] = {}  # by stage
         for stage, parameters in enumerate(local):
             stage_parameter = next((parameters[name] for name in aliases if name in parameters), None)

@@ -409,8 +409,8 @@ def argument(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], name: str
 
 def depends_on_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     """Return True if the masks of a call may depend on the presence of a cache: see [Note: packed texts]."""
-    is_given = argument(model, args, kwargs, "position_ids") is not None
-    return is_given and argument(model, args, kwargs, "attention_mask") is None
+    has_positions = argument(model, args, kwargs, "position_ids") is not None
+    return has_positions and argument(model, args, kwargs, "attention_mask") is None
 
 
 def cache_name(model: nn.Module) -> str | None:

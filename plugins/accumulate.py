@@ -25,8 +25,14 @@ def accumulating(models: Iterable[nn.Module], schedulers: Iterable[LRScheduler])
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
                 continue
-            on_it = [each for each in schedulers if each.optimizer in (optimizer, optimizer.inner)]
-            methods = ((optimizer, "step"), (optimizer, "zero_grad"), *((each, "step") for each in on_it))
+            on_it = [
+                scheduler for scheduler in schedulers if scheduler.optimizer in (optimizer, optimizer.inner)
+            ]
+            methods = (
+                (optimizer, "step"),
+                (optimizer, "zero_grad"),
+                *((scheduler, "step") for scheduler in on_it),
+            )
             for owner, name in methods:
                 stack.callback(_restore, owner, name, vars(owner).get(name))
                 setattr(owner, name, _unless_incomplete(optimizer, getattr(owner, name)))

@@ -72,8 +72,8 @@ class Settings:
         self.errors = errors
         self.ignored_paths: list[str] = []
         self._keys, self._ignored, self._name = keys, ignored, name
-        parts = [path.split(".") for path in keys]
-        self._sections = {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
+        paths = [path.split(".") for path in keys]
+        self._sections = {".".join(path[:depth]) for path in paths for depth in range(1, len(path))}
         self._values: dict[str, Any] = {}  # by path: a value, or the dictionary of a section
         self._read_section("", config)
 

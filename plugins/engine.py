@@ -386,8 +386,10 @@ class PipelineEngine:
             waits: read them now.
         """
         if len(kinds) > 1:
-            given = f" ({_describe_kinds(kinds.tolist())})" if waits else ""
-            self.agreement.require_zero(kinds.max() - kinds.min(), _KINDS_DIFFER.format(given), waits=waits)
+            named_kinds = f" ({_describe_kinds(kinds.tolist())})" if waits else ""
+            self.agreement.require_zero(
+                kinds.max() - kinds.min(), _KINDS_DIFFER.format(named_kinds), waits=waits
+            )
 
     def _returned_outputs(self, result: RunResult, of_rank: CallKind, of_replica: CallKind) -> Any:
         """Return the outputs of the full batch, or None if this rank requested none or has none.

@@ -64,10 +64,10 @@ def naming_nonfinite(model: nn.Module, device: torch.device, stage: int) -> Iter
     with naming_failures("naming_nonfinite"):
         looks = gather_objects((stage, watch.first()))
     forward = [
-        (own, rank, look) for rank, (own, look) in enumerate(looks) if look and look.what == _IN_FORWARD
+        (stage, rank, look) for rank, (stage, look) in enumerate(looks) if look and look.what == _IN_FORWARD
     ]
     backward = [
-        (-own, rank, look) for rank, (own, look) in enumerate(looks) if look and look.what == _IN_BACKWARD
+        (-stage, rank, look) for rank, (stage, look) in enumerate(looks) if look and look.what == _IN_BACKWARD
     ]
     if first := min(forward or backward, default=None):
         _, rank, look = first

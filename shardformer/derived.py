@@ -190,9 +190,9 @@ def _with_plan_entries(
     stack, errors = f"{plain.stage.layers}.*.", list[str]()
     fields: dict[str, list[str]] = {}  # field of `Table` -> paths of modules in a layer
     split, fused = dict[str, int](), dict[str, int]()
-    parts: dict[str, nn.Module | Parameter] = {}
+    members: dict[str, nn.Module | Parameter] = {}
     for layer in layers:
-        parts |= {**dict(layer.named_modules()), **dict(layer.named_parameters())}
+        members |= {**dict(layer.named_modules()), **dict(layer.named_parameters())}
     for path, style in splits.items():
         if style in IGNORED_STYLES:
             continue
@@ -201,21 +201,21 @@ def _with_plan_entries(
                 errors.append(f"transformers' plan shards {path} ({style!r}), which is not a layer")
             continue
         pattern = re.compile(r"\d+".join(map(re.escape, path.removeprefix(stack).split("*"))))
-        for name in filter(pattern.fullmatch, parts):
-            part, (dim, min_ndim) = parts[name], PARAMETER_STYLES.get(style, (0, 0))
-            if isinstance(part, Parameter) and dim and part.ndim >= min_ndim:
-                split[name] = max(part.ndim + dim, 0)
-            elif isinstance(part, nn.Module) and style in MODULE_STYLES:
+        for name in filter(pattern.fullmatch, members):
+            member, (dim, min_ndim) = members[name], PARAMETER_STYLES.get(style, (0, 0))
+            if isinstance(member, Parameter) and dim and member.ndim >= min_ndim:
+                split[name] = max(member.ndim + dim, 0)
+            elif isinstance(member, nn.Module) and style in MODULE_STYLES:
                 fields.setdefault(MODULE_STYLES[style], []).append(name)
             else:
                 errors.append(
-                    f"transformers' plan gives {name} ({type(part).__name__}) the style {style!r}, which "
+                    f"transformers' plan gives {name} ({type(member).__name__}) the style {style!r}, which "
                     "Echelon does not support for it: write a table"
                 )
                 continue
             if style.startswith("packed"):
                 fused[name] = _PACKED
-            other_inputs = _tensor_inputs(part) if isinstance(part, nn.Module) else []
+            other_inputs = _tensor_inputs(member) if isinstance(member, nn.Module) else []
             if style == "all_reduce" and other_inputs:
                 errors.append(f"{name} takes {other_inputs}: {_ADVICE}")
     owners = (name.rpartition(".")[0] for name in (*fields.get("column", ()), *split))

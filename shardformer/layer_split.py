@@ -33,8 +33,8 @@ from .layers.region import (
     RegionExit,
     SplitParameter,
 )
-from .layers.sequence_axis import INSTEAD, CommonRandom, PartRandom, draws_random_numbers, sample_droppers
-from .layers.split_gather import RegionSequence, WholeSequence
+from .layers.sequence_axis import INSTEAD, CommonRandom, ShardRandom, draws_random_numbers, sample_droppers
+from .layers.split_gather import GatheredSequence, RegionSequence
 from .policy import Errors, SubModuleReplacementDescription, join
 from .tables.heads import Cut, HeadOrder, Heads
 from .tables.table import (
@@ -358,12 +358,12 @@ class LayerSplit:
         if self._sequence is None:
             return []
         wholes = full_sequence_paths(self._table, self.layer)
-        around = self._replacing(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
+        around = self._replacing(wholes, GatheredSequence, lambda name: {"sequence": self._sequence})
         if not draws_random_numbers(self.layer):
             return around
         by_sample = [name for name in sample_droppers(self.layer) if not is_any_within(name, wholes)]
         common = self._replacing((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
-        return [*around, *common, self._replacement("", PartRandom, {})]
+        return [*around, *common, self._replacement("", ShardRandom, {})]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
         """Return the sequence sharding around a module of the layer; None if its sequences are unsharded."""

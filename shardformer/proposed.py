@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cluster.transformers_api import Conv1D
 from ..derive.build import Copy
-from ..derive.calls import ModuleCall, calls_of
+from ..derive.module_calls import ModuleCall, calls_of
 from ..derive.stages import sizes_of, stacks_of
 from .derived import plain_table, region_dropout
 from .layer_split import widths
@@ -43,7 +43,7 @@ _COUNTS: tuple[tuple[str, ...], ...] = (
 )
 
 
-class _Linear(NamedTuple):
+class _LinearCall(NamedTuple):
     """A recorded call of a linear layer.
 
     Args:
@@ -60,7 +60,7 @@ class _Linear(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _LinearPair:
     """Column-parallel layers, the row-parallel layer that follows, and the region around them.
 
     Args:
@@ -71,8 +71,8 @@ class _Pair:
     """
 
     region: str
-    columns: tuple[_Linear, ...]
-    row: _Linear
+    columns: tuple[_LinearCall, ...]
+    row: _LinearCall
     second_input: str
 
     @property
@@ -90,7 +90,7 @@ class _Variant(NamedTuple):
         counts: names of attributes of the region that are divided by the number of ranks.
     """
 
-    pair: _Pair
+    pair: _LinearPair
     order: int | HeadOrder
     counts: tuple[str, ...]
 
@@ -109,7 +109,7 @@ def proposed_table(copy: Copy, model: nn.Module, departure: Callable[[Table], st
     calls = calls_of(copy)
     stack = next(iter(stacks_of(copy.model, calls, sizes_of(model))))
     # By the path of the row-parallel layer, which is mostly the same in all layers of the model.
-    pairs: dict[str, _Pair] = {}
+    pairs: dict[str, _LinearPair] = {}
     for name, layer in copy.model.get_submodule(stack).named_children():
         for pair in _pairs(layer, _calls_within(calls, f"{stack}.{name}.")):
             pairs.setdefault(pair.row.path, pair)
@@ -158,18 +158,18 @@ def _calls_within(calls: Sequence[ModuleCall], prefix: str) -> list[ModuleCall]:
     ]
 
 
-def _pairs(layer: nn.Module, calls: Sequence[ModuleCall]) -> Iterator[_Pair]:
+def _pairs(layer: nn.Module, calls: Sequence[ModuleCall]) -> Iterator[_LinearPair]:
     """Yield the pairs of a layer: successive linear layers with one input, then one that returns to its width.
 
     In cross attention the first layers have two inputs, of queries and of keys. So a layer with another input counts
     among them, too, if a module around all of them takes both inputs.
     """
-    columns: list[_Linear] = []
+    columns: list[_LinearCall] = []
     for call in calls:
         module: Any = layer.get_submodule(call.path)
         if type(module) not in (nn.Linear, Conv1D) or not call.inputs:
             continue
-        linear = _Linear(call.path, call.inputs[0], *widths(module))
+        linear = _LinearCall(call.path, call.inputs[0], *widths(module))
         if columns and (_is_same(linear.x, columns[0].x) or _module_around(calls, [*columns, linear])):
             columns.append(linear)
         elif (
@@ -181,7 +181,7 @@ def _pairs(layer: nn.Module, calls: Sequence[ModuleCall]) -> Iterator[_Pair]:
             path, second_input = columns[0].path, ""
             if region is not None:
                 path, second_input = region.path, _second_input(region, columns)
-            yield _Pair(path, tuple(columns), linear, second_input)
+            yield _LinearPair(path, tuple(columns), linear, second_input)
             columns = []
         else:
             columns = [linear]
@@ -192,7 +192,7 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
 
 
-def _module_around(calls: Sequence[ModuleCall], columns: Sequence[_Linear]) -> ModuleCall | None:
+def _module_around(calls: Sequence[ModuleCall], columns: Sequence[_LinearCall]) -> ModuleCall | None:
     """Return the call of the innermost module around linear layers that takes all their inputs; None without one."""
     paths = [linear.path for linear in columns]
     parents = {*accumulate(paths[0].split(".")[:-1], lambda path, name: f"{path}.{name}")}
@@ -206,14 +206,14 @@ def _module_around(calls: Sequence[ModuleCall], columns: Sequence[_Linear]) -> M
     return max(around, key=lambda call: len(call.path), default=None)
 
 
-def _second_input(region: ModuleCall, columns: Sequence[_Linear]) -> str:
+def _second_input(region: ModuleCall, columns: Sequence[_LinearCall]) -> str:
     """Return the name of the second of a region's arguments that the linear layers take; "" if they take one alone."""
     names = [name for name, x in region.named.items() if any(_is_same(x, linear.x) for linear in columns)]
     distinct = [name for name in names if not _is_same(region.named[name], region.named[names[0]])]
     return distinct[0] if distinct else ""
 
 
-def _combinations(pairs: Sequence[_Pair]) -> Iterator[list[_Variant]]:
+def _combinations(pairs: Sequence[_LinearPair]) -> Iterator[list[_Variant]]:
     """Yield candidates, each one variant of every pair: all pairs have the same order and the same counts."""
     is_fused = any(pair.num_fused > 1 for pair in pairs)
     orders: tuple[int | HeadOrder, ...] = (0, 1, HeadOrder.BY_KIND) if is_fused else (0,)
@@ -277,7 +277,7 @@ def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Modul
     )
 
 
-def _num_head_counts(pairs: Sequence[_Pair], key_value: Sequence[str]) -> int:
+def _num_head_counts(pairs: Sequence[_LinearPair], key_value: Sequence[str]) -> int:
     """Return how many of `divisible` the ranks must divide: 1, the query heads; 2, key-value heads too; or 0."""
     has_heads = any(pair.num_fused > 1 or len(pair.columns) == 3 for pair in pairs)
     return (1 if key_value else 2) if has_heads else 0
@@ -288,7 +288,7 @@ def _first_with(layers: Sequence[nn.Module], path: str) -> nn.Module:
     return next(layer for layer in layers if has_submodule(layer, path)).get_submodule(path)
 
 
-def _narrow_key_values(pair: _Pair, layers: Sequence[nn.Module]) -> list[str]:
+def _narrow_key_values(pair: _LinearPair, layers: Sequence[nn.Module]) -> list[str]:
     """Return the key and value projections of a pair with three columns if they have fewer heads than the query."""
     if len(pair.columns) != 3:
         return []

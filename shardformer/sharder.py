@@ -43,12 +43,12 @@ from .shard_config import ShardConfig
 class StandInGroup:
     """A process group for a dry run: only its size, and this rank's place in it. It cannot communicate."""
 
-    own_rank: int
+    position: int
     num_ranks: int
 
     def rank(self) -> int:
         """This rank's place in the group."""
-        return self.own_rank
+        return self.position
 
     def size(self) -> int:
         """The number of ranks."""

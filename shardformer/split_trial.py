@@ -71,12 +71,12 @@ def _shard_over(model: nn.Module, policy: Callable[[nn.Module], Policy], group: 
     return sharder.model
 
 
-def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter]) -> str | None:
+def _gradient_departure(name: str, unsharded: Parameter, local: Sequence[Parameter]) -> str | None:
     """Return how the gradients of a parameter's shards on all ranks differ from that of the unsharded one.
 
     Args:
         name: name of the parameter.
-        whole: the unsharded parameter.
+        unsharded: the unsharded parameter.
         local: the parameter of each rank, in order.
     """
     placement = placement_on(local[0], "tp")
@@ -90,7 +90,7 @@ def _gradient_departure(name: str, whole: Parameter, local: Sequence[Parameter])
         totals = [placement.full(gradients)]
     else:
         totals = [sum(gradients, start=torch.zeros(()))] if isinstance(placement, PartialGrad) else gradients
-    return gradient_departure(f"{name} on {len(local)} ranks", _gradient_or_zeros(whole), totals)
+    return gradient_departure(f"{name} on {len(local)} ranks", _gradient_or_zeros(unsharded), totals)
 
 
 def _gradient_or_zeros(parameter: Parameter) -> Tensor:

@@ -157,12 +157,12 @@ def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, n
             if parameter is not None:
                 users.setdefault(parameter, set()).add(module)
 
-    def has_weight_of_its_own(module: nn.Module) -> bool:
+    def has_unshared_weight(module: nn.Module) -> bool:
         weight = module._parameters.get("weight")
         return weight is not None and users[weight] <= inside
 
     return {
         path: module
         for path, module in model.named_modules()
-        if module in inside and has_weight_of_its_own(module)
+        if module in inside and has_unshared_weight(module)
     }

@@ -71,9 +71,9 @@ REFUSED = {
     "fp16_full_eval": Refused(_PLUGIN_PRECISION),
     "activation_checkpointing_kwargs": Refused(
         f"{_MADE_IN_PLUGIN} gradient_checkpoint_config (which layers) and activation_offload",
-        lambda given: bool({*(given or {})} - {"use_reentrant"}),
+        lambda options: bool({*(options or {})} - {"use_reentrant"}),
     ),
-    "gradient_checkpointing_kwargs": Refused("", lambda given: False),  # an alias of the one above
+    "gradient_checkpointing_kwargs": Refused("", lambda options: False),  # an alias of the one above
     "torch_compile": Refused(f"{_MADE_IN_PLUGIN} compile_layers=True"),
     "use_liger_kernel": Refused(
         f"{_MADE_IN_PLUGIN} enable_fused_loss, enable_fused_normalization or the like"
@@ -150,10 +150,10 @@ def prepared_plugin(
         )
     config = plugin.config
     named = ("max_norm", "gradient_accumulation_steps", "loss_reduction", "num_microbatches")
-    given = {name: getattr(config, name) for name in (*named, "gradient_checkpoint_config", *_LOSS_SCALE)}
-    given["precision"] = None if plugin.has_default_precision else config.precision
-    raise_errors([*_option_errors(args, given), *_device_errors(args, plugin)])
-    implied = {name: value for name, value in implied_options(args).items() if given.get(name) is None}
+    options = {name: getattr(config, name) for name in (*named, "gradient_checkpoint_config", *_LOSS_SCALE)}
+    options["precision"] = None if plugin.has_default_precision else config.precision
+    raise_errors([*_option_errors(args, options), *_device_errors(args, plugin)])
+    implied = {name: value for name, value in implied_options(args).items() if options.get(name) is None}
     plugin.config, plugin.has_default_precision = replace(config, **implied), False
     return plugin
 
@@ -211,29 +211,29 @@ def _defaults(arguments: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, made if field.default is MISSING else field.default
 
 
-def _option_errors(args: Any, given: Mapping[str, Any]) -> list[str]:
+def _option_errors(args: Any, options: Mapping[str, Any]) -> list[str]:
     """List contradictions between TrainingArguments and the options that the plugin was given."""
     errors = []
     wanted = implied_options(args)["precision"]
-    if given.get("precision") not in (None, wanted):
+    if options.get("precision") not in (None, wanted):
         errors.append(
-            f"precision={given['precision']!r} of the plugin contradicts bf16={args.bf16}, fp16={args.fp16}, that is "
+            f"precision={options['precision']!r} of the plugin contradicts bf16={args.bf16}, fp16={args.fp16}, that is "
             f"{wanted!r}: leave it out of the plugin, or change TrainingArguments"
         )
-    if given.get("max_norm"):
+    if options.get("max_norm"):
         errors.append(
-            f"max_norm={given['max_norm']} of the plugin: give max_grad_norm in TrainingArguments instead"
+            f"max_norm={options['max_norm']} of the plugin: give max_grad_norm in TrainingArguments instead"
         )
-    if given.get("gradient_accumulation_steps", 1) != 1:
+    if options.get("gradient_accumulation_steps", 1) != 1:
         errors.append(
-            f"gradient_accumulation_steps={given['gradient_accumulation_steps']} of the plugin: give it in "
+            f"gradient_accumulation_steps={options['gradient_accumulation_steps']} of the plugin: give it in "
             "TrainingArguments instead"
         )
-    if given.get("loss_reduction", "global") != "global":
+    if options.get("loss_reduction", "global") != "global":
         errors.append(
-            f"loss_reduction={given['loss_reduction']!r} of the plugin: Trainer's losses need 'global'"
+            f"loss_reduction={options['loss_reduction']!r} of the plugin: Trainer's losses need 'global'"
         )
-    number = given.get("num_microbatches") or 1
+    number = options.get("num_microbatches") or 1
     errors += [
         f"{name}={getattr(args, name)}, the batch of a replica, has fewer samples than num_microbatches={number}: give "
         f"{name} of at least {number}"

@@ -169,15 +169,20 @@ class BoostedTraining:
                 "with gradient_accumulation_steps"
             )
         image = image_rows(call.inputs, self.model.module.config)
-        parts = split(model_inputs, rows=image, **cutting)
-        native = [dict(inputs)] if len(parts) == 1 else split(dict(inputs), rows=image, **cutting)
+        microbatches = split(model_inputs, rows=image, **cutting)
+        native_microbatches = (
+            [dict(inputs)] if len(microbatches) == 1 else split(dict(inputs), rows=image, **cutting)
+        )
         mesh = self.plugin.mesh
         criterion = ReplayedLoss(
             compute,
             self.stands_for,
-            {address(part): own for part, own in zip(parts, native, strict=True)},
+            {
+                address(microbatch): native
+                for microbatch, native in zip(microbatches, native_microbatches, strict=True)
+            },
             count,
-            num_losses=len(parts) * mesh.size("dp"),
+            num_losses=len(microbatches) * mesh.size("dp"),
             other_call=None if mesh.size("pp") > 1 else self.model.module,
             count_labels=count_labels,
         )

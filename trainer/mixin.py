@@ -40,8 +40,8 @@ class EchelonTrainerMixin(TrainerInternals):
     """
 
     def __init__(self, *args: Any, plugin: Any = None, **kwargs: Any) -> None:
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        arguments = given.get("args") or next(
+        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        arguments = bound.get("args") or next(
             (value for value in args if isinstance(value, TrainingArguments)), None
         )
         if arguments is None:
@@ -67,11 +67,11 @@ class EchelonTrainerMixin(TrainerInternals):
         return self.boosted
 
     @property
-    def _own_compute_loss(self) -> Any:
+    def _compute_loss_of_class(self) -> Any:
         """The class's `compute_loss`; None if the model's own loss is all that it returns."""
-        own: Any = type(self).compute_loss  # type: ignore[misc]
+        compute: Any = type(self).compute_loss  # type: ignore[misc]
         has_other_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        return None if own is Trainer.compute_loss and not has_other_loss else MethodType(own, self)
+        return None if compute is Trainer.compute_loss and not has_other_loss else MethodType(compute, self)
 
     def pipelined_loss(
         self,
@@ -86,7 +86,7 @@ class EchelonTrainerMixin(TrainerInternals):
         [Note: replay].
         """
         boosted, count = self.boost(), num_items_in_batch
-        compute, criterion = self._own_compute_loss, None
+        compute, criterion = self._compute_loss_of_class, None
         if compute is not None:
             call = recorded_call(compute, boosted.stands_for, inputs, count)
             batch, criterion = boosted.replayed(

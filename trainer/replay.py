@@ -79,21 +79,21 @@ def recorded_call(compute: Compute, model: nn.Module, inputs: Mapping[str, Any],
         ValueError: it does not call it.
     """
 
-    def record(given: dict[str, Any]) -> Any:
-        raise _Recorded(given)
+    def record(arguments: dict[str, Any]) -> Any:
+        raise _Recorded(arguments)
 
     try:
         compute(ModelStandIn(model, record), dict(inputs), num_items_in_batch=count)
     except _Recorded as call:
-        given = call.inputs
+        arguments = call.inputs
     else:
         raise ValueError(
             "compute_loss makes a loss without calling the model that it was given: call model(**inputs) in it"
         )
-    if not given.pop(FUSED, False):
-        return ModelInputs(given, False)
+    if not arguments.pop(FUSED, False):
+        return ModelInputs(arguments, False)
     dropped = ("labels", "shift_labels", "num_items_in_batch")
-    return ModelInputs({name: value for name, value in given.items() if name not in dropped}, True)
+    return ModelInputs({name: value for name, value in arguments.items() if name not in dropped}, True)
 
 
 class ReplayedLoss:
@@ -131,8 +131,8 @@ class ReplayedLoss:
         `num_items_in_batch` adds up. Any other weighs what its loss function counted, or else its labels.
         """
         inputs = dict(self._microbatches[address(microbatch)])
-        own = getattr(outputs, "loss", None)
-        answers = _Answers(outputs, None if own is None else own.clone(), self._other_call)
+        native_loss = getattr(outputs, "loss", None)
+        answers = _Answers(outputs, None if native_loss is None else native_loss.clone(), self._other_call)
         count = self._count
         if count is not None:
             count = torch.as_tensor(count).as_subclass(UsedCount)
@@ -140,7 +140,7 @@ class ReplayedLoss:
         with observer:
             loss = self._compute(ModelStandIn(self._model, answers), inputs, num_items_in_batch=count)
         if loss is answers.loss:
-            return own
+            return native_loss
         if count is not None and count.was_used:
             return loss * self._num_losses, 1.0
         record = observer.record_of(loss)
@@ -163,8 +163,8 @@ class _Answers:
         self.loss, self._outputs, self._other_call = loss, outputs, other_call
         self._first: dict[str, Any] | None = None
 
-    def __call__(self, given: dict[str, Any]) -> Any:
-        call = {name: value for name, value in given.items() if name not in _OF_LOSS}
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        call = {name: value for name, value in arguments.items() if name not in _OF_LOSS}
         if self._first is None:
             self._first = call
         if call.keys() != self._first.keys() or any(
@@ -175,9 +175,9 @@ class _Answers:
                     "compute_loss calls the model again with other inputs, which a pipeline cannot compute: use "
                     "pp_size=1, or make one call of both"
                 )
-            return self._other_call(**given)
-        if given.get(FUSED):
-            return FusedOutputs(gathered(self._outputs.logits), given)
+            return self._other_call(**arguments)
+        if arguments.get(FUSED):
+            return FusedOutputs(gathered(self._outputs.logits), arguments)
         return _with(self._outputs, self.loss)
 
 

@@ -56,8 +56,10 @@ def microbatches_of(batch: Mapping[str, Any], number: int, config: Any) -> list[
         config: the model's config, by which images belong to texts; None for a model without one.
     """
     rows = image_rows(batch, config)
-    parts: list[dict[str, Any]] = split(batch, num_microbatches=number, microbatch_size=None, rows=rows)
-    return parts
+    microbatches: list[dict[str, Any]] = split(
+        batch, num_microbatches=number, microbatch_size=None, rows=rows
+    )
+    return microbatches
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:

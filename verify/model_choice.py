@@ -43,7 +43,7 @@ DEFAULT_HEAD = {
 }
 
 # Model types with other inputs than tokens: `MODAL` in batch.py.
-BATCHES_OF_THEIR_OWN = (
+WITH_OTHER_INPUTS = (
     "blip-2",
     "clip",
     "gemma3",
@@ -309,9 +309,7 @@ class ModelChoice:
         """True if images are its only input."""
         main_input = getattr(heads_of(self.model_type)[self.head_name], "main_input_name", "")
         return (
-            not self.is_generic
-            and main_input == "pixel_values"
-            and self.model_type not in BATCHES_OF_THEIR_OWN
+            not self.is_generic and main_input == "pixel_values" and self.model_type not in WITH_OTHER_INPUTS
         )
 
     @property
@@ -390,12 +388,14 @@ class ModelChoice:
             **HEAD_SETTINGS.get((model_type, self.head_name), {}),
             **further,
         }
-        own_names = {name: blank.attribute_map.get(name, name) for name in common}  # n_embd for hidden_size
+        config_names = {
+            name: blank.attribute_map.get(name, name) for name in common
+        }  # n_embd for hidden_size
         supported = {
             # Older releases check some settings before they map common names.
-            own_names[name]: value
+            config_names[name]: value
             for name, value in common.items()
-            if hasattr(blank, name) and own_names[name] not in special and not _is_derived(blank, name)
+            if hasattr(blank, name) and config_names[name] not in special and not _is_derived(blank, name)
         }
         if blank.is_encoder_decoder:
             supported["decoder_start_token_id"] = 0

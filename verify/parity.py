@@ -133,7 +133,7 @@ def drawn_batches(choice: ModelChoice, layout: Layout, training: Training, step:
 def compare_with_one_process(
     choice: ModelChoice,
     model: nn.Module,
-    parts: Sequence[tuple[Layout, Sequence[Batches]]],
+    legs: Sequence[tuple[Layout, Sequence[Batches]]],
     training: Training,
     records: Sequence[StepRecord],
 ) -> list[StepComparison]:
@@ -153,11 +153,11 @@ def compare_with_one_process(
     config = getattr(model, "config", None)
     steps = [
         [microbatches_of(batch, layout.microbatches, config) for batch in replicas]
-        for layout, batches in parts
+        for layout, batches in legs
         for replicas in batches
     ]
-    dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
-    first_layout = parts[0][0]
+    dtypes = [DTYPES[layout.precision] for layout, batches in legs for _ in batches]
+    first_layout = legs[0][0]
     model = model.to(default_device())
     by_samples = choice.weighed_by == "samples"
     by_weight: Weigh = _samples if by_samples else _counted

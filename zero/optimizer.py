@@ -23,7 +23,7 @@ from ..cluster.gathering import require_equal
 from ..cluster.mesh import ParallelMesh
 from .bucket import gather_by_name, make_buckets
 from .buffers import BufferPool
-from .calls import CallsOfStep
+from .calls_of_step import CallsOfStep
 from .clipping import require_clip_norm, require_clip_value, require_finite_norm
 from .inner_optimizer import (
     EQUAL_OPTIONS,

@@ -328,9 +328,9 @@ class WeightPool:
     def _begin_gather(self, layer: ShardedLinear) -> _Gathered:
         """Begin to all-gather a layer's weight."""
         shard = layer.weight.detach()
-        whole = shard.new_empty((shard.shape[0] * self.group.size(), *shard.shape[1:]))
-        handle = begin_all_gather(whole.view(-1), shard.reshape(-1), self.group)
-        return _Gathered(layer, _version(layer.weight), InFlight(handle, whole[: layer.num_rows]))
+        full = shard.new_empty((shard.shape[0] * self.group.size(), *shard.shape[1:]))
+        handle = begin_all_gather(full.view(-1), shard.reshape(-1), self.group)
+        return _Gathered(layer, _version(layer.weight), InFlight(handle, full[: layer.num_rows]))
 
 
 def _use(layer: ShardedLinear, for_backward: bool) -> Use:

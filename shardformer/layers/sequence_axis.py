@@ -145,14 +145,14 @@ def axis_of(module: Any) -> SequenceAxis | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
-def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_on_sequence_axis: bool) -> Tensor:
+def shard_sequence(sequence: Tensor, axis: SequenceAxis, *, is_on_sequence_axis: bool) -> Tensor:
     """Return this rank's shard of the current sequence, (B, S, …), padded with its last position.
 
     No collective in forward. In backward one all-gather, or none on the sequence axis:
     see [Note: gradients over the sequence axis].
 
     Args:
-        whole: the full sequence, equal on all ranks.
+        sequence: the full sequence, equal on all ranks.
         axis: the axis of the ranks.
         is_on_sequence_axis: False on the tensor axis.
     """
@@ -173,14 +173,14 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_on_sequence_axis: bo
         shards = [gradient if rank == axis.rank else zeros for rank in range(axis.order.size)]
         return axis.order.join(shards, _DIM, length)
 
-    return paired(whole, cut, join)
+    return paired(sequence, cut, join)
 
 
-def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_on_sequence_axis: bool) -> Tensor:
+def gather_sequence(shard: Tensor, axis: SequenceAxis, length: int, *, is_on_sequence_axis: bool) -> Tensor:
     """Gather the full sequence, (B, S, …), from the shards of all ranks. One all-gather, none in backward.
 
     Args:
-        part: this rank's shard.
+        shard: this rank's shard.
         axis: the axis of the ranks.
         length: length of the full sequence.
         is_on_sequence_axis: False on the tensor axis; see [Note: gradients over the sequence axis].
@@ -188,10 +188,10 @@ def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_on_sequ
 
     def cut(gradient: Tensor) -> Tensor:
         """Backward: return the gradient of this rank's shard."""
-        part_gradient = axis.shard(gradient, _DIM)
-        return times_num_ranks(part_gradient, axis) if is_on_sequence_axis else part_gradient
+        shard_gradient = axis.shard(gradient, _DIM)
+        return times_num_ranks(shard_gradient, axis) if is_on_sequence_axis else shard_gradient
 
-    return paired(part, lambda part: axis.gather(part, _DIM, length), cut)
+    return paired(shard, lambda shard: axis.gather(shard, _DIM, length), cut)
 
 
 def times_num_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
@@ -216,7 +216,7 @@ def sample_droppers(layer: nn.Module) -> list[str]:
     return [name for name, module in layer.named_modules() if type(module).__name__.endswith(_SAMPLE_DROPPER)]
 
 
-class PartRandom:
+class ShardRandom:
     """Hooks by which a layer draws random numbers that differ between ranks."""
 
     @staticmethod
@@ -227,7 +227,7 @@ class PartRandom:
 
 
 class CommonRandom:
-    """Hooks by which a module inside a `PartRandom` layer draws the same random numbers on every rank.
+    """Hooks by which a module inside a `ShardRandom` layer draws the same random numbers on every rank.
 
     The common state is derived from the local one, and after the module the local one from the common one. So no state
     is saved, and recomputing the layer draws the same numbers.
@@ -242,7 +242,7 @@ class CommonRandom:
         Args:
             module: a module inside `layer`.
             process_group: the axis of the sequences.
-            layer: the `PartRandom` layer; the hooks do nothing while it does not train.
+            layer: the `ShardRandom` layer; the hooks do nothing while it does not train.
         """
         rank = process_group.rank()
 

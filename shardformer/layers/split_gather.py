@@ -70,13 +70,13 @@ class RegionSequence:
             by_sample, length = (-1, self.axis.shard_length), self.axis.length
             by_sample_crossing = self.crossing(shard_BsH.unflatten(0, by_sample))
             return Crossing(
-                lambda part: by_sample_crossing.forward(part.unflatten(0, by_sample)).flatten(0, 1),
+                lambda shard: by_sample_crossing.forward(shard.unflatten(0, by_sample)).flatten(0, 1),
                 lambda gradient: self.begin_reduce_scatter(gradient.unflatten(0, (-1, length))).finished_by(
                     _flatten_samples
                 ),
             )
         length = self.length_of(shard_BsH)
-        return Crossing(lambda part: self.begin_gather(part, length).wait(), self.begin_reduce_scatter)
+        return Crossing(lambda shard: self.begin_gather(shard, length).wait(), self.begin_reduce_scatter)
 
     def length_of(self, shard_BsH: Tensor) -> int:
         """Return the full length of the sequence of a shard.
@@ -198,7 +198,7 @@ class _RowProduct(Function):
         return of_input, of_weight, None, None, None
 
 
-class WholeSequence:
+class GatheredSequence:
     """Hooks by which a module gets the full sequence on every rank, and its output is sharded again.
 
     For modules that regions cannot shard: experts, which take tokens without positions, and modules that also use their
@@ -219,8 +219,8 @@ class WholeSequence:
         axis = sequence.axis
 
         def gather(module: nn.Module, inputs: dict[str, Any]) -> None:
-            part = inputs[name := name_of_first_tensor(inputs)]
-            inputs[name] = gather_sequence(part, axis, sequence.length_of(part), is_on_sequence_axis=False)
+            shard = inputs[name := name_of_first_tensor(inputs)]
+            inputs[name] = gather_sequence(shard, axis, sequence.length_of(shard), is_on_sequence_axis=False)
 
         def scatter(module: nn.Module, args: tuple, output: Any) -> Any:
             if isinstance(output, tuple):

@@ -41,9 +41,9 @@ from ..layers.attention_kernels import FLASH_PACKAGES
 from ..layers.parallel_module import change_inputs, name_of_first_tensor
 from ..layers.sequence_axis import (
     CommonRandom,
-    PartRandom,
     SequenceAxis,
     SequenceOrder,
+    ShardRandom,
     axis_of,
     draws_random_numbers,
     gather_sequence,
@@ -334,10 +334,10 @@ class Boundary:
             if not self.axis.gathers_after_last_layer:
                 return output
             hidden = output[0] if isinstance(output, tuple) else output
-            whole = gather_sequence(
+            gathered = gather_sequence(
                 hidden, self.axis, self.axis.length, is_on_sequence_axis=self._is_on_sequence_axis
             )
-            return (whole, *output[1:]) if isinstance(output, tuple) else whole
+            return (gathered, *output[1:]) if isinstance(output, tuple) else gathered
 
         last.register_forward_hook(end)
 
@@ -360,7 +360,7 @@ class Boundary:
         if draws_random_numbers(layer):
             for name in sample_droppers(layer):
                 CommonRandom.from_native_module(layer.get_submodule(name), self.axis.group, layer=layer)
-            PartRandom.from_native_module(layer, self.axis.group)
+            ShardRandom.from_native_module(layer, self.axis.group)
 
     def _shard_argument(self, layer: nn.Module, name: str, value: Any) -> Any:
         """Return this rank's shard of an argument with entries by position, or another argument as it is.
@@ -380,8 +380,8 @@ class Boundary:
 
     def _shard_tensor(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a full sequence along `dim`; a `ShardTensor` already contains it."""
-        part = x.shard if isinstance(x, ShardTensor) else None
-        return self.axis.shard(x, dim) if part is None else part
+        shard = x.shard if isinstance(x, ShardTensor) else None
+        return self.axis.shard(x, dim) if shard is None else shard
 
 
 class CheckpointWithLength:

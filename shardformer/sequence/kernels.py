@@ -60,7 +60,7 @@ def attend_to_block(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tu
     if isinstance(view.visible, flex.FlexMask):
         return flex.attend_to_block(q, k_BMKD, v_BMKD, view.visible, scale=view.scale, softcap=view.softcap)
     view = _with_additive_mask(view, q.dtype)
-    k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
+    k, v = _repeated_heads(q, k_BMKD), _repeated_heads(q, v_BMKD)
     attend = _flash if is_fused(q, v, view) else _plain
     out, lse = attend(q, k, v, view)
     if isinstance(view.visible, Tensor):  # fused kernels return an lse of 0 for queries that see no key
@@ -82,7 +82,7 @@ def attend_to_block_backward(
         settings = {"scale": view.scale, "softcap": view.softcap}
         return flex.attend_to_block_backward(gradient, q, k_BMKD, v_BMKD, out, lse, view.visible, **settings)
     view = _with_additive_mask(view, q.dtype)
-    k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
+    k, v = _repeated_heads(q, k_BMKD), _repeated_heads(q, v_BMKD)
     backward = _flash_backward if is_fused(q, v, view) else _plain_backward
     dq, dk, dv = backward(gradient, q, k, v, out, lse, view)
     return dq, _sum_over_query_heads(dk, k_BMKD), _sum_over_query_heads(dv, v_BMKD)
@@ -113,7 +113,7 @@ def _with_additive_mask(view: View, dtype: torch.dtype) -> View:
     return replace(view, visible=bias)
 
 
-def _for_each_query_head(q: Tensor, x_BMKD: Tensor) -> Tensor:
+def _repeated_heads(q: Tensor, x_BMKD: Tensor) -> Tensor:
     """Repeat each key or value head for every query head of its group."""
     return (
         x_BMKD

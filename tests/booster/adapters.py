@@ -13,7 +13,7 @@ from echelon.plugins.adapters import enable_lora
 from echelon.verify.batch import loss_of
 from echelon.verify.model_choice import ModelChoice
 
-from ..plugins.training import hybrid, share
+from ..plugins.training import hybrid, share, shares, steps
 
 LLAMA_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_STEPS = 3
@@ -82,12 +82,7 @@ def train_and_save(choice: Adapted, folder: Path, settings: dict[str, Any], *, g
     whole = {name: each.detach().clone() for name, each in model.get_base_model().named_parameters()}
     optimizer = optimizer_of(each for each in model.parameters() if given == "all" or each.requires_grad)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
-    losses = []
-    for step in range(NUM_STEPS):
-        data = share(booster, choice, step)
-        losses.append(float(booster.execute_pipeline(data, boosted, loss_of, optimizer)["loss"]))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = [*steps(booster, boosted, optimizer, shares(booster, choice, NUM_STEPS))]
     booster.save_lora_as_pretrained(boosted, folder)
     return {"losses": losses, "moved": moved(boosted, whole), "logits": answer(booster, boosted, choice)}
 

@@ -1,4 +1,4 @@
-"""torch.compile and `generate` with boosted models: supported calls, and refusals with advice."""
+"""torch.compile and `generate` with boosted models. Refusals are in tests/refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,6 @@ from echelon import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
-    shard_model,
 )
 from echelon.verify.model_choice import ModelChoice
 
@@ -21,8 +20,6 @@ from ..shardformer.compare import named
 
 CHOICE = ModelChoice(model_type="llama", num_layers=2)
 IDS = torch.arange(5, 11)[None]
-# Without inductor, whose compiler takes seconds.
-HOW: dict[str, Any] = {"backend": "eager"}
 
 
 def hybrid(**settings: Any) -> HybridParallelPlugin:
@@ -40,36 +37,6 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 def boosted(plugin: Any) -> tuple[Booster, Any]:
     booster = Booster(plugin=plugin)
     return booster, booster.boost(CHOICE.build())[0]
-
-
-def refuse_what_torch_compile_returned() -> None:
-    for name, plugin in PLUGINS.items():
-        compiled = torch.compile(CHOICE.build(), **HOW)
-        with (
-            named(name),
-            pytest.raises(ValueError, match=r"the model is wrapped by torch\.compile, which renames"),
-        ):
-            Booster(plugin=plugin()).boost(compiled)
-    with pytest.raises(
-        ValueError, match=r"give the plain model, and call model\.compile\(\) on the returned one"
-    ):
-        shard_model(torch.compile(CHOICE.build(), **HOW))
-
-
-def refuse_to_compile_layers_that_talk() -> None:
-    message = "with a tp_size, sp_size, wp_size or ep_size above 1: .*compile_layers=True"
-    booster, whole = boosted(hybrid())
-    with pytest.raises(ValueError, match=r"not torch\.compile's wrapper of it: call model\.compile\(\)"):
-        booster.execute_pipeline(iter([{"input_ids": IDS}]), torch.compile(whole, **HOW))
-    model = CHOICE.build()
-    model.compile(**HOW)
-    with pytest.raises(ValueError, match=message):
-        Booster(plugin=hybrid(tp_size=2)).boost(model)
-    _, split = boosted(hybrid(tp_size=2))
-    with pytest.raises(RuntimeError, match=message):
-        split.compile(**HOW)
-    with pytest.raises(RuntimeError, match=message):
-        torch.compile(split, **HOW)(IDS)
 
 
 def compile_in_place() -> None:
@@ -97,30 +64,11 @@ def generate_as_the_plain_model() -> None:
             assert torch.equal(model.generate(inputs=IDS, **settings), expected)
 
 
-def refuse_to_generate() -> None:
-    message = r"model\.generate needs pp_size, sp_size, wp_size and ep_size of 1: save the model by booster\.save_model"
-    settings: tuple[dict[str, Any], ...] = (
-        {"pp_size": 2},
-        {"wp_size": 2},
-        {"sp_size": 2, "enable_sequence_parallelism": True},
-    )
-    for each in settings:
-        _, model = boosted(hybrid(**each))
-        with named(str(each)), pytest.raises(RuntimeError, match=message):
-            model.generate(IDS)
-    _, split = boosted(hybrid(tp_size=2))
-    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of axis tp differ"):
-        split.generate(IDS + torch.distributed.get_rank(), max_new_tokens=1)
-
-
 @pytest.mark.parametrize(
     "function",
     [
-        refuse_what_torch_compile_returned,
-        refuse_to_compile_layers_that_talk,
         pytest.param(compile_in_place, marks=pytest.mark.slow),  # torch traces the whole forward
         generate_as_the_plain_model,
-        refuse_to_generate,
     ],
 )
 def test_compiled_models_and_generating(pool: Pool, function: Callable[[], None]) -> None:

@@ -61,23 +61,6 @@ def test_every_sample_is_gathered_once_in_its_order(
     assert len(found[0]) == 2 * num_replicas
 
 
-def refuse_unequal_shapes() -> None:
-    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
-    with pytest.raises(ValueError, match=r"shape \(2, 4\) .* of replica 1, and of replica 0 .*\(2, 3\)"):
-        booster.gather_for_metrics(torch.ones(2, 3 + dist.get_rank()))
-    with pytest.raises(ValueError, match="a number as a tensor"):
-        booster.gather_for_metrics({"loss": torch.ones(()), "logits": torch.ones(2)})
-    with pytest.raises(ValueError, match="'a', a str beside tensors"):
-        booster.gather_for_metrics([torch.ones(2), "a"])
-    assert torch.equal(
-        booster.gather_for_metrics(torch.ones(2)), torch.ones(4)
-    )  # of no dataloader: all of them
-
-
-def test_what_cannot_be_gathered_is_refused_on_every_rank(pool: Pool) -> None:
-    pool.run(2, refuse_unequal_shapes)
-
-
 def evaluate_under_a_pipeline() -> None:
     choice = ModelChoice(model_type="llama")
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=2))

@@ -1,10 +1,8 @@
-"""LoRA by the booster: trained and frozen parameters, files that peft reads, and refusals."""
+"""LoRA by the booster: trained and frozen parameters, and files that peft reads."""
 
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from echelon import Booster, HybridParallelPlugin, LazyInitContext, TorchDDPPlug
 from echelon.plugins.adapters import enable_lora
 from echelon.verify.batch import loss_of, make_batch
 
-from ..plugins.training import hybrid, refused, share
+from ..plugins.training import hybrid, refused, share, shares, steps
 from ..pool import Pool
 from .adapters import BERT, GPT2, LLAMA, NUM_STEPS, Adapted, load, optimizer_of, train_and_save
 
@@ -135,10 +133,8 @@ def train_by_calls(folder: Path, plugin: str) -> None:
     booster = Booster(plugin={"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}[plugin]())
     model = LLAMA.build_peft()
     boosted, optimizer, *_ = booster.boost(model, optimizer_of(model.parameters()))
-    for step in range(NUM_STEPS):
-        booster.backward(boosted(**next(share(booster, LLAMA, step))).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in steps(booster, boosted, optimizer, shares(booster, LLAMA, NUM_STEPS), by_calls=True):
+        pass
     booster.save_lora_as_pretrained(boosted, folder, use_safetensors=False)
 
 
@@ -212,45 +208,6 @@ def test_a_lazily_built_model_takes_adapters(pool: Pool, where: str) -> None:
 
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reported"),
-    [
-        (
-            {"lora_config": LoraConfig(r=2, target_modules=["q_proj", "query"])},
-            ["'query'", "q_proj, up_proj"],
-        ),
-        ({"lora_config": LoraConfig(**LORA, modules_to_save=["score"])}, ["modules_to_save", "'score'"]),
-        (
-            {"lora_config": LoraConfig(**LORA, task_type="SEQ_CLS")},
-            ["'SEQ_CLS'", "LlamaForCausalLM", "'CAUSAL_LM'"],
-        ),
-        ({"lora_config": IA3Config(target_modules=["q_proj"])}, ["IA3Config", "peft.LoraConfig"]),
-        ({}, ["either lora_config", "or pretrained_dir"]),
-        (
-            {"pretrained_dir": "/nowhere", "lora_config": LoraConfig(**LORA)},
-            ["/nowhere", "either lora_config"],
-        ),
-        ({"lora_config": LoraConfig(**LORA), "quantize": True}, ["4 or 8 bits"]),
-    ],
-)
-def test_unsupported_arguments_are_refused(arguments: dict[str, Any], reported: list[str]) -> None:
-    given = {"pretrained_dir": None, "lora_config": None, "bnb_quantization_config": None, "quantize": False}
-    with pytest.raises(ValueError) as error:
-        enable_lora(LLAMA.build_plain(), **(given | arguments))
-    for each in reported:
-        assert each in str(error.value)
-
-
-def test_a_model_with_adapters_takes_no_others() -> None:
-    with pytest.raises(ValueError, match="already has adapters of peft: give the plain"):
-        enable_lora(LLAMA.build_peft(), None, LoraConfig(**LORA), None, False)
-
-
-def test_without_peft_the_error_names_it() -> None:
-    with patch.dict(sys.modules, {"peft": None}), pytest.raises(ImportError, match=r"peft.*echelon\[lora\]"):
-        enable_lora(LLAMA.build_plain(), None, None, None, False)
 
 
 def refuse_boosted(folder: Path) -> list[str]:

@@ -77,7 +77,7 @@ class Run:
                 if value.shape == piece.key.shape:
                     local[f"{key}/{piece.name}"] = piece.local(piece.name, value)
         return {
-            name: [(part.box.offset, part.box.size, part.local.clone()) for part in each.parts]
+            name: [(piece.box.offset, piece.box.size, piece.local.clone()) for piece in each.boxes]
             for name, each in local.items()
         }
 

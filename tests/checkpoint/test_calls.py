@@ -1,8 +1,5 @@
 """Invalid calls, and calls that differ between ranks, raise one error on every rank; nothing is written."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +18,6 @@ from .handmade import Handmade, small_config
 from .runs import SHARD, Run, small_run
 
 LOADING = "echelon.checkpoint.full_state"
-NOBODY = 65534
 
 # The objects of a run that each call takes; paths are relative to the test's folder.
 PARTS = {
@@ -206,21 +202,6 @@ def test_a_run_resumes_from_the_newest_step_and_names_later_ones(pool: Pool, tmp
     behind = "although there are later steps: step-00000012. They are kept"
     for key, number in (("12 6", 6), ("9 auto", 9), ("None 9", 9)):
         assert found[key][0] == f"step-0000000{number}" and behind in found[key][1]
-
-
-@contextmanager
-def denied(path: Path) -> Iterator[None]:
-    """Deny this process access to a folder in the block; root becomes another user for that."""
-    user, mode = os.geteuid(), path.stat().st_mode
-    path.chmod(0o700 if user == 0 else 0)
-    if user == 0:
-        os.setresuid(NOBODY, NOBODY, 0)
-    try:
-        yield
-    finally:
-        if user == 0:
-            os.setresuid(0, 0, 0)
-        path.chmod(mode)
 
 
 def chosen(directory: Path, step: Path) -> list[str]:

@@ -96,8 +96,8 @@ def save_replicas(folder: Path) -> list[str]:
 def load(folder: Path, ends: list[int]) -> None:
     mine = local(torch.full((120,), -1.0), ends)
     read_into(mine, StateFiles(folder))
-    for part in mine["exp_avg/w"].parts:
-        assert torch.equal(part.local, WHOLE[part.box.within(Box.full(SHAPE))])
+    for piece in mine["exp_avg/w"].boxes:
+        assert torch.equal(piece.local, WHOLE[piece.box.within(Box.full(SHAPE))])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), (([7, 83], [61]), ([0, 120], [20]), ([40, 80], [119])), ids=str)

@@ -124,7 +124,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(tmp_path: Path
         assert words in output
 
 
-def test_further_parts_inherit_precision_microbatches_and_steps(
+def test_further_legs_inherit_precision_microbatches_and_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = ("--precision", "fp16", "--microbatches", "4", "--steps", "2", "--max-norm", "0.5", "--dp", "2")

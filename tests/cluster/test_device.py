@@ -77,60 +77,6 @@ def test_a_process_takes_a_device_that_it_sees(
     assert device == "cpu" or gpus["current"] == torch.device(device).index
 
 
-@pytest.mark.parametrize(
-    ("count", "local", "given", "backend", "message"),
-    [
-        (
-            4,
-            (0, 1),
-            "cuda:4",
-            None,
-            "device='cuda:4' is not available, this process sees 4 of cuda, numbered from 0",
-        ),
-        (
-            0,
-            (0, 1),
-            "cuda",
-            None,
-            "device='cuda' is not available, this process sees no GPU: .*CUDA_VISIBLE_DEVICES",
-        ),
-        (
-            4,
-            (0, 1),
-            "cpu",
-            "nccl",
-            "backend='nccl' needs a CUDA device and the device is cpu: .*leave out device=",
-        ),
-        (
-            0,
-            (0, 1),
-            None,
-            "nccl",
-            "backend='nccl' needs a CUDA device and the device is cpu: .*or leave it out$",
-        ),
-        (
-            2,
-            (0, 4),
-            None,
-            None,
-            "4 processes of this machine see 2 GPUs, .*: start 2 processes, or use backend='gl",
-        ),
-        (2, (1, 3), "cuda", "nccl", "3 processes of this machine see 2 GPUs"),
-    ],
-)
-def test_a_choice_that_contradicts_itself_is_refused(
-    gpus: dict[str, int],
-    count: int,
-    local: tuple[int, int],
-    given: str | None,
-    backend: str | None,
-    message: str,
-) -> None:
-    gpus["count"] = count
-    with pytest.raises(ValueError, match=message):
-        chosen(given, backend, local)
-
-
 def test_several_ranks_take_one_gpu_where_nccl_was_told_to(gpus: dict[str, int]) -> None:
     gpus["count"] = 2
     device = choose_device(None, backend="nccl", local_rank=3, num_local_ranks=4, shares_gpus=True)

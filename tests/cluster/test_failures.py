@@ -213,7 +213,7 @@ def test_another_rank_that_ends_does_not_prolong_the_wait_in_a_call_without_end(
     here, now = object.__new__(watch.Watch), time.monotonic()
     here.rank, here.here = 1, Heartbeat(beat=0, action="execute_pipeline", calls=7)
     here._heartbeats, here._events = MagicMock(), [Event(rank=0, kind="gone")]
-    here._store_is_lost, here._own_errors, here._reported = False, 0, None
+    here._store_is_lost, here._num_errors, here._reported = False, 0, None
     since = now - watch.STUCK_SECONDS - 2 * watch.BRIEF_SECONDS
     unmatched = RankFailure("rank 2 has another batch", 2)
     here._call = WatchedCall(thread_id=0, entered=since, is_reported=True, unmatched=unmatched, since=since)

@@ -1,8 +1,5 @@
 """How parameters are cut and put together again. No processes: the ranks are numbers."""
 
-import re
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -82,24 +79,6 @@ def test_shards_are_those_of_blocks_copies_and_stretches(name: str) -> None:
             assert torch.equal(local[interval.shard : interval.shard + interval.length], of_whole)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"blocks": (5,), "padded": (4,)}, r"padded=\(4,\) is shorter than blocks=\(5,\)"),
-        (
-            {"size": 4, "blocks": (4, 2, 2, 4), "stretches": 2},
-            r"stretches=2: blocks=\(4, 2, 2, 4\) are not",
-        ),
-        ({"blocks": (2, 2, 2, 2), "stretches": 4}, "stretches=4 does not divide the 2 shards"),
-        ({"size": 4, "blocks": (8, 10)}, "10 entries along dim 0 are not divisible by 4 ranks"),
-        ({"size": 4, "blocks": (12,), "replicas": 3}, "replicas=3 does not divide size=4"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        Shard(**{"size": 2, "dim": 0, **settings})
-
-
 def test_a_piece_has_memory_of_its_own() -> None:
     whole = torch.zeros(4)
     Shard(size=1, dim=0, blocks=(4,)).local(whole, 0).fill_(1)
@@ -152,26 +131,6 @@ def test_a_shard_is_counted_by_one_rank_of_the_layer_axes(
         place(parameter, placement, 0)
     counted = [is_primary(parameter, layout.at(rank).coordinate) for rank in range(8)]
     assert counted == [digit == "1" for digit in primary]
-
-
-@pytest.mark.parametrize(
-    ("other", "differing"),
-    [
-        (Shard(size=2, dim=1, blocks=(4,)), "sharded along dim 0, and here sharded along dim 1"),
-        (PartialGrad(size=2), "sharded along dim 0, and here replicated, with partial gradients"),
-        (
-            Shard(size=2, dim=0, blocks=(2, 2)),
-            "sharded along dim 0 with blocks=(4,), and here sharded along dim 0 with blocks=(2, 2)",
-        ),
-    ],
-)
-def test_a_tied_parameter_with_two_placements_is_an_error(other: Placement, differing: str) -> None:
-    parameter = Parameter(torch.zeros(4, 4))
-    place(parameter, Shard(size=2, dim=0, blocks=(4,)), 0)
-    with pytest.raises(
-        ValueError, match=re.escape(f"another layer, where it is {differing}: give it a copy")
-    ):
-        place(parameter, other, 0)
 
 
 def test_a_shared_parameter_stays_whole() -> None:

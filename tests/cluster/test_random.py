@@ -15,7 +15,7 @@ from echelon.cluster import forward_random as random_module
 from echelon.cluster.forward_random import SplitRandom
 from echelon.cluster.launch import seed_everything
 from echelon.shardformer.layers.region import Region
-from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
+from echelon.shardformer.layers.sequence_axis import CommonRandom, ShardRandom
 
 CPU = torch.device("cpu")
 
@@ -129,7 +129,7 @@ def test_a_region_draws_from_the_device_that_the_model_was_moved_to(
     if marked == "region":
         model = Region.from_native_module(module, group, split_random=SplitRandom(1))
     elif marked == "layer":
-        model = PartRandom.from_native_module(module, group)
+        model = ShardRandom.from_native_module(module, group)
     else:
         model = CommonRandom.from_native_module(module, group, layer=nn.Linear(2, 2))
     model.register_forward_pre_hook(

@@ -28,6 +28,7 @@ from ..migration import test_names
 from ..planning import test_predict
 from ..plugins import test_deepspeed, test_experts, test_out_of_memory
 from ..pool import Pool
+from ..refusals import test_refusals
 from ..trainer import test_trainer
 from . import (
     test_divergences,
@@ -35,7 +36,6 @@ from . import (
     test_model_features,
     test_old_checkpoints,
     test_parity,
-    test_refusals,
 )
 from .script import LLAMA, Script, shard_former
 
@@ -159,7 +159,7 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     "profiles": [test_traces.test_actions_calls_layers_waits_and_collectives_have_names],
     "errors": [
         test_misuses.test_every_misuse_has_one_clear_message_on_every_rank_and_its_suggestion_runs,
-        test_refusals.test_unsupported_calls_are_refused,
+        test_refusals.test_a_call_of_several_ranks_is_refused_on_all,
     ],
     "transformers' Trainer": [test_trainer.test_losses_norms_metrics_and_weights_are_those_of_one_process],
     "scripts of other frameworks": [

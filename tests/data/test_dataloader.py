@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from echelon.data.loader import ShardedLoader, sharded_loader
 
@@ -311,47 +311,6 @@ def test_a_sampler_with_a_state_resumes_from_it(workers: str, stop: int) -> None
     assert seen == whole
     with pytest.raises(ValueError, match="lacks batches, sampler"):
         second.load_state_dict({"epoch": 0})
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-    def __len__(self) -> int:
-        return 3
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    r"the data set \(Stream\) is iterable-style or has no length": {"dataset": Stream()},
-    r"\(generator\) is iterable-style or has no length": {"dataset": (one for one in "ab")},
-    r"the data set \(set\) has no __getitem__": {"dataset": {1, 2}},
-    r"\(DatasetDict\) has the keys 'train', 'test' and no sample 0": {
-        "dataset": datasets.DatasetDict(
-            train=datasets.Dataset.from_dict({}), test=datasets.Dataset.from_dict({})
-        )
-    },
-    "batch_size=0 must be an integer of at least 1": {"batch_size": 0},
-    "batch_size=None must be": {"batch_size": None},
-    "sampler is not supported: samples are sharded.*\n.*batch_sampler is not supported.*\n.*generator is not": {
-        "sampler": range(3),
-        "batch_sampler": [[1]],
-        "generator": torch.Generator(),
-    },
-    "in_order=False would give the ranks of a replica different batches": {"in_order": False},
-    r"\(set\) has no __getitem__.*\n.*batch_size=1.5": {"dataset": {1, 2}, "batch_size": 1.5},
-    "num_workers=-1 must be an integer.*\n.*seed='1' must be.*\n.*drop_last='no' must be .*\n.*num_worker is not": {
-        "num_workers": -1,
-        "seed": "1",
-        "drop_last": "no",
-        "num_worker": 2,
-    },
-}
-
-
-def test_what_cannot_be_sharded_is_refused() -> None:
-    for error, settings in REFUSED.items():
-        with pytest.raises(ValueError, match=error):
-            loader_of(**settings)
 
 
 def test_the_end_of_the_data_is_noted_for_reports_of_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,32 +134,3 @@ def test_set_epochs_and_passes_follow_the_position(name: str) -> None:
         one.position = position
         one.set_epoch(begun.epoch)  # in every step
         assert one.position == position
-
-
-FAULTS = {
-    "the position in the data is of size=9, but this dataloader has 8": {"size": 9},
-    "the position in the data is of seed=4, but this dataloader has 3": {"seed": 4},
-    "the position in the data is of shuffle=False, but this dataloader has True": {"shuffle": False},
-    "the position in the data has unknown batches: it must have exactly epoch, samples": {"batches": 1},
-    "the position in the data has samples=-1, which must be an integer of at least 0": {"samples": -1},
-    "the position in the data has epoch='1', which must be an integer of at least 0": {"epoch": "1"},
-    "the position in the data, sample 9, is beyond its 8 samples": {"samples": 9},
-    "has epoch=None.*\n.*is of size=9.*\n.*is of seed=4": {"epoch": None, "size": 9, "seed": 4},
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_position_of_other_data_is_refused(fault: str) -> None:
-    (one,) = samplers(8, 1)
-    before = one.state_dict()
-    with pytest.raises(ValueError, match=fault):
-        one.load_state_dict({**before, **FAULTS[fault]})
-    assert one.state_dict() == before
-
-
-def test_other_values_than_a_position_are_refused() -> None:
-    (one,) = samplers(8, 1)
-    with pytest.raises(ValueError, match="lacks samples, seed, shuffle, size: it must have exactly"):
-        one.load_state_dict({"epoch": 1})
-    with pytest.raises(ValueError, match=r"must be a state_dict\(\) of a dataloader, not a list"):
-        one.load_state_dict([])  # type: ignore[arg-type]

@@ -81,13 +81,3 @@ def test_an_abandoned_pass_is_followed_by_the_next_one() -> None:
     loader = sharded()
     list(itertools.islice(loader, 2))
     assert list(loader) == whole[1]
-
-
-def test_a_position_of_other_data_or_of_a_prepared_loader_is_refused() -> None:
-    loader = sharded()
-    with pytest.raises(
-        ValueError, match="size=21, but this dataloader has size=20: use the same data as the saved"
-    ):
-        loader.load_state_dict({**loader.state_dict(), "size": 21})
-    with pytest.raises(ValueError, match="the position in the data lacks entropy, start"):
-        loader.load_state_dict({"epoch": 0, "samples": 4, "seed": 1, "size": 20, "shuffle": True})

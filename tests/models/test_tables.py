@@ -79,13 +79,6 @@ def policy_of(model: Any) -> TablePolicy:
     return policy
 
 
-def test_a_table_of_parts_with_its_own_names_is_refused() -> None:
-    table = table_for("sam")
-    assert table is not None
-    with pytest.raises(ValueError, match=r"stage names the part 'neck'.*\n- row names modules of layers"):
-        replace(table, stage=(replace(table.stage[0], part="neck"),), row=("proj",))  # type: ignore[index]
-
-
 def test_a_local_count_divides_by_the_total_and_counts_the_local_part() -> None:
     for heads in (LocalCount(2, 8), deepcopy(LocalCount(2, 8))):
         assert (heads, 32 // heads) == (2, 4)

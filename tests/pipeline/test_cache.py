@@ -82,13 +82,10 @@ class Takes(nn.Module):
 
 
 @pytest.mark.parametrize("known", ["cache", "layer_past"])
-def test_a_cache_gets_the_name_of_the_model_and_two_are_refused(known: str) -> None:
+def test_a_cache_gets_the_name_of_the_model(known: str) -> None:
     model, cache = Takes(known), object()
     for name in CACHE_NAMES:
         assert with_known_cache_name(model, {"x": 1, name: cache}) == {"x": 1, known: cache}
-    other = next(name for name in CACHE_NAMES if name != known)
-    with pytest.raises(ValueError, match=f"two names of one argument, the cache: give {known} alone"):
-        with_known_cache_name(model, {known: cache, other: cache})
     assert with_known_cache_name(nn.Linear(1, 1), {"cache": cache}) == {"cache": cache}
 
 

@@ -136,27 +136,6 @@ def test_a_receive_that_a_sender_cannot_wait_for_is_posted_earlier() -> None:
         RandomTiming(late, random.Random(0), receives_block=False, buffered_sends=0).run()
 
 
-@BOTH_ORDERS
-@pytest.mark.parametrize(
-    ("compute", "message"),
-    [
-        (
-            written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),  # 1F1 needs 0F1 needs 0B0 needs 1B0
-            r"rank 0 waits at 0B0, which needs 1B0 \(later on rank 1\); rank 1 waits at 1F1",
-        ),
-        (written("0F0 0B0", "1F0 1F1 1B0 1B1"), r"rank 1 waits at 1F1, which needs 0F1 \(on no rank\)"),
-        (written("0F0 2F0 2B0 0B0", "3F0 3B0"), "no rank has stage 1"),
-        (written("0F0 0B0", "0F1 0B1"), r"stage 0 is on rank 0 \(0F0\) and on rank 1 \(0F1\)"),
-        (written("0F0 1B0 0B0"), "no rank has stage 1"),
-    ],
-)
-def test_computations_that_cannot_run_are_refused_by_name(
-    compute: Schedule, message: str, ahead: bool
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_communication(compute, ahead=ahead)
-
-
 class RandomTiming:
     """All ranks run in random turns over channels for a few sends.
 

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -65,28 +64,3 @@ def test_a_row_per_sample_stays_so() -> None:
     batch = {"input_ids": texts(0, 9, 3), "pixel_values": numbered(3)}  # whatever the tokens are
     assert rows_of("pixel_values", batch, 3) == [[0], [1], [2]]
     assert rows_of("input_ids", batch, 1) == [batch["input_ids"].flatten().tolist()]
-
-
-@pytest.mark.parametrize(
-    ("ids", "further"),
-    [
-        (texts(3, 2), {"pixel_values": numbered(4)}),  # a sample would begin within a tile
-        (texts(2, 2), {"pixel_values": numbered(8), "image_grid_thw": torch.tensor([[1, 2, 4]])}),
-        (texts(0, 0), {"pixel_values": numbered(4)}),
-        (
-            texts(1, 1),
-            {
-                "pixel_values": numbered(8),
-                "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
-                "image_sizes": numbered(3),
-            },
-        ),
-    ],
-)
-def test_images_that_cannot_be_assigned_are_an_error(ids: Tensor, further: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match="cannot be assigned to the 2 samples") as error:
-        image_rows({"input_ids": ids, **further}, CONFIG)
-    for text in (*further, "image_token_id=7", "input_ids"):
-        assert text in str(error.value)
-    with pytest.raises(ValueError, match="must be equally long"):  # nobody says whose they are
-        split({"input_ids": ids, **further}, num_microbatches=2, microbatch_size=None)

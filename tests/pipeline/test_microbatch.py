@@ -105,42 +105,6 @@ def test_values_without_a_batch_dimension_go_to_every_microbatch() -> None:
         assert (microbatch["name"], microbatch["flag"], microbatch["none"]) == ("two", True, None)
 
 
-def test_more_microbatches_than_samples_are_refused_with_both_figures() -> None:
-    with pytest.raises(ValueError, match=r"num_microbatches=4 is more than the 3 samples.*at most 3"):
-        split(rows(3), num_microbatches=4, microbatch_size=None)
-
-
-def test_lengths_that_differ_are_refused_by_name() -> None:
-    batch = {"input_ids": rows(4), "extra": [rows(4), rows(3)]}
-    with pytest.raises(ValueError, match=r"input_ids has 4, extra\.0 has 4, extra\.1 has 3"):
-        split(batch, num_microbatches=2, microbatch_size=None)
-
-
-@pytest.mark.parametrize(
-    "sizes, fault",
-    [
-        ((None, None), "neither num_microbatches nor microbatch_size is given"),
-        ((0, None), "num_microbatches=0 must be at least 1"),
-        ((None, 0), "microbatch_size=0 must be at least 1"),
-        (
-            (3, 2),
-            "microbatch_size=2 splits a batch of 4 samples into 2 microbatches, not into num_microbatches=3",
-        ),
-    ],
-)
-def test_ambiguous_sizes_of_microbatches_are_refused(
-    sizes: tuple[int | None, int | None], fault: str
-) -> None:
-    with pytest.raises(ValueError, match=fault):
-        split(rows(4), num_microbatches=sizes[0], microbatch_size=sizes[1])
-
-
-@pytest.mark.parametrize("batch", [{}, {"x": torch.tensor(1.0)}, "text", None])
-def test_a_batch_without_samples_is_refused(batch: Any) -> None:
-    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
-        batch_size(batch)
-
-
 def test_the_batch_size_is_the_common_length() -> None:
     assert batch_size({"x": rows(5), "y": [torch.zeros(5)]}) == 5
 
@@ -173,21 +137,6 @@ def test_whole_numbers_without_dimensions_are_averaged_as_floats() -> None:
 
 def test_values_that_differ_become_a_list() -> None:
     assert merge([{"n": 1, "m": 2}, {"n": 1, "m": 3}]) == {"n": 1, "m": [2, 3]}
-
-
-@pytest.mark.parametrize(
-    "outputs, fault",
-    [
-        ([], "no outputs"),
-        ([{"a": rows(1)}, {"b": rows(1)}], "the output differs between microbatches: dict of a; dict of b"),
-        ([{"a": rows(1)}, {"a": None}], "output a differs between microbatches: Tensor; NoneType"),
-        ([{"a": rows(1)}, {"a": torch.zeros(1, 3)}], r"output a cannot be concatenated .*\(1, 2\).*\(1, 3\)"),
-        ([(rows(1),), (rows(1), rows(1))], "the output differs between microbatches: tuple of 1; tuple of 2"),
-    ],
-)
-def test_outputs_that_do_not_match_are_refused(outputs: list, fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        merge(outputs)
 
 
 def test_the_signature_knows_names_shapes_and_dtypes_only() -> None:

@@ -18,7 +18,7 @@ from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.microbatch import merge
 from echelon.pipeline.profiled import chrome_trace, computations
 from echelon.pipeline.runner import RunResult
-from echelon.pipeline.schedules import build_schedule, build_stage_ranks, gpipe
+from echelon.pipeline.schedules import build_schedule, build_stage_ranks
 from echelon.pipeline.simulate import Costs, Span, simulate
 
 from ..pool import Pool
@@ -30,7 +30,6 @@ from .sequential import (
     LayerStage,
     Pipeline,
     as_if_large,
-    criterion,
     gradients,
     make_batch,
     make_layers,
@@ -318,29 +317,3 @@ def test_stages_of_one_rank_need_no_transport() -> None:
     assert result.losses == reference(expected, pieces(7, 3), num_stages=1)
     assert [len(output["out"]) for output in result.outputs] == [3, 2, 2]
     assert all(torch.equal(g, gradients(expected)[name]) for name, g in gradients(layers).items())
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda outputs, microbatch: outputs["out"], "the criterion must return a real scalar tensor.*shape"),
-        (lambda outputs, microbatch: 1.0, "the criterion must return a real scalar tensor.*float"),
-        (
-            lambda outputs, microbatch: outputs["out"].sum() * 1j,
-            "the criterion must return a real scalar tensor.*complex tensor",
-        ),
-        (lambda outputs, microbatch: None, "the criterion must return a real scalar tensor.*NoneType"),
-    ],
-)
-def test_a_criterion_that_returns_no_scalar_is_refused(returned: Callable, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        run_alone(gpipe(1, 2)[0], 1, pieces(5, 2), criterion=returned)
-
-
-def test_a_weight_with_a_graph_is_refused() -> None:
-    def by_confidence(outputs: Any, microbatch: Batch) -> tuple[Tensor, Tensor]:
-        loss = criterion(outputs, microbatch)
-        return loss, outputs["out"].sigmoid().sum()
-
-    with pytest.raises(ValueError, match="the criterion's weight has a graph"):
-        run_alone(gpipe(1, 2)[0], 1, pieces(5, 2), criterion=by_confidence)

@@ -181,18 +181,3 @@ def test_evaluation_holds_one_microbatch_and_a_rank_without_work_is_idle() -> No
     timeline = simulate([*written("0F0 0B0"), []], Costs())
     assert timeline.peak_activations == timeline.peak_shares == [1, 0]
     assert (timeline.idle(1), timeline.bubble) == (3, 1)
-
-
-def test_a_schedule_that_deadlocks_is_refused() -> None:
-    schedule = gpipe(2, 1)
-    schedule[1].reverse()
-    with pytest.raises(ValueError, match="deadlocks: 0B0, 1B0 can never start"):
-        simulate(schedule, Costs())
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"forward": 0}, {"backward_input": -1}, {"backward_weight": 0}, {"send": -0.1}]
-)
-def test_costs_that_are_no_times_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="computations must cost more than 0, and send at least 0"):
-        Costs(**wrong)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from echelon.pipeline.stage import Stage, cut_stages, local_stages
 from echelon.pipeline.stage_plan import OutputStructure, StagePlan
-from echelon.pipeline.stand_ins import Absent, Inbox, Role
 from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice, heads_of
 
@@ -230,36 +229,8 @@ def test_a_stand_in_answers_attributes_and_computes_where_the_model_is_moved_nex
     assert model.model.layers[0].device == torch.device("meta")
 
 
-@pytest.mark.parametrize("use", [iter, lambda layers: layers[0], lambda layers: layers()])
-def test_layers_of_another_stage_refuse_to_run_with_the_reason(use: Any) -> None:
-    layers = Absent(nn.ModuleList([nn.Identity()]), Inbox(), torch.device("cpu"), Role(Absent))
-    with pytest.raises(RuntimeError, match="reached ModuleList, which is on another stage"):
-        use(layers)
-
-
 STATES = OutputStructure.of(torch.empty(0))
 ENCODER = StagePlan(layers="encoder.layers", entry=("shared",), module="encoder", returned=STATES)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(encoder=replace(ENCODER, module="")), "needs the module whose call runs its layers"),
-        (dict(encoder=ENCODER), "name the module in sent or leading"),
-        (
-            dict(encoder=ENCODER, sent={"encoder": STATES}, applied="count"),
-            "run once each: leave applied out",
-        ),
-        (
-            dict(encoder=replace(ENCODER, applied="count"), sent={"encoder": STATES}),
-            "run once each: leave applied out",
-        ),
-        (dict(applied="count", collecting=("fpn",)), "one stack of layers that run once, after one entry"),
-    ],
-)
-def test_plans_that_contradict_themselves_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StagePlan(layers="decoder.layers", entry=("embeddings",), module="decoder", **settings)
 
 
 def test_names_of_a_plan_that_match_nothing_are_reported() -> None:

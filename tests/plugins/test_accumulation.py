@@ -155,29 +155,6 @@ def count_wrongly() -> tuple[str, str, float, float]:
     return errors[0], errors[1], norms[0], norms[1]
 
 
-def mix_kinds() -> list[str]:
-    errors = []
-    for is_pipeline_first in (True, False):
-        booster = hybrid(gradient_accumulation_steps=2)
-        model, optimizer = boosted(booster)
-
-        def run(model: Any = model, optimizer: Any = optimizer, booster: Any = booster) -> None:
-            booster.execute_pipeline(share(booster, BERT, 0), model, None, optimizer)
-
-        def back(model: Any = model, optimizer: Any = optimizer, booster: Any = booster) -> None:
-            booster.backward(model(**next(share(booster, BERT, 0))).loss, optimizer)
-
-        first, second = (run, back) if is_pipeline_first else (back, run)
-        first()
-        errors.append(refused(second))
-    return errors
-
-
-def test_calls_of_two_kinds_are_not_accumulated(pool: Pool) -> None:
-    for error in pool.run(2, mix_kinds)[0]:
-        assert "execute_pipeline and backward were both called for one step" in error
-
-
 # By order of calls, see `norms_of_mixtures`, the number of gradients that the norm of the last step is of.
 MIXTURES = {
     "cb": 2,

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from echelon.cluster.agreement import COMPARED_CALLS
 from echelon.cluster.errors import RankFailure
-from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.batch import make_batch
 
 from ..pool import Pool
-from .training import BERT, boosted, hybrid
+from .training import BERT, boosted, hybrid, steps
 
 WRONG = {
     "gradient": "the batch requires gradients (scale), but",
@@ -34,12 +34,11 @@ def train(kind: str, number: int) -> None:
     """Call `execute_pipeline` on two replicas, the last time with a bad batch of rank 1."""
     booster = hybrid(num_microbatches=2)
     model, optimizer = boosted(booster)
-    for call in range(number):
-        is_bad = call == number - 1 and dist.get_rank() == 1
-        batch = wrong(kind, call) if is_bad else make_batch(BERT, num_samples=4, seed=call)
-        booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    batches = [make_batch(BERT, num_samples=4, seed=call) for call in range(number)]
+    if dist.get_rank() == 1:
+        batches[-1] = wrong(kind, number - 1)
+    for _ in steps(booster, model, optimizer, batches):
+        pass
 
 
 @pytest.mark.parametrize("kind", WRONG)

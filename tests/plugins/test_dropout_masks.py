@@ -399,16 +399,6 @@ def test_seeding_torch_before_boost_decides_the_stream(monkeypatch: pytest.Monke
     assert seed_of(3) == seed_of(3) != seed_of(4)
 
 
-def seed_apart() -> None:
-    run = Run("zero", {})
-    run.booster.seed(run.model, dist.get_rank())
-
-
-def test_seeds_that_differ_between_ranks_are_refused(pool: Pool) -> None:
-    for error in pool.run_failing(2, seed_apart):
-        assert isinstance(error, ValueError) and "seed is 0 on rank(s) [0] and 1 on rank(s) [1]" in str(error)
-
-
 def repeated_losses() -> list[float]:
     run = Run("hybrid", {})
     found = []

@@ -303,21 +303,8 @@ def test_gradients_of_a_layers_arguments_are_those_of_one_process(pool: Pool, la
     pool.run(num_ranks, compare, rotations, LLAMA, **settings)
 
 
-@pytest.mark.parametrize("layout", ["ring_attn", "all_to_all", "split_gather"])
-def test_a_layer_called_outside_of_its_model_is_refused(pool: Pool, layout: str) -> None:
-    for error in pool.run_failing(2, compare, rotations, LLAMA, **LAYOUTS[layout][1]):
-        assert "a LlamaDecoderLayer was called outside of its model" in str(error)
-
-
 def test_gradients_of_masks_sum_where_a_region_has_several_entries(pool: Pool) -> None:
     pool.run(2, compare, scores, ALBERT, tp_size=2)
-
-
-def test_ring_attention_refuses_a_learned_mask(pool: Pool) -> None:
-    with pytest.raises(
-        ValueError, match="the attention mask requires gradients, which ring attention does not"
-    ):
-        pool.run(2, compare, scores, **LAYOUTS["ring_attn"][1])
 
 
 def train_with_gradients_of_batches(**settings: Any) -> list[str]:

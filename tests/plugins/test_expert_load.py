@@ -11,7 +11,7 @@ from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
-from .training import hybrid, refused, sgd, share
+from .training import hybrid, sgd, share
 
 CHOICE = ModelChoice(model_type="mixtral", num_layers=2)
 # Calls of their own: one-hot choices with a capacity, and experts without parameters.
@@ -87,14 +87,3 @@ def test_experts_that_are_called_otherwise_are_counted(pool: Pool, choice: Model
     for layout in (Layout(dp=2), Layout(dp=2, ep=2)):
         for tokens, _, _ in pool.run(2, counted, layout, choice):
             assert tokens == expected
-
-
-def asked_without_experts() -> str:
-    booster, plain = hybrid(), LLAMA.build()
-    model, *_ = booster.boost(plain, sgd(plain))
-    return refused(model.expert_load)
-
-
-def test_a_model_without_experts_has_no_load(pool: Pool) -> None:
-    for error in pool.run(2, asked_without_experts):
-        assert "the model has no experts" in error

@@ -14,7 +14,7 @@ from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
-from .training import booster_of, refused
+from .training import booster_of
 
 MASKED = ModelChoice(model_type="bert", head="masked", tied=True, num_layers=2)
 # Torch warns of FSDP models whose outputs are views, as logits of tokens are in float64.
@@ -91,16 +91,3 @@ def unsharded(parameter: nn.Parameter, config: ShardConfig) -> Tensor:
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
 def test_shard_former_computes_in_float64(pool: Pool, sizes: dict[str, int]) -> None:
     assert pool.run(2, by_shard_former, sizes) == [[], []]
-
-
-def boosted_in_float64(kind: str) -> str:
-    model, booster = MASKED.build(), booster_of(kind, precision="fp32")
-    bias: Any = model.get_parameter("cls.predictions.bias")
-    bias.data = bias.data.double()
-    return refused(lambda: booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-
-
-@pytest.mark.parametrize("kind", ["hybrid", "zero1"])
-def test_float32_buckets_refuse_a_parameter_in_float64(pool: Pool, kind: str) -> None:
-    for error in pool.run(2, boosted_in_float64, kind):
-        assert "cls.predictions.bias in torch.float64 would be rounded to float32" in error

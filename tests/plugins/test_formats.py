@@ -13,7 +13,7 @@ from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
-from .training import hybrid, refused, sgd, share
+from .training import hybrid, sgd, share, steps
 
 SWITCH = ModelChoice(
     model_type="switch_transformers",
@@ -50,21 +50,6 @@ def test_weights_of_routers_have_the_format_of_the_config(
         assert found == {(True, dtype), (False, torch.bfloat16)}
 
 
-def refusal(choice: ModelChoice, precision: str) -> str:
-    booster, model = hybrid(precision=precision), choice.build()
-    return refused(lambda: booster.boost(model, sgd(model)))
-
-
-@pytest.mark.parametrize(
-    ("choice", "precision", "format_"), [(ROUNDED, "fp32", "bfloat16"), (OTHER, "bf16", "float16")]
-)
-def test_formats_that_round_the_weights_of_routers_are_refused(
-    pool: Pool, choice: ModelChoice, precision: str, format_: str
-) -> None:
-    for message in pool.run(2, refusal, choice, precision):
-        assert f"router_dtype='{format_}' of the model's config rounds routers' weights" in message
-
-
 @pytest.mark.parametrize(
     ("model_type", "table", "dtype"),
     [
@@ -91,17 +76,8 @@ def losses_under_fsdp(precision: str) -> list[float]:
     plain = SWITCH.build()
     booster = Booster(plugin=TorchFSDPPlugin(precision=precision))
     model, optimizer, *_ = booster.boost(plain, sgd(plain))
-    batch, losses = (
-        make_batch(SWITCH, num_samples=2, seed=0),
-        [],
-    )  # equal: all ranks must use the same experts
-    for _ in range(2):
-        loss = model(**batch).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    batch = make_batch(SWITCH, num_samples=2, seed=0)  # equal: all ranks must use the same experts
+    return [*steps(booster, model, optimizer, [batch] * 2, by_calls=True)]
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, about blocks that return views

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -209,26 +208,6 @@ class Wrong(TwoTerms):
         return super().forward(x, classes * (self.calls % 4), values)
 
 
-def miscounted(trains: bool) -> str:
-    booster, model = hybrid(num_microbatches=4, zero_stage=1), Wrong("scaled")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-
-    def step() -> None:
-        with torch.set_grad_enabled(trains):
-            given = iter([share(two_batch(), booster.plugin)])
-            booster.execute_pipeline(given, boosted, optimizer=optimizer)
-        optimizer.step()
-
-    return refused(step)
-
-
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
-def test_terms_that_count_otherwise_than_the_labels_are_refused(pool: Pool, size: int, trains: bool) -> None:
-    for error in pool.run(size, miscounted, trains):
-        assert "counted other labels than those of the batch" in error
-
-
 def changing(kinds: tuple[str, ...], calls: int) -> tuple[list[str], list[str]]:
     """Return the kinds of losses that depart after some calls, and the logged lines."""
     batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms(kinds[0])
@@ -261,76 +240,6 @@ def test_a_new_term_weighs_by_samples_and_says_so(pool: Pool, size: int) -> None
     (found, lines), *_ = pool.run(size, changing, ("the first", "scaled"), 9)
     assert found == ["scaled"] * (1 if size == 1 else 2)
     assert sum("more terms than in the calls before" in line for line in lines) == 1
-
-
-def of_different_replicas() -> str:
-    batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms("scaled")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-
-    def train() -> None:
-        for call in range(5):
-            model.kind = "the first" if call == 4 and booster.plugin.data_rank[0] else "scaled"
-            given = iter([share(batch, booster.plugin)])
-            booster.execute_pipeline(given, boosted, optimizer=optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return refused(train)
-
-
-def test_a_term_of_one_replica_alone_is_refused(pool: Pool) -> None:
-    for error in pool.run(2, of_different_replicas):
-        assert "counted other labels than those of the batch" in error
-
-
-def refused_at_the_step(num_microbatches: int, *kinds: str) -> str:
-    """Train one step of a model whose kind is that of the rank."""
-    booster = hybrid(num_microbatches=num_microbatches)
-    model = TwoTerms(kinds[dist.get_rank() % len(kinds)])
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-
-    def train() -> None:
-        given = iter([share(two_batch(), booster.plugin)])
-        booster.execute_pipeline(given, boosted, optimizer=optimizer)
-        optimizer.step()
-
-    return refused(train)
-
-
-@pytest.mark.parametrize(("size", "num_microbatches"), [(1, 4), (2, 1)])
-def test_factors_that_depend_on_the_microbatch_are_refused(
-    pool: Pool, size: int, num_microbatches: int
-) -> None:
-    for error in pool.run(size, refused_at_the_step, num_microbatches, "a factor of the batch"):
-        assert "factors that depend on the microbatch" in error
-
-
-def test_a_term_of_one_replica_in_the_first_call_is_refused(pool: Pool) -> None:
-    for error in pool.run(2, refused_at_the_step, 2, "the first", "scaled"):
-        assert "differ between replicas" in error
-
-
-def without_a_graph(kind: str, criterion: Any) -> str:
-    booster, model = hybrid(num_microbatches=4), TwoTerms(kind)
-    model.body.requires_grad_(False)  # the scales, which these losses do not use, are trained
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD([model.scales], lr=RATE))
-    return refused(
-        lambda: booster.execute_pipeline(iter([two_batch()]), boosted, criterion, optimizer=optimizer)
-    )
-
-
-def doubled(outputs: Any, inputs: Any) -> Tensor:
-    loss: Tensor = outputs["loss"] * 2
-    return loss
-
-
-@pytest.mark.parametrize("criterion", [None, doubled])
-@pytest.mark.parametrize("kind", ["scaled", "the first"])
-def test_a_loss_that_trains_nothing_is_refused_in_the_first_call(
-    pool: Pool, kind: str, criterion: Any
-) -> None:
-    (error,) = pool.run(1, without_a_graph, kind, criterion)
-    assert "no graph to differentiate" in error
 
 
 def with_a_learned_temperature(of_model: bool) -> str:

@@ -28,7 +28,7 @@ from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool
-from .training import BERT, LLAMA, Numbers, boosted, hybrid, refused, share
+from .training import BERT, LLAMA, Numbers, boosted, hybrid, share, shares, steps
 
 PLUGINS: dict[type, type] = {
     HybridParallelPlugin: HybridConfig,
@@ -150,45 +150,6 @@ def test_weights_of_a_batch_are_its_own(pool: Pool) -> None:
     pool.run(2, weigh)
 
 
-def add_other_losses(kinds: tuple[str | int, str | int]) -> None:
-    """Train on losses of two kinds: a criterion's with a weight, a plain one, or one over a number of items."""
-    booster = hybrid()
-    kind, (model, optimizer) = kinds[dist.get_rank()], boosted(booster, LLAMA)
-    batch = next(share(booster, LLAMA, 0)) | ({"num_items_in_batch": kind} if isinstance(kind, int) else {})
-
-    def criterion(outputs: Any, inputs: Any) -> Any:
-        return (outputs.loss, torch.tensor(1.0)) if kind == "weighted" else outputs.loss
-
-    booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "words"),
-    [
-        (("weighted", "plain"), "a weighted one on replica 0, a plain one on replica 1"),
-        ((7, "plain"), "one over num_items_in_batch=7 on replica 0, a plain one on replica 1"),
-        ((7, 5), "one over num_items_in_batch=7 on replica 0, one over num_items_in_batch=5 on replica 1"),
-    ],
-    ids=str,
-)
-def test_losses_that_cannot_be_added_are_refused_on_all(
-    pool: Pool, kinds: tuple[str | int, str | int], words: str
-) -> None:
-    for error in pool.run_failing(2, add_other_losses, kinds):
-        assert f"cannot be added ({words}): let every criterion" in str(error)
-
-
-def boost_unequal_models(frozen: bool) -> None:
-    model = BERT.build(seed=dist.get_rank()).requires_grad_(not frozen)
-    hybrid(tp_size=2).boost(model, None if frozen else make_optimizer(model))
-
-
-@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_models_that_differ_between_ranks_are_refused_on_all(pool: Pool, frozen: bool) -> None:
-    for error in pool.run_failing(2, boost_unequal_models, frozen):
-        assert "the model of rank(s) [1] differs from that of rank 0" in str(error)
-
-
 def random_collate(samples: list[int]) -> dict[str, Tensor]:
     return {"drawn": torch.tensor(samples) + torch.rand(len(samples))}
 
@@ -232,16 +193,6 @@ def test_a_model_is_cut_into_stages_before_it_reaches_the_device_and_the_rest_is
     (first, at_first), (second, at_second) = pool.run(2, boost_in_parts)
     assert first and second and first & second <= {"model.embed_tokens.weight"}  # tied to the head
     assert at_first < 0.7 and at_second < 0.7
-
-
-def call_under_a_pipeline() -> str:
-    model, _ = boosted(hybrid(pp_size=2))
-    return refused(lambda: model(**make_batch(BERT, num_samples=4, seed=0)))
-
-
-def test_a_call_under_a_pipeline_says_what_to_call(pool: Pool) -> None:
-    for message in pool.run(2, call_under_a_pipeline):
-        assert "booster.execute_pipeline(data_iter, model, criterion, optimizer)" in message
 
 
 def feed(error: str) -> None:
@@ -290,12 +241,9 @@ def die_in_a_step(victim: int, how: str, sizes: dict[str, Any]) -> None:
             raise ZeroDivisionError("on purpose")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    for step in range(3):
-        if step == 2 and dist.get_rank() == victim:
+    for step, _ in enumerate(steps(booster, model, optimizer, shares(booster, BERT, 3))):
+        if step == 1 and dist.get_rank() == victim:
             next(model.module.modules()).register_forward_pre_hook(fail)
-        booster.execute_pipeline(share(booster, BERT, step), model, loss_of, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.slow), "is killed"])

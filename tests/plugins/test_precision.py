@@ -62,13 +62,3 @@ def test_on_a_gpu_it_is_bf16_where_it_is_not_emulated(
         lambda including_emulation=True: including_emulation or has_bf16,
     )
     assert default_precision(torch.device("cuda", 0)) == expected
-
-
-def test_a_precision_that_is_unknown_is_refused(pool: Pool) -> None:
-    pool.run(1, refuse_unknown)
-
-
-def refuse_unknown() -> None:
-    for kind in PLUGINS:
-        with pytest.raises(ValueError, match=r"precision='fp8'.*one of '?fp32'?, '?bf16'?, '?fp16'?"):
-            made(kind, "fp8")

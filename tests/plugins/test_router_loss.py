@@ -1,4 +1,4 @@
-"""The auxiliary loss of mixtures in direct calls, its outputs, cost and refusals; parity rows are in tests/contract."""
+"""The auxiliary loss of mixtures in direct calls, its outputs and cost; parity rows are in tests/contract."""
 
 import copy
 from collections import Counter
@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.cluster.mesh import ParallelMesh
-from echelon.pipeline.stage_manager import PipelineStageManager
-from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.router_loss import local_mask
 from echelon.verify.batch import loss_of, make_batch
@@ -138,56 +135,6 @@ def test_a_warm_step_sums_statistics_once_in_each_direction(pool: Pool) -> None:
             over_ranks if is_last else {}
         )
         assert reads == further
-
-
-def refused_batch(adds: bool, settings: dict[str, Any], samples: list[int], further: dict[str, Any]) -> str:
-    """Return the error of a batch with these samples, by replica, and further inputs."""
-    booster, model = hybrid(**settings), mixture(adds=adds).build()
-    boosted, optimizer, *_ = booster.boost(model, sgd(model))
-    rank, _ = booster.plugin.data_rank
-    batch = make_batch(mixture(), num_samples=samples[rank], seed=3) | further
-    with pytest.raises(ValueError) as error:
-        booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
-    return str(error.value)
-
-
-def test_a_batch_cannot_ask_for_the_loss_of_its_own(pool: Pool) -> None:
-    for message in pool.run(2, refused_batch, False, {}, [4, 4], {"output_router_logits": True}):
-        assert "set model.config.output_router_logits=True" in message
-
-
-def test_replicas_run_equally_many_microbatches(pool: Pool) -> None:
-    settings = {"num_microbatches": None, "microbatch_size": 2}
-    for message in pool.run(2, refused_batch, True, settings, [4, 6], {}):
-        assert "output_router_logits=True needs equally many microbatches" in message
-
-
-def refused_encoder_decoder() -> str:
-    """Return the error of NLLB-MoE in stages, whose decoder has a loss of its own."""
-    choice = ModelChoice(model_type="nllb-moe", num_layers=2)
-    booster, model = hybrid(pp_size=2), choice.build()
-    boosted, optimizer, *_ = booster.boost(model, sgd(model))
-    batch = {**make_batch(choice, num_samples=4, seed=3), "output_router_logits": True}
-    with pytest.raises(ValueError) as error:
-        booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
-    return str(error.value)
-
-
-def test_losses_of_encoder_and_decoder_are_refused_in_stages(pool: Pool) -> None:
-    for message in pool.run(2, refused_encoder_decoder):
-        assert "output_router_logits=True of an encoder-decoder needs all layers" in message
-
-
-def refused_stages() -> str:
-    config = ShardConfig(pipeline_stage_manager=PipelineStageManager(ParallelMesh(pp=2)))
-    with pytest.raises(ValueError) as error:
-        ShardFormer(config).optimize(mixture().build())
-    return str(error.value)
-
-
-def test_stages_without_a_booster_are_refused(pool: Pool) -> None:
-    for message in pool.run(2, refused_stages):
-        assert "use HybridParallelPlugin" in message
 
 
 class _Group:

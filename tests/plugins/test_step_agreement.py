@@ -10,7 +10,7 @@ from echelon.plugins import engine
 from echelon.verify.batch import loss_of, make_batch
 
 from ..pool import Pool
-from .training import LLAMA, boosted, hybrid
+from .training import LLAMA, boosted, hybrid, steps
 
 COMPARED = 3
 CLEAN = {"tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}, "dp2": {"zero_stage": 1}}
@@ -70,9 +70,7 @@ def depart(what: str, sizes: dict[str, Any]) -> tuple[str, bool]:
 
 
 def call_step(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
-    booster.backward(model(**batch).loss, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+    next(steps(booster, model, optimizer, [batch], by_calls=True))
 
 
 def clip(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -99,20 +97,6 @@ def test_a_batch_that_departs_is_named_by_the_step_of_a_plain_call_and_by_clippi
     for text, is_unchanged in pool.run(2, depart, what, {"tp_size": 2}):
         assert "replica 0: rank(s) [1]" in text
         assert is_unchanged
-
-
-def call_in_two_modes() -> None:
-    booster = hybrid(tp_size=2)
-    model, _ = boosted(booster, LLAMA)
-    model.train(dist.get_rank() == 0)
-    model(**batch_of(booster, 0))
-
-
-def test_a_call_in_two_modes_is_refused(pool: Pool) -> None:
-    for error in pool.run_failing(2, call_in_two_modes):
-        assert isinstance(error, ValueError) and "the modes (training or evaluation) of rank(s) [1]" in str(
-            error
-        )
 
 
 def losses_of_ranks_seeded_apart() -> list[float]:
@@ -171,14 +155,14 @@ def ask_for_outputs(sizes: dict[str, Any], ranks: tuple[int, ...], steps: tuple[
 
 @pytest.mark.parametrize("sizes", [CLEAN["tp2"], pytest.param(CLEAN["pp2"], marks=pytest.mark.slow)], ids=str)
 def test_outputs_of_one_step_cost_no_other_step_anything(pool: Pool, sizes: dict[str, Any]) -> None:
-    for steps in pool.run(2, ask_for_outputs, sizes, (0, 1), (0, 5)):
-        assert steps[3] == steps[4] == steps[7] != steps[5]
+    for found in pool.run(2, ask_for_outputs, sizes, (0, 1), (0, 5)):
+        assert found[3] == found[4] == found[7] != found[5]
 
 
 @pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)
 def test_a_rank_that_always_asks_for_outputs_is_given_them(pool: Pool, sizes: dict[str, Any]) -> None:
-    for steps in pool.run(2, ask_for_outputs, sizes, (0,), tuple(range(8))):
-        assert steps[3] == steps[4] == steps[7]
+    for found in pool.run(2, ask_for_outputs, sizes, (0,), tuple(range(8))):
+        assert found[3] == found[4] == found[7]
 
 
 @pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)

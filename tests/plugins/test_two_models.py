@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
-from echelon import ShardConfig, ShardFormer
 from echelon.verify.batch import loss_of
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
-from .training import hybrid, refused, sgd, share
+from .training import hybrid, sgd, share
 
 LLAMA, PHI3 = ModelChoice(model_type="llama"), ModelChoice(model_type="phi3")
 CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "phi3": Phi3ForCausalLM}
@@ -66,22 +65,6 @@ def with_weight_of(first: Any) -> nn.Module:
 SHARED = {"layers.1": with_layer_of, "layers.0.mlp.up_proj.weight": with_weight_of}
 
 
-@pytest.mark.parametrize("settings", [{"pp_size": 2}, {"tp_size": 2}, SEQUENCES])
-def test_a_layer_of_a_boosted_model_is_refused_on_every_rank(pool: Pool, settings: dict[str, Any]) -> None:
-    for name in SHARED:
-        for refusal in pool.run(2, refusal_of_shared, name, settings):
-            assert refusal.startswith(f"model.{name}") and "is already boosted, or sharded" in refusal
-
-
-@pytest.mark.parametrize("num_ranks, stage", [(1, 0), (2, 0), (2, 1), (2, 2)])
-def test_a_layer_that_another_optimizer_trains_is_refused_on_every_rank(
-    pool: Pool, num_ranks: int, stage: int
-) -> None:
-    for name in SHARED:
-        for refusal in pool.run(num_ranks, refusal_of_shared, name, {"zero_stage": stage}):
-            assert refusal.startswith(f"model.{name}") and "is already trained by another" in refusal
-
-
 def test_models_that_share_a_layer_can_be_evaluated(pool: Pool) -> None:
     pool.run(1, evaluate_shared)
 
@@ -93,32 +76,6 @@ def evaluate_shared() -> None:
     model, *_ = booster.boost(second)
     with torch.no_grad():
         booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of)
-
-
-def refusal_of_shared(name: str, settings: dict[str, Any]) -> str:
-    booster, first = hybrid(**settings), LLAMA.build()
-    second = SHARED[name](first)
-    booster.boost(first, sgd(first), loss_of)
-    before = {name: each.clone() for name, each in second.named_parameters()}
-    text = refused(lambda: booster.boost(second, sgd(second), loss_of))
-    assert all(
-        torch.equal(each, before[name]) for name, each in second.named_parameters() if not each.is_meta
-    )
-    return text
-
-
-def test_shardformer_refuses_it_too(pool: Pool) -> None:
-    for refusal in pool.run(2, refusal_of_shardformer):
-        assert refusal.startswith("model.layers.1 of this LlamaForCausalLM is already boosted, or sharded")
-
-
-def refusal_of_shardformer() -> str:
-    former = ShardFormer(ShardConfig(tensor_parallel_size=2))
-    former.init_distributed()
-    first = LLAMA.build()
-    second = with_layer_of(first)
-    former.optimize(first)
-    return refused(lambda: former.optimize(second))
 
 
 def losses_of_models_with_one_activation() -> list[float]:

@@ -1,6 +1,7 @@
 """Small models, boosters and batches of the plugin tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,17 +64,37 @@ def forward_and_backward(booster: Any, model: Any, optimizer: Any, choice: Model
     return loss
 
 
+def steps(
+    booster: Any,
+    model: Any,
+    optimizer: Any,
+    batches: Iterable[dict[str, Any]],
+    criterion: Any = loss_of,
+    *,
+    by_calls: bool = False,
+) -> Iterator[float]:
+    """Train a step on each batch, by `execute_pipeline` or by calls of the model, and yield its loss."""
+    for batch in batches:
+        if by_calls:
+            loss = model(**batch).loss
+            booster.backward(loss, optimizer)
+        else:
+            loss = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)["loss"]
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def shares(booster: Any, choice: ModelChoice, num_steps: int) -> Iterator[dict[str, Tensor]]:
+    """Yield this replica's part of the global batch of each step."""
+    return chain.from_iterable(share(booster, choice, step) for step in range(num_steps))
+
+
 def train(kind: str, settings: dict[str, Any], choice: ModelChoice, num_steps: int = 3) -> list[float]:
     """Return the losses of a run whose global batch does not depend on the layout."""
     booster = hybrid(**settings) if kind == "hybrid" else booster_of("zero", **settings)
     model, optimizer = boosted(booster, choice)
-    losses = []
-    for step in range(num_steps):
-        output = booster.execute_pipeline(share(booster, choice, step), model, loss_of, optimizer)
-        losses.append(float(output["loss"]))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return [*steps(booster, model, optimizer, shares(booster, choice, num_steps))]
 
 
 def mean_over_replicas(loss: float) -> float:

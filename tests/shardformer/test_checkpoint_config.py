@@ -62,35 +62,6 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
     assert counts == [number + 1 for number in runs], "nothing is recomputed in evaluation"
 
 
-@pytest.mark.parametrize(
-    "config, error",
-    [
-        ({}, "neither is given"),
-        ({"gradient_checkpointing_ratio": 0.5, "num_ckpt_layers_per_stage": [1, 1]}, "both are given"),
-        (
-            {"gradient_checkpointing_ratio": 1.5},
-            "gradient_checkpointing_ratio=1.5 must be a number from 0 to 1",
-        ),
-        ({"gradient_checkpointing_ratio": "all"}, "gradient_checkpointing_ratio='all'"),
-        ({"num_ckpt_layers_per_stage": [1]}, r"num_ckpt_layers_per_stage=\[1\].*one for each of 2 stages"),
-        ({"num_ckpt_layers_per_stage": [1, -1]}, "integers of at least 0"),
-        ({"num_ckpt_layers_per_stage": 3}, "must be a list"),
-        (
-            {"gradient_checkpointing_ratio": 1, "recompute_modules": "mlp"},
-            "recompute_modules='mlp' must be a list",
-        ),
-        (
-            {"gradient_checkpointing_ratio": 1, "recompute_modules": []},
-            r"recompute_modules=\[\] must be a list",
-        ),
-    ],
-)
-def test_bad_settings_are_reported(config: dict[str, Any], error: str) -> None:
-    (found,) = PipelineGradientCheckpointConfig(**config).errors(2)
-    with pytest.raises(ValueError, match=error):
-        raise ValueError(found)
-
-
 def test_layers_that_cannot_be_recomputed_are_reported() -> None:
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 1])
     layers = recomputable_layers(small_llama(4))

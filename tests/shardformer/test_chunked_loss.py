@@ -191,14 +191,6 @@ def test_a_release_of_liger_with_other_arguments_is_refused_by_name(
     )
 
 
-def test_a_label_outside_the_vocabulary_is_named() -> None:
-    entries = VocabRange(vocab_size=5, first=0, width=5, valid=5)
-    with pytest.raises(ValueError, match="label 5 is outside the vocabulary of 5"):
-        chunked_cross_entropy(
-            torch.randn(2, 3), torch.randn(5, 3), None, torch.tensor([0, 5]), entries=entries
-        )
-
-
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [

@@ -1,4 +1,4 @@
-"""Choice of a model's attention: xFormers' arguments, and refusals that name an alternative."""
+"""Choice of a model's attention, and xFormers' arguments."""
 
 from typing import Any
 from unittest import mock
@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from echelon.shardformer import ShardConfig, ShardFormer
+from echelon.shardformer import ShardConfig
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.layers.attention_kernels import (
     FLASH_PACKAGES,
@@ -127,12 +127,6 @@ def test_dropout_reaches_xformers_and_is_drawn_from_the_generator() -> None:
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "cu_seq_lens_q", "something_new"])
-def test_arguments_that_xformers_does_not_support_are_refused_in_the_call(name: str) -> None:
-    with installed_xformers(), pytest.raises(ValueError, match=f"passes {name} to its attention"):
-        xformers_attention(Attention(), *tensors(), None, **{name: torch.ones(1)})
-
-
 def test_a_query_that_sees_nothing_gets_0_as_by_sdpa() -> None:
     with installed_xformers():
         mask = torch.ones(B, 1, Q, Q, dtype=torch.bool)
@@ -244,13 +238,6 @@ def test_an_older_gpu_is_refused_by_its_compute_capability(monkeypatch: pytest.M
         assert [("this one has 7.5" in each) for each in errors] == [True] * is_refused
 
 
-def test_an_unknown_kernel_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match=r"enable_flash_attention='flash' must be True, 'eager', 'sdpa', .* or False"
-    ):
-        ShardConfig(enable_flash_attention="flash")
-
-
 def test_ring_attention_has_its_own_kernels() -> None:
     found = FusedKernels(flash_attention="flash_attention_3", is_ring=True).errors(CUDA, torch.bfloat16)
     assert "sequence_parallelism_mode='ring_attn', which has kernels of its own" in found[0]
@@ -297,14 +284,6 @@ def test_one_of_torchs_kernels_is_set_by_name_and_computes_alone() -> None:
     )
     expected, _ = fused_by_torch(Attention(), query, key, value, None, scaling=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_shardformer_reports_packages_models_and_sizes_together() -> None:
-    model = ModelChoice(model_type="bloom").build()
-    config = ShardConfig(enable_all_optimization=True, enable_xformers=True)
-    with pytest.raises(ValueError) as caught:
-        ShardFormer(config).optimize(model)
-    assert all(words in str(caught.value) for words in ("package xformers", "give one", "BloomForCausalLM"))
 
 
 def test_all_optimization_asks_for_all_but_xformers() -> None:

@@ -1,4 +1,4 @@
-"""Single parallel layers on every rank of a tensor axis, compared with the native layers; and refused layers."""
+"""Single parallel layers on every rank of a tensor axis, compared with the native layers."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -218,12 +217,6 @@ def look_up(ids: list[int], trained: bool = True) -> Tensor:
     return layer(torch.tensor([ids])).detach()
 
 
-@pytest.mark.parametrize("entry", [10, 15, 16, -1])  # in the padding, beyond it, negative
-def test_an_entry_outside_the_vocabulary_is_an_error_on_every_rank(pool: Pool, entry: int) -> None:
-    errors = pool.run_failing(2, look_up, [1, entry, 3])
-    assert [str(error) for error in errors] == [f"entry {entry} is outside the vocabulary of 10"] * 2
-
-
 def test_a_frozen_embedding_looks_up_the_same(pool: Pool) -> None:
     expected = drawn(nn.Embedding(10, 6))(torch.tensor([[0, 9, 4]])).detach()
     for found in pool.run(2, look_up, [0, 9, 4], False):
@@ -240,105 +233,6 @@ def test_every_entry_is_on_one_rank() -> None:
 
 
 # Refusals.
-
-
-class Scaled(nn.Linear):
-    """A linear layer with additional code, like an adapter or a quantized layer."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-class Divided(nn.Embedding):
-    """Divide by a scale; the embeddings of transformers multiply."""
-
-    embed_scale = 2.0
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) / self.embed_scale
-
-
-class Shifted(nn.Embedding):
-    """Scale and shift; a sharded layer would lose the shift."""
-
-    embed_scale = 2.0
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.embed_scale + self.shift
-
-
-def hooked(layer: nn.Module) -> nn.Module:
-    layer.register_forward_hook(lambda module, args, output: 2 * output)
-    return layer
-
-
-def patched() -> nn.Module:
-    layer = nn.Linear(4, 8)
-    layer.forward = lambda x: x  # type: ignore[method-assign]
-    return layer
-
-
-def quantized() -> nn.Module:
-    layer = nn.Linear(4, 8, bias=False)
-    layer.weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.int8), requires_grad=False)
-    return layer
-
-
-LINEAR, EMBEDDING = (Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D), (VocabParallelEmbedding1D,)
-
-
-@pytest.mark.parametrize(
-    ("targets", "native", "arguments", "message"),
-    [
-        (LINEAR, Scaled(4, 8), {}, r"Scaled, not a plain torch\.nn\.modules\.linear\.Linear"),
-        (LINEAR, Conv1D(8, 4), {}, "Conv1D, not a plain"),
-        (LINEAR, nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), {}, "ParametrizedLinear, not"),
-        (LINEAR, hooked(nn.Linear(4, 8)), {}, "has hooks or a replaced forward"),
-        (LINEAR, patched(), {}, "has hooks or a replaced forward"),
-        (LINEAR, quantized(), {}, "weight of Parameter in torch.int8"),
-        (LINEAR, nn.Embedding(8, 4), {}, "not a plain"),
-        (
-            (GPT2FusedLinearConv1D_Col,),
-            nn.Linear(4, 8),
-            {},
-            r"not a plain transformers\.pytorch_utils\.Conv1D",
-        ),
-        (
-            LINEAR[:1],
-            nn.Linear(4, 8),
-            {"gather_output": True, "replicas": 2},
-            "a single block without replicas",
-        ),
-        (
-            LINEAR[:1],
-            nn.Linear(4, 8),
-            {"gather_output": True, "split_sizes": (2, 6)},
-            "a single block without",
-        ),
-        (LINEAR[:1], nn.Linear(4, 7), {}, "7 entries along dim 0 are not divisible by 2 ranks"),
-        (EMBEDDING, nn.Embedding(8, 6, max_norm=1.0), {}, "which a sharded vocabulary does not support"),
-        (
-            EMBEDDING,
-            nn.Embedding(8, 6, scale_grad_by_freq=True),
-            {},
-            "which a sharded vocabulary does not support",
-        ),
-        (EMBEDDING, nn.Embedding(8, 6, sparse=True), {}, "which a sharded vocabulary does not support"),
-        (EMBEDDING, hooked(nn.Embedding(8, 6)), {}, "has hooks"),
-        (EMBEDDING, Divided(8, 6), {}, "its additional behaviour would be lost"),
-        (EMBEDDING, Shifted(8, 6), {}, "its additional behaviour would be lost"),
-        ((SplitRMSNorm,), Gemma2RMSNorm(8, eps=1e-6), {}, "does not compute weight"),  # adds 1 to its weight
-        ((SplitRMSNorm,), nn.LayerNorm(8, bias=False), {}, "does not compute weight"),  # subtracts the mean
-        ((SplitRMSNorm,), nn.LayerNorm(8), {}, "is not a root-mean-square norm"),
-        ((SplitRMSNorm,), nn.Linear(8, 8), {}, "is not a root-mean-square norm"),
-    ],
-)
-def test_a_layer_that_does_more_than_its_weight_is_not_replaced(
-    targets: tuple[Any, ...], native: nn.Module, arguments: dict[str, Any], message: str
-) -> None:
-    for target in targets:
-        with pytest.raises((TypeError, ValueError), match=message):
-            target.from_native_module(native, ALONE, **arguments)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -1,4 +1,4 @@
-"""LoRA in sharded models: dropout of the adapters, and refusals. tests/booster compares losses and gradients."""
+"""LoRA in sharded models: dropout of the adapters. tests/booster compares losses and gradients."""
 
 import warnings
 from functools import partial
@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from echelon.shardformer import ShardConfig, ShardFormer, policy_for
-from echelon.shardformer.policy import ModulePolicyDescription, Policy
+from echelon.shardformer import policy_for
 from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.sharder import split_errors
-from echelon.shardformer.transforms import sharder_or_errors
 
 from ..pool import Pool
 from .compare import build, pieces, require_equal_on_ranks, split
@@ -86,81 +83,6 @@ def recomputation() -> None:
 @pytest.mark.parametrize("function", [masks_of_adapters, pytest.param(recomputation, marks=pytest.mark.slow)])
 def test_adapters_with_replicated_inputs_drop_equal_entries(pool: Pool, function: Any) -> None:
     pool.run(2, function)
-
-
-def errors_of(model: nn.Module) -> str:
-    return "\n".join(split_errors(model, policy_for(model), tp_size=2))
-
-
-def merged() -> Any:
-    model = adapted(lora={"target_modules": ["q_proj"]})
-    model.model.layers[0].self_attn.q_proj.merge()
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "reasons"),
-    [
-        (
-            lambda: adapted(lora={"target_modules": ["lm_head", "q_proj"]}),
-            [
-                "lm_head: ",
-                "peft.tuners.lora.layer.Linear of peft and not a plain Linear: leave it out of target_modules",
-            ],
-        ),
-        (
-            lambda: adapted(lora={"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-            ["model.embed_tokens: ", "ModulesToSaveWrapper of peft and not a plain Embedding"],
-        ),
-        (
-            lambda: adapted(lora={"target_modules": ["q_proj"], "use_dora": True}),
-            ["model.layers.0.self_attn.q_proj (and ", "DoraLinearVariant"],
-        ),
-        (
-            lambda: adapted(lora={"target_modules": ["q_proj"], "modules_to_save": ["o_proj"]}),
-            ["self_attn.o_proj (and ", "ModulesToSaveWrapper of peft and not a plain Linear"],
-        ),
-        (
-            lambda: adapted("MixtralForCausalLM", lora={"target_parameters": ["mlp.experts.gate_up_proj"]}),
-            [
-                "model.layers.0 (and ",
-                "peft's ParamWrapper around mlp.experts cannot be sharded: leave it out",
-            ],
-        ),
-        (merged, ["model.layers.0.self_attn.q_proj: the adapter is merged", "unmerge_adapter()"]),
-    ],
-    ids=["head", "embedding", "dora", "saved", "experts", "merged"],
-)
-def test_adapters_that_cannot_be_sharded_are_refused(make: Any, reasons: list[str]) -> None:
-    found = errors_of(make())
-    for each in reasons:
-        assert each in found, found
-
-
-class OwnPolicy(Policy):
-    """A policy that is not made from a table."""
-
-    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
-        return {}
-
-
-def refuse_own_policy() -> list[str]:
-    """Errors of a policy that does not describe adapters, and of peft's own wrapper."""
-    group = dist.group.WORLD
-    found: list[str] = []
-    model = adapted(lora={"target_modules": ["q_proj"]})
-    sharder_or_errors(model, OwnPolicy(), ShardConfig(tensor_parallel_process_group=group), found)
-    wrapped = in_peft(lora={"target_modules": ["q_proj"]})
-    with pytest.raises(ValueError) as error:
-        ShardFormer(ShardConfig(tensor_parallel_process_group=group)).optimize(wrapped)
-    return [*found, str(error.value)]
-
-
-def test_adapters_that_the_policy_would_not_shard_are_refused(pool: Pool) -> None:
-    of_policy, of_wrapper = pool.run(2, refuse_own_policy)[0]
-    assert "model.layers.0.self_attn.q_proj has an adapter, which OwnPolicy cannot shard" in of_policy
-    assert "PeftModel" in of_wrapper
-    assert "get_base_model()" in of_wrapper
 
 
 @pytest.mark.parametrize(("mode", "tp_size"), [("split_gather", 2), ("ring", 2), ("all_to_all", 1)])

@@ -172,12 +172,6 @@ def test_the_loss_of_split_logits_is_that_of_torch_and_of_transformers(
     pool.run(ranks, function)
 
 
-@pytest.mark.parametrize("label", [10, 15, 16, -1])
-def test_a_label_outside_the_vocabulary_is_an_error_on_every_rank(pool: Pool, label: int) -> None:
-    errors = pool.run_failing(2, check_local, torch.tensor([1, label]), multiple=8)
-    assert [str(error) for error in errors] == [f"label {label} is outside the vocabulary of 10"] * 2
-
-
 # The logits of models.
 
 CLASSES = ("LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "BertLMHeadModel")
@@ -249,28 +243,6 @@ def losses_of_users() -> None:
     require_same_gradients(copied, model)
 
 
-def refuse() -> None:
-    copied = split(build("LlamaForCausalLM", attention="eager"))
-    batch = batch_for(copied)
-    with pytest.raises(ValueError, match=r"label \d+ is outside the vocabulary of 101"):
-        copied(**{**batch, "labels": batch["labels"].clamp(min=0) + VOCABULARY})
-    # A failed call does not affect the next use of the head.
-    assert copied.lm_head(torch.zeros(1, 1, 32)).shape[-1] == VOCABULARY
-    logits = copied(**batch).logits
-    for use in (lambda: logits.argmax(-1), lambda: logits.shape):
-        with pytest.raises(AttributeError, match=r"call outputs\.logits\.gather\(\) on every rank"):
-            use()
-    uses: list[Callable[[], Any]] = [lambda: logits + 1, lambda: logits[0], lambda: torch.exp(logits)]
-    for use in uses:
-        with pytest.raises(TypeError):
-            use()
-    with pytest.raises(ValueError, match="only the local heads' attention"):
-        copied(**text(), output_attentions=True)
-    copied.config.output_attentions = True
-    with pytest.raises(ValueError, match="only the local heads' attention"):
-        copied(**text())
-
-
 def hidden_states() -> None:
     model = model_of()
     copied = split(deepcopy(model))
@@ -302,7 +274,7 @@ def generate() -> None:
             assert torch.equal(*tokens), f"{class_name} {attention} {how}: {tokens}"
 
 
-@pytest.mark.parametrize("function", [labels_and_modes, losses_of_users, refuse, hidden_states, generate])
+@pytest.mark.parametrize("function", [labels_and_modes, losses_of_users, hidden_states, generate])
 def test_outputs_equal_the_unsharded_ones_or_raise_that_they_are_sharded(
     pool: Pool, function: Callable[[], None]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A model sharded by ShardFormer trains in a plain loop like one process. Refusals: test_shard_model_errors.py."""
+"""A model sharded by ShardFormer trains in a plain loop like one process. Refusals are in tests/refusals."""
 
 import itertools
 from collections.abc import Callable
@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from echelon import (
-    Booster,
-    HybridParallelPlugin,
     ParallelMesh,
     ShardConfig,
     ShardFormer,
@@ -23,6 +21,7 @@ from echelon import (
     shard_model,
 )
 from echelon.shardformer.recompute import recomputable_layers
+from echelon.shardformer.sharder import StandInGroup
 
 from ..pool import Pool
 from .bare_training import departure
@@ -101,20 +100,9 @@ def clip_by(norm_type: float) -> None:
         clip_grad_norm_(split, 0.1, norm_type, error_if_nonfinite=True)
 
 
-def clip_what_others_split() -> None:
-    model = build("LlamaForCausalLM")
-    plugin = HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1)
-    boosted, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"under a booster call optimizer\.clip_grad_by_norm"):
-        clip_grad_norm_(boosted, 1.0)
-    with pytest.raises(ValueError, match=r"max_norm=-1\.0 must be at least 0"):
-        clip_grad_norm_(boosted, -1.0)
-
-
 def test_the_norm_is_that_of_the_unsharded_model(pool: Pool) -> None:
     pool.run(2, clip_by, 2.0)
     pool.run(2, clip_by, float("inf"))
-    pool.run(2, clip_what_others_split)
 
 
 def freeze_and_thaw() -> None:
@@ -250,3 +238,28 @@ def test_replicas_get_different_samples_and_their_ranks_the_same(pool: Pool) -> 
     assert [len(batch) for batch in first[2]] == [3]
     assert first[2] != [[0, 2, 4]]
     assert first[3] == [[0, 2, 4, 6], [8]]
+
+
+PAIR = StandInGroup(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "resolved"),
+    [
+        ({}, (1, 1, True, False)),
+        ({"gather_output": True}, (1, 1, False, True)),
+        ({"parallel_output": False}, (1, 1, False, True)),
+        ({"tensor_parallel_size": 4, "data_parallel_size": 2}, (4, 2, True, False)),
+        ({"tensor_parallel_process_group": PAIR, "gather_output": False}, (2, 1, True, False)),
+        (
+            {"tensor_parallel_process_group": PAIR, "enable_tensor_parallelism": False},
+            (1, 1, True, False),
+        ),
+    ],
+)
+def test_sizes_and_outputs_of_a_config_follow_from_what_is_given(
+    settings: dict[str, Any], resolved: tuple[object, ...]
+) -> None:
+    config = ShardConfig(**settings)
+    sizes = config.tensor_parallel_size, config.data_parallel_size
+    assert (*sizes, config.parallel_output, config.gather_output) == resolved

@@ -108,13 +108,6 @@ def test_a_ranks_stages_are_read_from_the_placement() -> None:
     assert PipelineStageManager(mesh).stage_ranks == (0, 1, 2)
 
 
-@pytest.mark.parametrize("stage_ranks", [(0, 0), (0, 2), (0, 1, 3, 2)])
-def test_stage_ranks_that_do_not_exist_are_refused(stage_ranks: tuple[int, ...]) -> None:
-    mesh: Any = RankAlone(0, 2)
-    with pytest.raises(ValueError, match="must name each of the 2 pipeline ranks, 0 to 1, at least once"):
-        PipelineStageManager(mesh, stage_ranks)
-
-
 def manage_ties() -> list[tuple]:
     """Return for the tied embedding, across ranks and within a rank: is_primary and the sizes of its sum groups."""
     mesh = ParallelMesh(pp=3)

@@ -1,55 +1,13 @@
-"""Tables: contradictory fields, and the registry."""
-
-from dataclasses import replace
+"""Tables: the registry, and models that a table fits."""
 
 import pytest
 
-from echelon.pipeline.stage_plan import StagePlan
-from echelon.shardformer import RegionDropout, Table, model_types, register, table_for
+from echelon.shardformer import model_types, register, table_for
+from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables import table as table_module
 from echelon.shardformer.tables.decoders import LLAMA
-from echelon.shardformer.tables.encoders import ALBERT
-from echelon.shardformer.tables.vision import BEIT, SWIN
 
-from .test_refusals import errors, on_meta
-
-
-def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() -> None:
-    with pytest.raises(ValueError) as caught:
-        Table(
-            stage=StagePlan(layers="layers", entry=("embed",)),
-            regions=("mlp", "f", "down"),
-            column=("mlp.up", "attn.qkv", "f"),
-            row=("mlp.down", "down"),
-            second_input={"cross": "states"},
-            by_head={"g": {"bias": 0}},
-            optional=("mlp", "mlp.side"),
-            fused={"attn.q": 3},
-            key_value=("mlp.k",),
-            split={"attn.bias": 1},
-            gathered=("mlp.gate",),
-            dropout={"attn": RegionDropout(probability="attn.p", row="attn.out")},
-            embedding="embed",
-        )
-    assert sorted(caught.value.args) == sorted(
-        [
-            *(
-                f"{name} lies in none of the regions ['mlp', 'f', 'down']: list its module as a region, or "
-                "the gradient of its input would be incomplete"
-                for name in ("column 'attn.qkv'", "split 'attn.bias'")
-            ),
-            "gathered 'mlp.gate' lies in the region 'mlp', whose activations are sharded: "
-            "only layers outside of regions may be gathered",
-            "region 'down' is also in row, but a row-parallel layer ends a region: remove it from one of them",
-            "fused 'attn.q' is not in column and split ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
-            "key_value 'mlp.k' is not in column, split and norms ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
-            "second_input 'cross' is not in regions ['mlp', 'f', 'down']",
-            "by_head 'g' is not in regions ['mlp', 'f', 'down']",
-            "dropout 'attn' is not in regions ['mlp', 'f', 'down']",
-            "row of dropout 'attn.out' is not in row ['mlp.down', 'down']",
-            "optional 'mlp.side' is not the path of a module or parameter that the table names, nor a parent of one",
-        ]
-    )
+from ..refusals.split_rows import GROUPED, UNPADDED, changed, errors, llama, on_meta, with_adapters
 
 
 def test_a_registered_table_is_found_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +21,12 @@ def test_a_registered_table_is_found_and_listed(monkeypatch: pytest.MonkeyPatch)
     assert table_for("unheard_of") is None
 
 
-def test_contradictory_fields_of_a_table_are_refused() -> None:
-    bias = "attention.relative_position_bias.relative_position_bias_table"
-    with pytest.raises(
-        ValueError, match=r"biases .* lies in the region 'attention', whose activations are sharded"
-    ):
-        replace(SWIN, split={}, biases={bias: 1})
-    with pytest.raises(ValueError, match="lies in none of the regions"):
-        replace(BEIT, split=BEIT.biases, biases={})
-    with pytest.raises(ValueError, match=r"layer of joined .* is not in column"):
-        replace(ALBERT, joined={"albert_layers.0.attention": ("albert_layers.0.attention.dense",)})
+def test_a_model_that_only_tensor_ranks_refuse_is_cut_into_stages() -> None:
+    assert errors(changed(with_adapters)(), num_stages=2) == []
+    assert errors(llama(**GROUPED), TablePolicy(UNPADDED), tp_size=6) == []
+
+
+def test_layers_of_several_widths_are_split_each_by_its_own() -> None:
+    model = on_meta("GPT2LMHeadModel")
+    model.transformer.h[1] = on_meta("GPT2LMHeadModel", n_inner=64).transformer.h[1]
+    assert errors(model, tp_size=2) == []

@@ -234,18 +234,6 @@ def test_a_step_moves_every_weight_three_times(pool: Pool, ranks: int) -> None:
         }
 
 
-def test_autocast_around_a_sharded_layer_is_refused(pool: Pool) -> None:
-    (error,) = pool.run_failing(1, under_autocast)
-    assert isinstance(error, RuntimeError)
-    assert "give the plugin precision='bf16'" in str(error)
-
-
-def under_autocast() -> None:
-    layer = ShardedLinear.from_native_module(nn.Linear(3, 4), dist.group.WORLD)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(torch.ones(2, 3))
-
-
 def test_models_without_plain_linear_layers_are_refused() -> None:
     class Own(nn.Linear):
         pass

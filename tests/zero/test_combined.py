@@ -1,9 +1,7 @@
 """Several optimizers as one torch optimizer, and Muon for stacks of matrices and fused projections."""
 
 from copy import deepcopy
-from typing import Any
 
-import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
@@ -52,21 +50,6 @@ def test_a_combined_optimizer_steps_schedules_and_resumes_as_its_members() -> No
     assert copied.param_groups[0] is copied.optimizers[0].param_groups[0]
 
 
-def test_combined_optimizers_refuse_what_they_could_not_step() -> None:
-    member = SGD([Parameter(drawn(2))], lr=1.0)
-    combined = CombinedOptimizer([member])
-    with pytest.raises(RuntimeError, match="add them to a member before combining"):
-        combined.add_param_group({"params": [Parameter(drawn(2))]})
-    others: tuple[tuple[Any, str], ...] = (
-        ([], "no optimizers"),
-        ([combined], "a CombinedOptimizer"),
-        ([member, member], "more than one parameter group"),
-    )
-    for given, message in others:
-        with pytest.raises(ValueError, match=message):
-            CombinedOptimizer(given)
-
-
 def test_a_stack_and_fused_matrices_are_updated_as_separate_matrices() -> None:
     stack, fused, wide = drawn(3, 8, 5), drawn(12, 6), drawn(4, 9)
     parameters = [Parameter(each.clone()) for each in (stack, fused, wide)]
@@ -95,19 +78,3 @@ def test_a_stack_and_fused_matrices_are_updated_as_separate_matrices() -> None:
         theirs.step()
     whole = [*parameters[0].unbind(), *parameters[1].split((6, 4, 2)), *parameters[2].split(3, 1)]
     assert all(map(torch.equal, whole, matrices))
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "message"),
-    [
-        ((4,), {}, "no matrix: give it to AdamW"),
-        ((4, 3), {"blocks": (2, 1)}, "do not add up to dim -2"),
-        ((4, 3), {"blocks": (2, 2), "transposed": True}, "do not add up to dim -1"),
-        ((4, 3), {"lr": -1.0}, "Learning rate"),
-    ],
-)
-def test_muon_refuses_other_shapes(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Muon([Parameter(drawn(*shape))], **options)
-    with pytest.raises(ValueError, match="an empty list"):
-        Muon([])

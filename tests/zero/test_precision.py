@@ -3,7 +3,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.cluster.errors import ErrorList
 from echelon.zero.precision import DynamicScaler, PrecisionConfig
 
 from ..pool import Pool
@@ -55,19 +54,6 @@ def test_scaler_continues_from_its_state() -> None:
         each.update(False)
         each.update(True)
     assert other.state_dict() == fp16.state_dict()
-
-
-def test_all_errors_of_a_configuration_are_reported_at_once() -> None:
-    wrong = {
-        "initial_scale": 0.5,
-        "growth_factor": 1,
-        "growth_interval": 0,
-        "backoff_factor": 1,
-        "hysteresis": 0,
-    }
-    with pytest.raises(ErrorList, match=r"precision='fp8' must be one of 'fp32', 'bf16', 'fp16'") as raised:
-        PrecisionConfig(precision="fp8", **wrong)  # type: ignore[arg-type]
-    assert {error.split("=")[0] for error in raised.value.args} == {"precision", *wrong}
 
 
 def test_a_model_beyond_fp16_is_an_error_on_every_rank_at_the_minimum_scale(pool: Pool) -> None:

@@ -145,12 +145,12 @@ def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTenso
 
     def found(*args: Any, **kwargs: Any) -> LocalTensor:
         local = local_piece(*args, **kwargs)
-        first = next(iter(local.parts), None)
+        first = next(iter(local.boxes), None)
         if first is None or not local.shape or first.box.ends()[0] == local.shape[0]:
             return local
         start, *rest = first.box.offset
         moved = LocalBox(first.box._replace(offset=(start + 1, *rest)), first.local)
-        return replace(local, parts=(moved, *local.parts[1:]))
+        return replace(local, boxes=(moved, *local.boxes[1:]))
 
     return found
 
@@ -168,7 +168,7 @@ def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
     """Leave one tensor of the last rank's states at zero."""
 
     def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
-        left = next(name for name in local if name.startswith("exp_avg_sq/") and local[name].parts)
+        left = next(name for name in local if name.startswith("exp_avg_sq/") and local[name].boxes)
         is_last = dist.get_rank() == dist.get_world_size() - 1
         read_into({name: each for name, each in local.items() if not (is_last and name == left)}, stored)
 

@@ -10,8 +10,9 @@ from echelon.shardformer import policy_for
 from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.sharder import split_errors
 
+from ...refusals.rows import message_of, missing
+from ...refusals.split_rows import SPLITS
 from ...shardformer.compare import build
-from ...shardformer.test_refusals import ROWS, departure
 from ...shardformer.test_shard_model import QWEN3, train
 from ..mutations import Mutation, around, fault, returning
 
@@ -32,8 +33,8 @@ def sharing_configs(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refused(name: str) -> str | None:
-    """Return the difference from a row of refusals; None if the model is refused with its message."""
-    return departure(ROWS[name])
+    """Return the words that are missing in the error of a row of refusals; None if it has them all."""
+    return "\n".join(missing({name: SPLITS[name]}, {name: message_of(SPLITS[name])})) or None
 
 
 def unchanged() -> str | None:

@@ -12,8 +12,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer
-from echelon.cluster.mesh import ParallelMesh
+from echelon import Booster, HybridParallelPlugin
 from echelon.shardformer.layers.sequence_axis import axis_of
 from echelon.shardformer.sequence.before_layers import ShardTensor
 from echelon.shardformer.sequence.loss import SequenceParallelLogits
@@ -119,32 +118,6 @@ def weigh_gathered_logits() -> None:
     torch.testing.assert_close(model(**batch()).logits, whole(**batch()).logits)
 
 
-def refuse() -> None:
-    model = boosted(build("LlamaForCausalLM", num_attention_heads=4), mode="all_to_all")
-    ids = batch()["input_ids"]
-    with pytest.raises(ValueError, match="each rank has the keys and values of its shard"):
-        model.unwrap().generate(ids, max_new_tokens=2)
-    for name in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(ValueError, match=f"{name}=True in this call"):
-            model(input_ids=ids, **{name: True})
-    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of axis sp differ"):
-        model(input_ids=ids + dist.get_rank())
-    model.unwrap().config.output_hidden_states = True
-    with pytest.raises(
-        ValueError, match=r"output_hidden_states=True in the model's config .*: set it to False"
-    ):
-        model(input_ids=ids)
-    ids[0, -1] = 10**6  # on the first rank in zigzag
-    with pytest.raises(ValueError, match="entry 1000000 is outside the vocabulary"):
-        boosted(build("LlamaForCausalLM"))(input_ids=ids)
-    config = ShardConfig(
-        sequence_parallel_process_group=ParallelMesh(sp=2).group("sp"), enable_sequence_parallelism=True
-    )
-    assert config.sequence.mode == "all_to_all"
-    with pytest.raises(ValueError, match="needs a booster"):
-        ShardFormer(config).optimize(build("LlamaForCausalLM"))
-
-
 def forward_between(mode: str, *, use_reentrant: bool) -> None:
     """Use transformers' checkpointing, with a forward of another sequence length before the backward."""
     sizes = {"sp": 1, "tp": 2} if mode == "ring" else {}
@@ -176,11 +149,8 @@ def test_sequence_sharded_logits_have_the_loss_of_the_full_sequence(pool: Pool, 
     pool.run(2 * tp, train_and_evaluate, tp)
 
 
-@pytest.mark.parametrize("function", [weigh_gathered_logits, refuse])
-def test_gathered_logits_have_gradients_and_sharded_results_are_refused(
-    pool: Pool, function: Callable[[], None]
-) -> None:
-    pool.run(2, function)
+def test_gathered_logits_have_gradients(pool: Pool) -> None:
+    pool.run(2, weigh_gathered_logits)
 
 
 def test_a_double_ring_reaches_attention(pool: Pool) -> None:

@@ -458,30 +458,3 @@ def test_few_key_value_heads_are_repeated_no_more_than_ranks_need(
 ) -> None:
     found = HeadShare.with_fewest_heads(*heads, size)
     assert (found.queries, found.keys, found.repeats) == expected
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("attend", "keys", "length", "message"),
-    [
-        (by_ring(in_blocks("causal", 9)), 4, 8, "use_cache=False"),
-        (by_ring(zeros(1, 1, 9, 9, dtype=torch.bool)), 4, 8, "a sequence of 8"),
-        (by_ring(None), 4, 10, "each rank has 5"),
-        (by_heads(None), 5, 7, "attends from 4 to 5 positions, but this rank has 4 of a sequence of 7"),
-        (by_heads(zeros(2, 1, 4, 4)), 4, 7, r"shape \(2, 1, 4, 4\) for sequences of length 7"),
-        (by_heads(None, position_bias=zeros(1, 4, 4, 4)), 4, 7, r"shape \(1, 4, 4, 4\) for sequences"),
-        (by_heads(zeros(2, 3, 7, 7)), 4, 7, "for 4 query heads"),
-    ],
-)
-def test_shapes_of_another_sequence_are_refused(attend: Attend, keys: int, length: int, message: str) -> None:
-    group: Any = StandInGroup(0, 2)
-    axis = SequenceAxis(group, SequenceOrder(size=2))
-    axis.length = length
-    with (
-        patch("echelon.shardformer.sequence.ulysses.all_to_all", lambda x, *_, **__: torch.cat([x, x])),
-        pytest.raises((ValueError, AssertionError), match=message),
-    ):
-        attend(zeros(2, 4, 4, 8), zeros(2, 4, keys, 8), zeros(2, 4, keys, 8), axis)

@@ -16,7 +16,7 @@ from echelon.cluster import collectives
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers.deferred_linear import Regather
-from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
+from echelon.shardformer.layers.sequence_axis import CommonRandom, ShardRandom
 
 from ...pool import Pool
 from ..compare import build, pieces, require_equal_on_ranks, require_same_training, split, text
@@ -243,7 +243,7 @@ def test_ranks_drop_different_entries_and_equal_samples(pool: Pool) -> None:
     pool.run(2, drop)
 
 
-@pytest.mark.parametrize("target", [PartRandom, CommonRandom])
+@pytest.mark.parametrize("target", [ShardRandom, CommonRandom])
 def test_a_random_state_that_is_not_switched_is_found(pool: Pool, target: Any) -> None:
     with pytest.raises(AssertionError):
         pool.run(2, drop, target)

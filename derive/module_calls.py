@@ -67,8 +67,8 @@ def calls_of(copy: Copy) -> list[ModuleCall]:
 def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the arguments of a call that are tensors, by name, in the order of the signature."""
     names = list(inspect.signature(module.forward).parameters)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    ordered = {name: given[name] for name in names if name in given} | given
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    ordered = {name: arguments[name] for name in names if name in arguments} | arguments
     return {name: value for name, value in ordered.items() if isinstance(value, Tensor)}
 
 
@@ -79,5 +79,7 @@ def structure_of(output: Any) -> OutputStructure:
         ValueError: it cannot travel between stages.
     """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    untrained = [number for number, each in enumerate(tensors) if each.requires_grad and each.grad is None]
+    untrained = [
+        number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.grad is None
+    ]
     return replace(OutputStructure.of(output), detached=frozenset(untrained))

@@ -1,0 +1,47 @@
+"""Arguments of ColossalAI's plugins, and misspelt ones. Refusals are in tests/refusals."""
+
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from echelon import (
+    Booster,
+    LazyInitContext,
+    LowLevelZeroPlugin,
+    TorchFSDPPlugin,
+)
+
+from ..pool import Pool
+from ..refusals.plugin_rows import COLOSSALAI
+
+
+def take_arguments_of_colossalai() -> None:
+    """Accept values that change nothing."""
+    for plugin, known_names in COLOSSALAI:
+        plugin(**{name: known.accepted[0] for name, known in known_names.items()})
+    LowLevelZeroPlugin(norm_type=2)  # equals 2.0
+    TorchFSDPPlugin(cpu_offload=None)
+
+
+def misspell_arguments() -> None:
+    """Give every argument without one of its letters."""
+    for called in (*(plugin for plugin, _ in COLOSSALAI), Booster, LazyInitContext):
+        for name, parameter in signature(called).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                with pytest.raises(TypeError, match=rf"did you mean .*{name}"):
+                    called(**{name[:3] + name[4:]: 1})
+
+
+def test_an_unknown_argument_is_answered_with_the_nearest(pool: Pool) -> None:
+    pool.run(1, misspell_arguments)
+
+
+def test_arguments_of_colossalai(pool: Pool) -> None:
+    pool.run(1, take_arguments_of_colossalai)
+
+
+def test_the_page_lists_every_argument_that_is_not_available() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-colossalai.md").read_text()
+    own = {"wp_memory_pool"}  # an argument of an earlier release of Echelon
+    assert [name for _, table in COLOSSALAI for name in {*table} - own if f"`{name}" not in page] == []

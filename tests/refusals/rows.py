@@ -1,0 +1,58 @@
+"""Rows of the table of refusals: a refused call, and words that its error must hold."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+Row = tuple[Any, ...]  # the refused call, and words of its message
+OF_RANK = ""  # among the words: every rank has a message of its own
+
+
+def entered(*contexts: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Make a call that runs within contexts."""
+
+    def of(call: Callable[[], Any]) -> Callable[[], Any]:
+        def within() -> None:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                call()
+
+        return within
+
+    return of
+
+
+def table(name: str, *rows: Row) -> dict[str, Row]:
+    """Number rows of one kind."""
+    return {f"{name} {number}": row for number, row in enumerate(rows)}
+
+
+def message_of(row: Row) -> str:
+    """Call what a row refuses, and return the name and text of its error."""
+    try:
+        row[0]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def missing(rows: Mapping[str, Row], messages: Mapping[str, str]) -> list[str]:
+    """List the words that are not in the messages of their rows."""
+    return [
+        f"{name}: {word!r} is not in {messages[name]}"
+        for name, (_, *words) in rows.items()
+        for word in words
+        if word not in messages[name]
+    ]
+
+
+def messages_of(rows: Callable[[], Mapping[str, Row]]) -> dict[str, str]:
+    """Return the errors of rows on this rank, which share its processes: a refusal changes nothing."""
+    messages = {}
+    for name, row in rows().items():
+        messages[name] = message_of(row)
+        dist.barrier()
+    return messages
