@@ -193,6 +193,8 @@ def linear(
         or not torch.is_grad_enabled()
         or torch._C._is_any_autocast_enabled()  # it changes the format
         or torch._C._are_functorch_transforms_active()
+        or x.is_nested
+        or x.layout is not torch.strided
     ):
         return _product(x, weight, bias, is_transposed)
     if later_product is None and (_is_traced() or not is_trained(weight)):  # otherwise `enter` asked this
