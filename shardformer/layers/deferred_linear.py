@@ -180,7 +180,7 @@ def linear(
         weight: (O, I), or (I, O) with `is_transposed`.
         bias: (O) or None.
         is_transposed: the weight is stored as in transformers' Conv1D.
-        store: queue of the schedule; None where no schedule defers.
+        store: the weight gradients of the schedule, which defers or adds this one; None without a schedule.
         later_product: defers this weight's gradient within one backward.
         input_shard: this rank's shard of `x`, saved for backward instead of it, and how to gather `x` again.
 
@@ -356,7 +356,7 @@ def needs_all_uses(module: nn.Embedding) -> bool:
 
 
 class DeferrableLinear(nn.Linear):
-    """A linear layer whose weight gradient a schedule may defer."""
+    """A linear layer whose weight gradient a schedule may defer, or add by its product."""
 
     weight_gradients: WeightGradients | None = None
 
@@ -365,7 +365,7 @@ class DeferrableLinear(nn.Linear):
 
 
 class _DeferrableConv1D(Conv1D):
-    """A Conv1D of transformers whose weight gradient a schedule may defer."""
+    """A Conv1D of transformers whose weight gradient a schedule may defer, or add by its product."""
 
     weight_gradients: WeightGradients | None = None
 
