@@ -1,8 +1,10 @@
-"""Marks on Echelon's hooks on a parameter, to find those of a user."""
+"""Hooks on a parameter: marks on Echelon's, to find those of a user, and when autograd calls them."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 _MARK = "_echelon_hook"
@@ -30,6 +32,14 @@ def report_added(parameter: Parameter) -> None:
     hooks: Mapping[int, Callable] = parameter._backward_hooks or {}
     for hook in hooks.values():
         hook(None)
+
+
+def accumulates(parameter: Parameter) -> bool:
+    """Return True if the running backward accumulates the parameter's gradient; that of autograd.grad does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # refused for leaves under autograd.grad
+        return False
 
 
 def _has_foreign(hooks: Mapping[int, Callable] | None) -> bool:

@@ -69,7 +69,7 @@ class ScheduleRun(Described):
         scale: a function from the loss to the tensor that is differentiated.
         keep_outputs: keep the last stage's outputs.
         before_forward: called with stage and microbatch before that forward computes.
-        weight_gradients: those of the stages' layers that know it; the gradients of others are left to autograd.
+        weight_gradients: defers and adds the gradients of the linear layers that have it; autograd adds all others.
         around_backward: a context for every action that computes gradients, made from the action and a bool: True for
             the last one of its stage.
     """

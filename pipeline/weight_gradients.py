@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.collectives import InFlight
-from ..cluster.hooks import has_foreign_hooks, report_added
+from ..cluster.hooks import accumulates, has_foreign_hooks, report_added
 
 
 class WeightGradient(NamedTuple):
@@ -52,6 +52,7 @@ class WeightGradients:
         self._by_place: dict[tuple[int, int], list[WeightGradient]] = {}  # by stage and microbatch
         self._deferring: list[WeightGradient] | None = None  # those of the running backward
         self._is_adding = False
+        self._last_backward = -1  # autograd's number of the last backward that accumulated gradients
 
     @contextmanager
     def adding(self) -> Iterator[None]:
@@ -63,16 +64,8 @@ class WeightGradients:
             self._is_adding = False
 
     def add(self, gradient: WeightGradient) -> bool:
-        """Add this gradient to `parameter.grad` by its product if that may be; return True if it was added."""
-        total = gradient.parameter.grad
-        if not self._is_adding or gradient.add_to is None or has_foreign_hooks(gradient.parameter):
-            return False
-        if (
-            type(total) is not Tensor or total.layout is not torch.strided
-        ):  # none, or a placeholder of a sharded one
-            return False
-        gradient.add_to(total)
-        return True
+        """Add this gradient of a running backward to `parameter.grad`, if that may be; return True if it was added."""
+        return self._is_adding and self._is_accumulated(gradient) and _add(gradient)
 
     @contextmanager
     def deferring(self, place: tuple[int, int]) -> Iterator[None]:
@@ -90,16 +83,15 @@ class WeightGradients:
             place: (stage, microbatch).
         """
         deferred_gradients = self._by_place.pop(place)
-        with self.adding():
-            with torch.no_grad():
-                left = [deferred for deferred in deferred_gradients if not self.add(deferred)]
-                gradients: list[Tensor | None] = [*_computed(left)]
-            if left:
-                torch.autograd.backward([deferred.parameter for deferred in left], gradients)
-            passed = {deferred.parameter for deferred in left}
-            for parameter in dict.fromkeys(deferred.parameter for deferred in deferred_gradients):
-                if parameter not in passed:  # a layer that ran twice has added both
-                    report_added(parameter)
+        with torch.no_grad():
+            left = [deferred for deferred in deferred_gradients if not _add(deferred)]
+            gradients: list[Tensor | None] = [*_computed(left)]
+        if left:
+            torch.autograd.backward([deferred.parameter for deferred in left], gradients)
+        passed = {deferred.parameter for deferred in left}
+        for parameter in dict.fromkeys(deferred.parameter for deferred in deferred_gradients):
+            if parameter not in passed:  # a layer that ran twice has added both
+                report_added(parameter)
 
     @property
     def is_deferring(self) -> bool:
@@ -114,8 +106,34 @@ class WeightGradients:
         """Defer this gradient inside `deferring`, unless its weight has a user's hooks; return True if deferred."""
         if self._deferring is None or has_foreign_hooks(gradient.parameter):
             return False
+        if not self._is_accumulated(gradient):
+            return False
         self._deferring.append(gradient)
         return True
+
+    def _is_accumulated(self, gradient: WeightGradient) -> bool:
+        """Return True if the running backward accumulates gradients; that of autograd.grad in a function returns them.
+
+        One look for each backward: autograd asks only for the weights that it accumulates.
+        """
+        if gradient.backward_number != self._last_backward:
+            if not accumulates(gradient.parameter):
+                return False
+            self._last_backward = gradient.backward_number
+        return True
+
+
+def _add(gradient: WeightGradient) -> bool:
+    """Add a gradient to `parameter.grad` by its product; return False if there is none, or hooks need the gradient."""
+    total = gradient.parameter.grad
+    if gradient.add_to is None or has_foreign_hooks(gradient.parameter):
+        return False
+    if (
+        type(total) is not Tensor or total.layout is not torch.strided
+    ):  # none, or a placeholder of a sharded one
+        return False
+    gradient.add_to(total)
+    return True
 
 
 def _computed(deferred_gradients: Iterable[WeightGradient]) -> Iterator[Tensor]:

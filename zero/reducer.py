@@ -20,12 +20,11 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.device import numbers_on
-from ..cluster.hooks import has_foreign_last_hooks, mark_internal
+from ..cluster.hooks import accumulates, has_foreign_last_hooks, mark_internal
 from .bucket import Bucket, GradientState
 from .partition import ManagedParameter
 from .precision import DynamicScaler
@@ -371,16 +370,21 @@ class Reducer:
         Raises:
             RuntimeError: its gradients are being averaged.
         """
+        self._require_not_averaging(bucket)
+        if self.is_reduced:
+            self.begin_accumulation()
+        bucket.begin_accumulation()
+        bucket.borrow_buffer()
+
+    @staticmethod
+    def _require_not_averaging(bucket: Bucket) -> None:
+        """Raise RuntimeError if the bucket's gradients are being averaged, so that none may be added."""
         if bucket.state is GradientState.REDUCING and not bucket.shards_gradients:
             raise RuntimeError(
                 "a backward adds to gradients that are being averaged: call booster.backward instead of "
                 "loss.backward(), accumulate over several calls of it or of execute_pipeline inside "
                 "booster.no_sync(model, optimizer), all but the last, and checkpoint with use_reentrant=False"
             )
-        if self.is_reduced:
-            self.begin_accumulation()
-        bucket.begin_accumulation()
-        bucket.borrow_buffer()
 
     def _before_accumulation(self, index: int, gradient: Tensor | None) -> None:
         """Prepare a bucket for a gradient that autograd will add to `parameter.grad`: a hook of the parameter.
@@ -389,14 +393,15 @@ class Reducer:
 
         Args:
             index: of the parameter in `_slots_and_buckets`.
-            gradient: None if this backward adds none, because a schedule defers it (zbh1, zbv).
+            gradient: None if autograd adds none: it is deferred (zbh1, zbv), or was added by its product.
         """
         slot, bucket = self._slots_and_buckets[index]
         if self._backward is _Backward.OUTSIDE:
-            if not _accumulates(slot.parameter):
+            if not accumulates(slot.parameter):
                 return
             self._enter_plain_backward()
         if gradient is None:  # nothing to prepare for
+            self._require_not_averaging(bucket)
             self._record_last_gradient(slot, bucket)
             return
         if self.is_reduced or not bucket.can_accumulate:
@@ -466,14 +471,6 @@ def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradi
             if bucket.sum_groups[position : position + 1] == (group,):
                 assert bucket.gradients is not None  # collected
                 dist.all_reduce(bucket.gradients, group=group)
-
-
-def _accumulates(parameter: Parameter) -> bool:
-    """Return True if the running backward accumulates the parameter's gradient; that of autograd.grad does not."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # refused for leaves under autograd.grad
-        return False
 
 
 def _weak_hook(method: Callable[..., None], reference: ref, index: int) -> Callable[[Any], None]:

@@ -180,7 +180,7 @@ def linear(
         weight: (O, I), or (I, O) with `is_transposed`.
         bias: (O) or None.
         is_transposed: the weight is stored as in transformers' Conv1D.
-        store: queue of the schedule; None where no schedule defers.
+        store: the weight gradients of the schedule, which defers or adds this one; None without a schedule.
         later_product: defers this weight's gradient within one backward.
         input_shard: this rank's shard of `x`, saved for backward instead of it, and how to gather `x` again.
 
@@ -193,6 +193,8 @@ def linear(
         or not torch.is_grad_enabled()
         or torch._C._is_any_autocast_enabled()  # it changes the format
         or torch._C._are_functorch_transforms_active()
+        or x.is_nested
+        or x.layout is not torch.strided
     ):
         return _product(x, weight, bias, is_transposed)
     if later_product is None and (_is_traced() or not is_trained(weight)):  # otherwise `enter` asked this
@@ -354,7 +356,7 @@ def needs_all_uses(module: nn.Embedding) -> bool:
 
 
 class DeferrableLinear(nn.Linear):
-    """A linear layer whose weight gradient a schedule may defer."""
+    """A linear layer whose weight gradient a schedule may defer, or add by its product."""
 
     weight_gradients: WeightGradients | None = None
 
@@ -363,7 +365,7 @@ class DeferrableLinear(nn.Linear):
 
 
 class _DeferrableConv1D(Conv1D):
-    """A Conv1D of transformers whose weight gradient a schedule may defer."""
+    """A Conv1D of transformers whose weight gradient a schedule may defer, or add by its product."""
 
     weight_gradients: WeightGradients | None = None
 

@@ -176,6 +176,61 @@ def test_nothing_is_added_for_autograd_grad_and_for_weights_with_hooks() -> None
         assert torch.equal(parameter.grad, other.grad), name
 
 
+class Recomputing(nn.Module):
+    """Computes its gradients by `autograd.grad` inside its backward, and halves those of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputed.apply(x, self.inner, *self.inner.parameters())
+
+
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear, *_: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.layer(x)
+        of_x, of_weight, of_bias = torch.autograd.grad(out, [x, *ctx.layer.parameters()], gradient)
+        return of_x, None, of_weight / 2, of_bias
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_autograd_grad_inside_a_backward_returns_the_gradients(is_deferred: bool) -> None:
+    model = nn.Sequential(nn.Linear(5, 6), Recomputing(), nn.Linear(6, 3))
+    expected = deepcopy(model)
+    store = track_weight_gradients(model)
+    for _ in range(3):
+        with store.deferring(PLACE) if is_deferred else store.adding():
+            loss_of(model, torch.ones(2, 5)).backward()
+        if is_deferred:
+            store.compute(PLACE)
+        loss_of(expected, torch.ones(2, 5)).backward()
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter.grad is None and other.grad is None) or torch.equal(parameter.grad, other.grad), (
+            name
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_autograd() -> None:
+    model = nn.Sequential(nn.Linear(5, 3))
+    store = track_weight_gradients(model)
+    x = torch.nested.nested_tensor([torch.ones(2, 5), torch.ones(4, 5)], layout=torch.jagged)
+    for _ in range(2):
+        with store.adding():
+            model(x).values().sum().backward()
+    assert torch.equal(model[0].weight.grad, torch.full((3, 5), 12.0))
+
+
 def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     """A second call of a layer in one region is not announced; its product must still be added."""
     weight = nn.Parameter(torch.randn(3, 2))

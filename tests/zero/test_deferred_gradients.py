@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from echelon.shardformer.layers.deferred_linear import track_weight_gradients
@@ -93,3 +94,25 @@ def check_twice(is_deferred: bool) -> None:
                 optimizer.backward(loss_of(model, seed))
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})
+
+
+def test_a_product_is_not_added_to_an_average_in_flight(pool: Pool) -> None:
+    """Reentrant checkpoints accumulate the gradient of a shared weight in several backwards inside one."""
+    pool.run(2, add_to_averaged)
+
+
+class Checkpointed(Shared):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self[0](x)
+        both = sum(checkpoint(self[2], each, use_reentrant=True) for each in (first, self[1](first)))
+        return self[3](both)
+
+
+def add_to_averaged() -> None:
+    model, rank = Checkpointed.of(), dist.get_rank()
+    store = track_weight_gradients(model)
+    optimizer = shard(model, sgd, bucket_size=1)
+    with optimizer.no_sync():
+        optimizer.backward(loss_of(model, rank))
+    with pytest.raises(RuntimeError, match="adds to gradients that are being averaged"), store.adding():
+        optimizer.backward(loss_of(model, 2 + rank))
