@@ -128,9 +128,8 @@ def _add(gradient: WeightGradient) -> bool:
     total = gradient.parameter.grad
     if gradient.add_to is None or has_foreign_hooks(gradient.parameter):
         return False
-    if (
-        type(total) is not Tensor or total.layout is not torch.strided
-    ):  # none, or a placeholder of a sharded one
+    # A subclass is the placeholder of a sharded gradient.
+    if type(total) is not Tensor or total.layout is not torch.strided:
         return False
     gradient.add_to(total)
     return True
