@@ -128,7 +128,7 @@ class Comparison:
     def _tensor_differences(
         self, kind: str, a: Stored, b: Stored, progress: Progress
     ) -> Iterator[Difference]:
-        """Yield the tensors that differ between two stores of one part; reads them in chunks."""
+        """Yield the tensors that differ between two stores of one kind; reads them in chunks."""
         for name in dict.fromkeys([*a.names, *b.names]):
             if name not in a.names or name not in b.names:
                 yield Difference(kind, name, f"only in {'A' if name in a.names else 'B'}")

@@ -173,7 +173,8 @@ def linear(
 ) -> Tensor:
     """A linear layer whose weight gradient may be deferred; see [Note: deferred weight gradients].
 
-    Backward computes the same products as autograd does for a linear layer: equal to the bit.
+    Backward computes the same products as autograd does for a linear layer: equal to the bit, but for the sums in
+    [Note: gradients added by their product] (pipeline/weight_gradients.py).
 
     Args:
         x: (..., I).
@@ -303,8 +304,7 @@ class WeightProduct(NamedTuple):
 
     def add_to(self, total: Tensor) -> None:
         """Compute the gradient and add it to a tensor in the shape of the weight."""
-        x_NI, gradient_NO = self._rows(), self.gradient_NO
-        add_product(total, *((x_NI.T, gradient_NO) if self.is_transposed else (gradient_NO.T, x_NI)))
+        add_product(total, *_factors(self._rows(), self.gradient_NO, self.is_transposed))
 
     def _rows(self) -> Tensor:
         return self.x.reshape(-1, self.x.shape[-1]) if self.regather is None else self.regather.rows(self.x)
@@ -335,7 +335,13 @@ def gradient_or_deferred(
 
 def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:
     """Return the gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
-    return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
+    a, b = _factors(x_NI, gradient_NO, is_transposed)
+    return a.mm(b)
+
+
+def _factors(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return the matrices whose product is the gradient of a linear layer's weight."""
+    return (x_NI.T, gradient_NO) if is_transposed else (gradient_NO.T, x_NI)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..matrix import ROOT
-from .parity import CAUSES, FIVE, SEEDS
+from .parity import CAUSES, SEEDS, five_layouts
 
 DATA = ROOT / "docs" / "coverage.json"
 PAGE = ROOT / "docs" / "coverage.md"
@@ -312,8 +312,7 @@ def _five_lines(five: Sequence[Mapping[str, Any]]) -> list[str]:
         tried = [row for row in five if (row["transformers"], row["torch"]) == (transformers, torch)]
         absent = [row["type"] for row in tried if _ABSENT in row.get("why", "")]
         rows = [row for row in tried if row["type"] not in absent]
-        names = ["·".join(f"{axis}{size}" for axis, size in sizes.items()) for sizes in FIVE]
-        counts: dict[str, Counter[str]] = {name: Counter() for name in names}
+        counts: dict[str, Counter[str]] = {name: Counter() for name in five_layouts()}
         for row in rows:
             for layout in row.get("layouts", ()):
                 counts[layout["layout"]][layout["outcome"]] += 1

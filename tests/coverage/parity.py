@@ -58,11 +58,10 @@ def compared(model_type: str, *, layouts: str = "two") -> dict[str, Any]:
     _derive_once()
     possible, refused = {"two": _two_layouts, "five": _five_layouts}[layouts](choice)
     rows = [_under(choice, layout) for layout in possible]
-    short = {
-        name: why for name, why in refused.items() if "can't allocate memory" in why
-    }  # of a limit, not refused
-    rows += [{"layout": name, "outcome": "fails", "why": why} for name, why in short.items()]
-    refused = {name: why for name, why in refused.items() if name not in short}
+    # A trial that lacked memory is no refusal.
+    out_of_memory = {name: why for name, why in refused.items() if "can't allocate memory" in why}
+    rows += [{"layout": name, "outcome": "fails", "why": why} for name, why in out_of_memory.items()]
+    refused = {name: why for name, why in refused.items() if name not in out_of_memory}
     worst = next((name for name in ("departs", "fails", "refused", "agrees") if _some(rows, name)), "refused")
     why = next((row["why"] for row in rows if row["outcome"] == worst and "why" in row), "")
     return {"parity": worst, "why": why, "layouts": rows, "refused": refused}
@@ -82,12 +81,18 @@ def _refusal(choice: Any, layout: Any) -> str | None:
 
 def _five_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
     """Return the layouts of `FIVE` to try, and why others are refused, by layout."""
+    layouts = five_layouts()
+    refusals = {name: _refusal(choice, layout) for name, layout in layouts.items()}
+    possible = [layouts[name] for name, why in refusals.items() if why is None]
+    return possible, {name: why for name, why in refusals.items() if why is not None}
+
+
+def five_layouts() -> dict[str, Any]:
+    """Return the layouts of `FIVE`, by name."""
     from echelon.verify.layout_choice import Layout
 
     layouts = [Layout(**sizes, max_norm=1.0) for sizes in FIVE]
-    refusals = {layout: _refusal(choice, layout) for layout in layouts}
-    possible = [layout for layout, why in refusals.items() if why is None]
-    return possible, {_name(layout): why for layout, why in refusals.items() if why is not None}
+    return {_name(layout): layout for layout in layouts}
 
 
 def _two_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
@@ -189,7 +194,7 @@ if __name__ == "__main__":
         RECORDS[options.layouts],
         partial(compared, layouts=options.layouts),
         options,
-        types=drawn_types(options.date) if options.layouts == "five" else trained_types(options.date),
+        types=drawn_types(options.date) if options.layouts == "five" else None,
         cpu_seconds=CPU_SECONDS,
         wall_seconds=WALL_SECONDS,
         memory=MEMORY,
