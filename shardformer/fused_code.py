@@ -6,13 +6,10 @@ compilation, with its hooks, collectives and split backwards. Biases stay in the
 at no cost. Random numbers are drawn as without compiling, so dropout drops the same entries.
 """
 
-import ast
 import copy
 import functools
-import inspect
 import os
 import shutil
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,6 +22,7 @@ from transformers import PreTrainedModel
 from ..cluster.device import is_cuda
 from ..pipeline.stand_ins import StandIn
 from .layers.class_change import change_class
+from .layers.forward_code import adds_dropout
 from .layers.parallel_module import AROUND_FORWARD, ParallelModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -151,52 +149,3 @@ def compiler_errors(option: str, device: torch.device) -> list[str]:
             "or leave it out"
         ]
     return []
-
-
-def adds_dropout(kind: type[nn.Module]) -> bool:
-    """Return True if a forward adds something to the result of a dropout, and calls no methods of its class.
-
-    The code is parsed, not run. Methods of the class rearrange tensors (Swin's windows), which takes minutes to
-    compile.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return False
-    nodes = list(ast.walk(tree))
-    if any(isinstance(node, ast.Call) and _calls_method(node, kind) for node in nodes):
-        return False
-    dropout_results: set[str] = set()  # variables with the result of a dropout, at the current statement
-    statements = [node for node in nodes if isinstance(node, (ast.Assign, ast.Return)) and node.value]
-    for statement in sorted(statements, key=lambda statement: statement.lineno):
-        inside = list(ast.walk(statement.value or statement))
-        sums = [node for node in inside if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
-        terms = [term for addition in sums for term in (addition.left, addition.right)]
-        if any(_is_dropout(term) or getattr(term, "id", "") in dropout_results for term in terms):
-            return True
-        if any(_function_name(node).endswith("dropout_add") for node in inside):
-            return True
-        if isinstance(statement, ast.Assign):
-            names = {getattr(node, "id", "") for target in statement.targets for node in ast.walk(target)}
-            if _is_dropout(statement.value):
-                dropout_results |= names - {""}
-            else:
-                dropout_results -= names
-    return False
-
-
-def _calls_method(call: ast.Call, kind: type) -> bool:
-    """Return True for `self.method(...)`, a method of the class; children are attributes of instances only."""
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id == "self" and hasattr(kind, _function_name(call))
-
-
-def _function_name(node: Any) -> str:
-    """Return the last part of a called function's name; "" if the node is not a call."""
-    function = node.func if isinstance(node, ast.Call) else None
-    return str(getattr(function, "attr", getattr(function, "id", "")))
-
-
-def _is_dropout(node: Any) -> bool:
-    """Return True for a call of a function or child named "dropout" or "..._dropout"."""
-    return _function_name(node) == "dropout" or _function_name(node).endswith("_dropout")

@@ -380,6 +380,11 @@ def test_only_one_small_file_depends_on_cuda() -> None:
     assert found == NAMING_CUDA.keys()
 
 
+def test_only_one_file_reads_the_code_of_models() -> None:
+    reading = {path.name for path in package_sources() if "inspect.getsource" in path.read_text()}
+    assert reading == {"forward_code.py"}
+
+
 @pytest.mark.parametrize(
     "source",
     [

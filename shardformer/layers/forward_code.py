@@ -1,8 +1,10 @@
-"""Reading of forwards, for what no trace or trial tells yet: which layers a rank can compute on a slice of a sequence.
+"""All reading of the models' source code: what no trace or trial tells yet.
 
 [Note: code that is read] A trial of sequence parallelism would have to try every mask and mode; so layers are judged by
 their code, and by the names of their classes. Whether a layer returns a tuple differs between releases of transformers,
-for the same table: a trace would need a small copy at every boost. Code that is not understood is refused.
+for the same table: a trace would need a small copy at every boost. Which forwards add to the result of a dropout must
+be known before the first one runs, and decides only what is compiled, not what is computed. Code that is not understood
+is refused, or not compiled.
 """
 
 import ast
@@ -11,10 +13,11 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from ...cluster.transformers_api import CALLS_ATTENTION, CALLS_INTERFACE, DEFAULT_ATTENTION
 from ...pipeline.stage_plan import is_within
 from .sequence_axis import INSTEAD
 
@@ -23,6 +26,8 @@ _MIXING = re.compile(
     "(un)?flatten|(un)?squeeze|view|reshape|permute|transpose|chunk|split|roll|shape|size|mean|sum|cumsum|gather|"
     "index_select|pad|conv[12]d"
 )
+_USES_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
+_ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 # Substrings in names of modules that compute each position independently.
 _BY_POSITION = ("Norm", "Dropout", "DropPath", "LayerScale", "Linear", "Conv1D", "Identity", "Activation")
 _BY_POSITION_OF = ("torch.nn.modules.activation", "transformers.activations")
@@ -106,6 +111,77 @@ def _mixing_attributes(nodes: Iterable[ast.AST]) -> list[str]:
     return sorted(filter(_MIXING.fullmatch, names))
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Return True if a module calls attention through transformers' interface."""
+    return CALLS_INTERFACE.search(_code(type(module))) is not None
+
+
+def attention_arguments(kind: type[nn.Module]) -> set[str]:
+    """Return the names of the keyword arguments that a class passes to transformers' attention interface."""
+    calls = CALLS_ATTENTION.findall(_code(kind))
+    return {argument for call in calls for argument in _ARGUMENT.findall(call)}
+
+
+def default_attentions(kind: type[nn.Module]) -> set[str]:
+    """Return the names of the functions by which a class computes eager attention."""
+    return set(DEFAULT_ATTENTION.findall(_code(kind)))
+
+
+def uses_mask(kind: type[nn.Module]) -> bool:
+    """Return True if a class computes with the attention mask itself."""
+    return _USES_MASK.search(_code(kind)) is not None
+
+
+def computes_positions(kind: type[nn.Module]) -> bool:
+    """Return True if a class numbers positions itself."""
+    return "arange(" in _code(kind)
+
+
+def adds_dropout(kind: type[nn.Module]) -> bool:
+    """Return True if a forward adds something to the result of a dropout, and calls no methods of its class.
+
+    The code is parsed, not run. Methods of the class rearrange tensors (Swin's windows), which takes minutes to
+    compile.
+    """
+    nodes = _nodes(kind.forward)
+    if any(isinstance(node, ast.Call) and _calls_method(node, kind) for node in nodes):
+        return False
+    dropout_results: set[str] = set()  # variables with the result of a dropout, at the current statement
+    statements = [node for node in nodes if isinstance(node, (ast.Assign, ast.Return)) and node.value]
+    for statement in sorted(statements, key=lambda statement: statement.lineno):
+        inside = list(ast.walk(statement.value or statement))
+        sums = [node for node in inside if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
+        terms = [term for addition in sums for term in (addition.left, addition.right)]
+        if any(_is_dropout(term) or getattr(term, "id", "") in dropout_results for term in terms):
+            return True
+        if any(_function_name(node).endswith("dropout_add") for node in inside):
+            return True
+        if isinstance(statement, ast.Assign):
+            names = {getattr(node, "id", "") for target in statement.targets for node in ast.walk(target)}
+            if _is_dropout(statement.value):
+                dropout_results |= names - {""}
+            else:
+                dropout_results -= names
+    return False
+
+
+def _calls_method(call: ast.Call, kind: type) -> bool:
+    """Return True for `self.method(...)`, a method of the class; children are attributes of instances only."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return isinstance(owner, ast.Name) and owner.id == "self" and hasattr(kind, _function_name(call))
+
+
+def _function_name(node: Any) -> str:
+    """Return the last part of a called function's name; "" if the node is not a call."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _is_dropout(node: Any) -> bool:
+    """Return True for a call of a function or child named "dropout" or "..._dropout"."""
+    return _function_name(node) == "dropout" or _function_name(node).endswith("_dropout")
+
+
 @cache  # a model has many layers of few classes
 def _nodes(forward: Callable[..., Any]) -> list[ast.AST]:
     """Return all nodes in the body of a forward; empty if its source cannot be read."""
@@ -115,3 +191,16 @@ def _nodes(forward: Callable[..., Any]) -> list[ast.AST]:
     except (OSError, TypeError, ValueError, SyntaxError):
         return []
     return [node for statement in getattr(tree, "body", []) for node in ast.walk(statement)]
+
+
+def _code(kind: type[nn.Module]) -> str:
+    """Return the source code of a class; empty for torch's classes, or without source."""
+    return "" if kind.__module__.partition(".")[0] == "torch" else _source(cast("Any", kind))
+
+
+@cache
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

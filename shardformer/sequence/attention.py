@@ -3,12 +3,11 @@
 ulysses.py and ring_attention.py compute it. Models whose attention would give other results are refused.
 """
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,6 @@ from ...cluster.transformers_api import (
     ATTENTION_SETTINGS,
     ATTENTION_TABLE,
     BESIDES_ATTENTION,
-    CALLS_ATTENTION,
-    CALLS_INTERFACE,
-    DEFAULT_ATTENTION,
     EAGER_FUNCTION,
     attention_name,
     can_set_attention,
@@ -33,6 +29,13 @@ from ...cluster.transformers_api import (
     set_attention_name,
 )
 from ..layers.attention_kernels import EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
+from ..layers.forward_code import (
+    attention_arguments,
+    computes_positions,
+    default_attentions,
+    is_attention,
+    uses_mask,
+)
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
 from .block_mask import BlockKind, Mask, block_mask
@@ -55,8 +58,6 @@ SUPPORTED_ARGUMENTS = {ALL_TO_ALL: _BY_HEADS | _WITHOUT_EFFECT, RING: ATTENTION_
 _MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # outputs at one position depend on other positions
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
-_USES_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
-_ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
 
 def set_sequence_attention(model: nn.Module, mode: str) -> None:
@@ -341,7 +342,7 @@ def _model_errors(submodel: PreTrainedModel) -> Iterator[str]:
 def _layer_errors(layer: nn.Module, mode: str) -> Iterator[str]:
     """Yield the reasons why a layer cannot compute on a sequence shard in a mode."""
     kind = type(layer).__name__
-    attentions = [module for module in layer.modules() if _is_attention(module)]
+    attentions = [module for module in layer.modules() if is_attention(module)]
     in_attention = {id(module) for attention in attentions for module in attention.modules()}
     mixers = [module for module in layer.modules() if _is_mixer(module, in_attention)]
     for name in dict.fromkeys(type(mixer).__name__ for mixer in mixers):
@@ -349,9 +350,9 @@ def _layer_errors(layer: nn.Module, mode: str) -> Iterator[str]:
     if not attentions and not mixers:
         yield f"{kind} computes no attention through transformers' AttentionInterface"
     for path, module in layer.named_modules():
-        if _CROSS.search(path.rpartition(".")[2]) and any(map(_is_attention, module.modules())):
+        if _CROSS.search(path.rpartition(".")[2]) and any(map(is_attention, module.modules())):
             yield f"{kind} has cross-attention ({path})"
-        if "arange(" in _code(type(module)) and module not in mixers:
+        if computes_positions(type(module)) and module not in mixers:
             yield f"{type(module).__name__} computes positions itself, and would compute only those of one rank"
     for attention in attentions:
         yield from _attention_errors(attention, mode)
@@ -365,7 +366,7 @@ def _is_mixer(module: nn.Module, in_attention: set[int]) -> bool:
     if isinstance(module, _MIXERS):
         return True
     is_named_so = _MIXER_NAMES.search(type(module).__name__) is not None
-    return is_named_so and id(module) not in in_attention and not any(map(_is_attention, module.modules()))
+    return is_named_so and id(module) not in in_attention and not any(map(is_attention, module.modules()))
 
 
 def _attention_errors(attention: nn.Module, mode: str) -> Iterator[str]:
@@ -373,37 +374,18 @@ def _attention_errors(attention: nn.Module, mode: str) -> Iterator[str]:
 
     It may call a function that cannot be replaced, use the mask itself, or pass arguments that would be ignored.
     """
-    name, code = type(attention).__name__, _code(type(attention))
-    passed = {argument for call in CALLS_ATTENTION.findall(code) for argument in _ARGUMENT.findall(call)}
+    kind = type(attention)
+    name = kind.__name__
     known = SUPPORTED_ARGUMENTS[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
     if getattr(attention, "sinks", None) is None:
         known |= {"s_aux"}  # None without sinks
-    other_functions = set(DEFAULT_ATTENTION.findall(code)) - {EAGER_FUNCTION}
+    other_functions = default_attentions(kind) - {EAGER_FUNCTION}
     if mode == ALL_TO_ALL and other_functions and attention_name(attention.config) == EAGER:
         yield (
             f"{name} computes attention by {', '.join(sorted(other_functions))}, not by {EAGER_FUNCTION}, and "
             "cannot be replaced"
         )
-    if _USES_MASK.search(code):
+    if uses_mask(kind):
         yield f"{name} uses the mask in its own code, but the mask is for the full sequence"
-    if unknown := sorted(passed - known):
+    if unknown := sorted(attention_arguments(kind) - known):
         yield f"{name} passes {', '.join(unknown)} to its attention, which {mode!r} does not support"
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Return True if a module calls attention through transformers' interface."""
-    return CALLS_INTERFACE.search(_code(type(module))) is not None
-
-
-def _code(kind: type[nn.Module]) -> str:
-    """Return the source code of a class; empty for torch's classes, or without source."""
-    return "" if kind.__module__.partition(".")[0] == "torch" else _source(cast("Any", kind))
-
-
-@cache
-def _source(kind: Any) -> str:
-    """Return the source code of a class; empty if there is none."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
