@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .threads import ThreadGroup
+
 Rings = Sequence[dist.ProcessGroup]
 
 # Message tags, for the two kinds of messages between two ranks: visiting tensors, and results on their way back.
@@ -96,6 +98,11 @@ class Shift:
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
         size, rank = group.size(), group.rank()
         self._sent, self._arriving = x, torch.empty_like(x)
+        self._works: list[dist.Work]
+        if isinstance(group, ThreadGroup):  # of which P2POp knows no ranks
+            group.shift(self._arriving, x)
+            self._works = []
+            return
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=(rank + 1) % size),

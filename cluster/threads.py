@@ -104,6 +104,10 @@ class ThreadGroup:
         output.copy_(torch.cat([pieces_of_rank[self._rank] for pieces_of_rank in pieces_by_rank]))
         return _DONE
 
+    def shift(self, output: Tensor, input_: Tensor) -> None:
+        """Receive the tensor of the previous rank, which the next one receives from this rank."""
+        output.copy_(self._exchange(input_)[self._rank - 1])
+
     # Their names before torch 2.13
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     alltoall_base = all_to_all_single

@@ -5,7 +5,6 @@ of the package itself (`transformers.PreTrainedModel`) are used everywhere. Name
 """
 
 import inspect
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -95,10 +94,6 @@ BESIDES_ATTENTION = frozenset(
 )
 # Names in a model's file: its eager attention, and the table of the others.
 EAGER_FUNCTION, ATTENTION_TABLE = "eager_attention_forward", "ALL_ATTENTION_FUNCTIONS"
-# Code of a module that calls attention through the interface (5.0 indexes the table), and its eager function.
-CALLS_INTERFACE = re.compile(ATTENTION_TABLE + r"(\.get_interface\(|\[)")
-CALLS_ATTENTION = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
-DEFAULT_ATTENTION = re.compile(r"(?:get_interface\([^,]*,\s*|attention_interface: Callable = )(\w*eager\w*)")
 # Attributes of a model's class: True if it supports the kernel.
 SUPPORTS_SDPA, SUPPORTS_FLASH, SUPPORTS_FLEX = (
     "_supports_sdpa",

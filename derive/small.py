@@ -163,7 +163,8 @@ class _Small:
             ):
                 chosen[name] = value[:LAYERS]  # of an encoder or a decoder
             elif self.derived or (
-                name in defaults and (defaults[name] is not None or _TOKEN.fullmatch(name))
+                name in defaults
+                and (defaults[name] is not None or _TOKEN.fullmatch(name) or _PLACES.fullmatch(name))
             ):
                 small = self.value(name, value, config)
                 if small != value or value != defaults.get(name):  # otherwise the class has this default

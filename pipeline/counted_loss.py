@@ -12,8 +12,9 @@ gradients a graph of these scalars alone is made. Counts are then recorded as fu
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -63,10 +64,17 @@ def divide_by_count(total: Tensor, count: Tensor | int, *, adds_up: bool = False
     return total / count
 
 
-def unobserved() -> AbstractContextManager[Any]:
+_IS_UNOBSERVED = ContextVar("_IS_UNOBSERVED", default=False)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
     """Return a context in which no loss is recorded, for losses of slices that are added to one loss."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return context
+    token = _IS_UNOBSERVED.set(True)
+    try:
+        yield
+    finally:
+        _IS_UNOBSERVED.reset(token)
 
 
 class LossObserver(TorchFunctionMode):
@@ -99,6 +107,8 @@ class LossObserver(TorchFunctionMode):
             return self._divide_by_count(*args, **kwargs)
         if func not in _COUNTS:
             return func(*args, **kwargs) if self._functions is None else self._call_other(func, args, kwargs)
+        if _IS_UNOBSERVED.get():
+            return func(*args, **kwargs)
         bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
@@ -120,6 +130,8 @@ class LossObserver(TorchFunctionMode):
         Without gradients, functions of recorded losses run with gradients enabled, so that these get a graph.
         """
         assert self._functions is not None
+        if _IS_UNOBSERVED.get():
+            return func(*args, **kwargs)
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if self._makes_graph and any(tensor.grad_fn is not None for tensor in tensors):
             with torch.inference_mode(False):  # enables gradients

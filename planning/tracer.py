@@ -165,7 +165,7 @@ class Tracer:
         if not is_split and config.sp == 1:
             return None
         if is_split not in self._policies:
-            self._policies[is_split] = policy_for(self._shortened, sequences_alone=not is_split)
+            self._policies[is_split] = policy_for(self._shortened)
         return self._policies[is_split]
 
     def _trace(self, config: HybridConfig, samples: int) -> Trace:

@@ -36,9 +36,13 @@ class DerivedPolicy(TablePolicy):
 
     def stage_plan(self) -> StagePlan | None:  # type: ignore[override]
         """Return the plan that was derived from a small copy; without a pipeline the list of layers of the table."""
-        if self._may_have_stages:
+        is_required = self._may_have_stages
+        if is_required or self.shard_config.sequence_split is not None:
             plan = self._derived_stages
-            return None if isinstance(plan, str) else plan.fitted(self.model)
+            if not isinstance(plan, str):
+                return plan.fitted(self.model)
+            if is_required:
+                return None
         return super().stage_plan() if isinstance(self.table.stage, StagePlan) else None
 
     def config_errors(self) -> list[str]:
@@ -46,14 +50,7 @@ class DerivedPolicy(TablePolicy):
         if self._may_have_stages and isinstance(self._derived_stages, str):
             errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
             return [*errors, self._derived_stages]
-        errors = super().config_errors()
-        has_table = isinstance(self.table.stage, StagePlan) and not self._is_proposed
-        if self.shard_config.sequence_split is not None and not has_table:
-            errors.append(
-                f"sequence parallelism needs a table, and a {type(self._full_model).__name__} has none: leave "
-                "enable_sequence_parallelism and sp_size out, or register a Table of its layers (docs/policies.md)"
-            )
-        return errors
+        return super().config_errors()
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Set the requested axes and options; for a tensor axis first derive the table by trial on a small copy."""

@@ -14,7 +14,6 @@ from ..cluster.layout import divisors
 from ..cluster.placement import PartialGrad, ReplicaKind, Replicated
 from ..cluster.transformers_api import MASK_NAMES, Conv1D
 from ..pipeline.stage_plan import is_within
-from .layers.forward_code import mixing_errors
 from .layers.linear import (
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
@@ -200,10 +199,9 @@ class LayerSplit:
 
     def _sequence_shard_errors(self) -> list[str]:
         """List reasons why the layer cannot compute on sequence shards between its regions."""
-        table, wholes = self._table, full_sequence_paths(self._table, self.layer)
         if self._sequence is None:
             return []
-        if "" in wholes:
+        if "" in full_sequence_paths(self._table, self.layer):
             return [
                 f"the layer itself contains experts, which take tokens without their positions: {INSTEAD}"
             ]
@@ -212,13 +210,12 @@ class LayerSplit:
             for _, module in adapted(self.layer)
             for dropout in getattr(module, "lora_dropout", {}).values()
         ]
-        errors = mixing_errors(self.layer, (*wholes, *active_regions(self.layer, table), *table.row))
         if any(getattr(dropout, "p", 0) > 0 for dropout in dropouts):
-            errors.append(
+            return [
                 "lora_dropout above 0 would drop different entries of an adapter's input on each rank: use "
                 "lora_dropout=0, or a sequence_parallelism_mode on the sequence axis"
-            )
-        return errors
+            ]
+        return []
 
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
         """Return the replacements of linear layers, followed by those of the LoRA adapters around them."""

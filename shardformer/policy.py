@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,9 +123,13 @@ class Policy(ABC):
         errors: collects reasons why the model cannot be sharded; a `ValueError` from a method is collected too.
         regions: paths of the modules that `module_policy` makes a `Region`.
         gathers_sequences: True if `module_policy` gathers sequences within layers, for the modes of the tensor axis.
+        keeps_sequences: True if sequences may stay sharded from the last layer to the loss; a trial sets it.
+        shards_encoder: True if sequences are sharded in the layers of the stage plan's encoder, too; a trial sets it.
     """
 
     gathers_sequences = False
+    keeps_sequences = True
+    shards_encoder = True
     model: nn.Module
     shard_config: ShardConfig
     errors: Errors
@@ -191,6 +195,11 @@ class Policy(ABC):
     def stage_plan(self) -> StagePlan | None:
         """Return the plan with the paths of the model's layers, or None if it cannot be cut into stages."""
         return None
+
+    def sequence_plan(self) -> StagePlan | None:
+        """Return the stage plan of the layers that compute on shards of sequences; see `shards_encoder`."""
+        plan = self.stage_plan()
+        return plan if plan is None or self.shards_encoder else replace(plan, encoder=None)
 
     def head_path(self) -> str | None:
         """Return the path of the language-model head, or None if none is known."""

@@ -10,26 +10,19 @@ from .table_policy import TablePolicy
 from .tables.table import table_for, table_for_class
 
 
-def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
+def policy_for(model: nn.Module) -> Policy:
     """Return the policy of a model type: by its table, or derived from transformers' plans and by running it.
 
     A model without a config takes the table of its class.
 
-    Args:
-        model: the model.
-        sequences_alone: the policy is for sequence parallelism without a tensor or a pipeline axis.
-
     Raises:
-        ValueError: there is no table, and nothing can be derived for the request.
+        ValueError: there is no table, and the model has no config.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     table = table_for_class(type(model)) if model_type is None else table_for(model_type)
-    if table is None and model_type is not None and not sequences_alone:
+    if table is None and model_type is not None:
         return DerivedPolicy(model)
     try:
         return TablePolicy(table or derived_table(model))
     except ValueError as error:
-        options = (
-            "enable_sequence_parallelism and sp_size out" if sequences_alone else "tp_size and pp_size at 1"
-        )
-        raise ValueError(without_table(error, model_type, options)) from None
+        raise ValueError(without_table(error, model_type, "tp_size and pp_size at 1")) from None

@@ -21,6 +21,7 @@ from ..cluster.errors import errors_of, raise_errors
 from ..cluster.layout import LAYER_AXES
 from ..cluster.placement import is_sharded, place, placements_of
 from ..cluster.transformers_api import Conv1D
+from ..derive.logits import LogitsUse
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
@@ -29,13 +30,14 @@ from .layers.linear import Linear1D_Row
 from .layers.parallel_module import ParallelModule
 from .layers.region import Region
 from .layers.sequence_axis import INSTEAD, axis_of
+from .layers.vocabulary_loss import causal_logits_use
 from .meta_copy import meta_copy
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
 from .sequence.before_layers import compute_parts_before_layers
 from .sequence.boundary import shard_sequences, with_derived_entries
 from .sequence.config import UNSHARDED, SequenceParallelism
-from .sequence.loss import keep_sharded, stays_sharded
+from .sequence.loss import keep_sharded
 from .shard_config import ShardConfig
 
 
@@ -177,7 +179,7 @@ class ModelSharder:
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
             if self.shard_config.sequence_split is not None:
-                plan = with_derived_entries(plan)
+                plan = with_derived_entries(plan, in_encoder=self.policy.shards_encoder)
             bounds = self.policy.stage_bounds()
             cut_stages(self.model, plan, stages=manager.stages, bounds=bounds, device=device)
         return self.model
@@ -200,17 +202,25 @@ class ModelSharder:
         last = self._last_sharded_layer
         if last is not None and (axis := axis_of(self.model.get_submodule(last))) is not None:
             keep_sharded(self.model, axis)
-        if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
+        if (
+            self.shard_config.sequence.is_on_sequence_axis
+            and (plan := self.policy.sequence_plan()) is not None
+        ):
             compute_parts_before_layers(self.model, plan)
         return self.model
 
     def _find_last_sharded_layer(self) -> str | None:
         """Return the path of the last layer if sequences stay sharded after it, up to the loss; otherwise None."""
         config, plan = self.shard_config, self.policy.stage_plan()
-        is_asked = config.sequence.is_on_sequence_axis and config.parallel_output
-        if not is_asked or plan is None or not stays_sharded(self.model, plan, self.policy.head_path()):
+        is_asked = (
+            config.sequence.is_on_sequence_axis and config.parallel_output and self.policy.keeps_sequences
+        )
+        head = self.policy.head_path()
+        if not is_asked or plan is None or head is None:
             return None
-        return plan.layer_paths(self.model)[-1]
+        # Another use of the logits would see those of this rank's positions.
+        is_causal_loss = causal_logits_use(self.model, head) is not LogitsUse.OTHER
+        return plan.layer_paths(self.model)[-1] if is_causal_loss else None
 
 
 def _sharded_meta_copy(model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors) -> nn.Module:
@@ -244,7 +254,7 @@ def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
 
 def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> None:
     """Shard sequences within the layers, if the config asks for it; raise ValueError if the policy cannot."""
-    split, plan = config.sequence_split, policy.stage_plan()
+    split, plan = config.sequence_split, policy.sequence_plan()
     if split is None:
         return
     lack = "stage_plan, which names its layers" if plan is None else "regions that gather sequences"

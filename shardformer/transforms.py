@@ -37,6 +37,7 @@ from .recompute import (
 from .refusals import policy_errors
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
+from .split_trial import sequence_errors
 from .table_policy import TablePolicy, expert_width_errors
 from .tables.table import Table
 from .weight_sharding import apply_weight_sharding, plan_weight_sharding
@@ -141,7 +142,10 @@ def sequences_and_tensors(plan: ModelPlan) -> Change | None:
         tp_size = options.shard_config.tensor_parallel_size
         plan.errors += expert_width_errors(plan.model, tp_size=tp_size, dtype=options.dtype)
     sharder = plan.sharder
-    return None if sharder is None else lambda _: sharder.split_layers()
+    if sharder is None:
+        return None
+    plan.errors += sequence_errors(plan.model, sharder.policy, options.shard_config)
+    return lambda _: sharder.split_layers()
 
 
 def weights(plan: ModelPlan) -> Change | None:
@@ -246,8 +250,7 @@ def sharder_or_errors(
     if isinstance(policy, Table):
         policy = TablePolicy(policy)
     try:
-        sequences_alone = config.tensor_parallel_size == config.num_stages == 1
-        policy = policy or policy_for(model, sequences_alone=sequences_alone)
+        policy = policy or policy_for(model)
         errors += _adapter_errors(model, policy, config)
         return ModelSharder(model, policy, config)
     except ValueError as error:

@@ -31,7 +31,7 @@ _ATTRIBUTE = "_echelon_sequence_axis"
 # Substrings in the names of attributes and settings with probabilities or widths of random draws.
 _RANDOM_SETTINGS = ("drop", "jitter")
 # Modules that drop entire samples, whose shards are on all ranks.
-_SAMPLE_DROPPER = "DropPath"
+SAMPLE_DROPPER = "DropPath"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ def draws_random_numbers(layer: nn.Module) -> bool:
 
 def sample_droppers(layer: nn.Module) -> list[str]:
     """Return the paths of modules that drop entire samples: all ranks of a sequence must draw the same numbers."""
-    return [name for name, module in layer.named_modules() if type(module).__name__.endswith(_SAMPLE_DROPPER)]
+    return [name for name, module in layer.named_modules() if type(module).__name__.endswith(SAMPLE_DROPPER)]
 
 
 class ShardRandom:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...cluster.forward_random import not_compiled
@@ -29,13 +27,6 @@ from ...cluster.transformers_api import (
     set_attention_name,
 )
 from ..layers.attention_kernels import EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
-from ..layers.forward_code import (
-    attention_arguments,
-    computes_positions,
-    default_attentions,
-    is_attention,
-    uses_mask,
-)
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
 from .block_mask import BlockKind, Mask, block_mask
@@ -55,8 +46,6 @@ _BY_HEADS = ATTENTION_SETTINGS | ATTENTION_BY_HEADS
 _WITHOUT_EFFECT = BESIDES_ATTENTION | {"deterministic"}
 # The arguments that each mode supports, or that do not change its results.
 SUPPORTED_ARGUMENTS = {ALL_TO_ALL: _BY_HEADS | _WITHOUT_EFFECT, RING: ATTENTION_SETTINGS | _WITHOUT_EFFECT}
-_MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # outputs at one position depend on other positions
-_MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
 
 
@@ -303,12 +292,11 @@ def _find_in_file(module: nn.Module, name: str) -> Any:
     return next((value for file in files if (value := getattr(file, name, None)) is not None), None)
 
 
-def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.Module]) -> list[str]:
-    """List reasons why layers would give other results on sequence shards; empty if they do not. Reads their code.
+def sequence_attention_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    """List reasons why the attention of layers cannot be chosen; empty if it can. A trial tells whether it is right.
 
     Args:
         model: the full model.
-        mode: one of SEQUENCE_MODES.
         layers: the layers that would compute on shards.
     """
     layer_ids = {id(layer) for layer in layers}
@@ -321,8 +309,7 @@ def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.M
             )
         ]
     errors = [error for submodel in submodels for error in _model_errors(submodel)]
-    errors = errors or [error for layer in layers for error in _layer_errors(layer, mode)]
-    return [f"{error}: {INSTEAD}" for error in errors]
+    return [f"{error}: {INSTEAD}" for error in errors or _cross_attentions(layers)]
 
 
 def _model_errors(submodel: PreTrainedModel) -> Iterator[str]:
@@ -339,53 +326,11 @@ def _model_errors(submodel: PreTrainedModel) -> Iterator[str]:
         yield f"{name} computes attention by its own code (config.reorder_and_upcast_attn)"
 
 
-def _layer_errors(layer: nn.Module, mode: str) -> Iterator[str]:
-    """Yield the reasons why a layer cannot compute on a sequence shard in a mode."""
-    kind = type(layer).__name__
-    attentions = [module for module in layer.modules() if is_attention(module)]
-    in_attention = {id(module) for attention in attentions for module in attention.modules()}
-    mixers = [module for module in layer.modules() if _is_mixer(module, in_attention)]
-    for name in dict.fromkeys(type(mixer).__name__ for mixer in mixers):
-        yield f"{kind} mixes positions by {name}, which would see only those of one rank"
-    if not attentions and not mixers:
-        yield f"{kind} computes no attention through transformers' AttentionInterface"
-    for path, module in layer.named_modules():
-        if _CROSS.search(path.rpartition(".")[2]) and any(map(is_attention, module.modules())):
-            yield f"{kind} has cross-attention ({path})"
-        if computes_positions(type(module)) and module not in mixers:
-            yield f"{type(module).__name__} computes positions itself, and would compute only those of one rank"
-    for attention in attentions:
-        yield from _attention_errors(attention, mode)
-
-
-def _is_mixer(module: nn.Module, in_attention: set[int]) -> bool:
-    """Return True if a module outside of attention mixes positions, judging by its class.
-
-    `in_attention` are the ids of the modules inside attention.
-    """
-    if isinstance(module, _MIXERS):
-        return True
-    is_named_so = _MIXER_NAMES.search(type(module).__name__) is not None
-    return is_named_so and id(module) not in in_attention and not any(map(is_attention, module.modules()))
-
-
-def _attention_errors(attention: nn.Module, mode: str) -> Iterator[str]:
-    """Yield the reasons why an attention module cannot compute on a sequence shard, judging by its source code.
-
-    It may call a function that cannot be replaced, use the mask itself, or pass arguments that would be ignored.
-    """
-    kind = type(attention)
-    name = kind.__name__
-    known = SUPPORTED_ARGUMENTS[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
-    if getattr(attention, "sinks", None) is None:
-        known |= {"s_aux"}  # None without sinks
-    other_functions = default_attentions(kind) - {EAGER_FUNCTION}
-    if mode == ALL_TO_ALL and other_functions and attention_name(attention.config) == EAGER:
-        yield (
-            f"{name} computes attention by {', '.join(sorted(other_functions))}, not by {EAGER_FUNCTION}, and "
-            "cannot be replaced"
-        )
-    if uses_mask(kind):
-        yield f"{name} uses the mask in its own code, but the mask is for the full sequence"
-    if unknown := sorted(attention_arguments(kind) - known):
-        yield f"{name} passes {', '.join(unknown)} to its attention, which {mode!r} does not support"
+def _cross_attentions(layers: Sequence[nn.Module]) -> list[str]:
+    """List layers with cross-attention, by the names of their modules: each rank would repeat the encoder's keys."""
+    return [
+        f"{type(layer).__name__} has cross-attention ({path})"
+        for layer in layers
+        for path, module in layer.named_modules()
+        if _CROSS.search(path.rpartition(".")[2]) and list(module.children())
+    ]

@@ -115,9 +115,16 @@ def _shard_attention(model: nn.Module, split: SequenceSplit) -> None:
         model.register_forward_hook(lambda module, args, outputs: drop_cache(outputs))
 
 
-def with_derived_entries(plan: StagePlan) -> StagePlan:
-    """Return a plan by which later stages, which receive only a shard, infer the length from the model's inputs."""
-    encoder = None if plan.encoder is None else with_derived_entries(plan.encoder)
+def with_derived_entries(plan: StagePlan, *, in_encoder: bool) -> StagePlan:
+    """Return a plan by which later stages, which receive only a shard, infer the length from the model's inputs.
+
+    Args:
+        plan: the plan of all layers.
+        in_encoder: the layers of its encoder compute on shards, too.
+    """
+    encoder = (
+        replace(plan.encoder, derives_entry_shapes=True) if plan.encoder and in_encoder else plan.encoder
+    )
     return replace(plan, derives_entry_shapes=True, encoder=encoder)
 
 
@@ -146,7 +153,7 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
         return errors
     layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
     local = [layer for layer in layers if not isinstance(layer, StandIn)]
-    errors = sequence_attention_errors(model, mode, local) if local else []
+    errors = sequence_attention_errors(model, local) if local else []
     heads = -(-getattr(getattr(model, "config", None), "num_attention_heads", 0) // split.tp_size)
     if mode == ALL_TO_ALL and 1 <= heads < size:
         errors.append(

@@ -12,12 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...cluster.collectives import all_reduce, paired
-from ...derive.logits import LogitsUse
 from ...pipeline.counted_loss import unobserved
-from ...pipeline.stage_plan import StagePlan, is_within
-from ..layers.forward_code import is_by_position, is_by_position_after_loops
 from ..layers.sequence_axis import SequenceAxis, gather_sequence, times_num_ranks
-from ..layers.vocabulary_loss import ShardedLogits, causal_logits_use, has_labels, route_causal_loss
+from ..layers.vocabulary_loss import ShardedLogits, has_labels, route_causal_loss
 
 
 @dataclass(frozen=True)
@@ -41,32 +38,8 @@ class SequenceParallelLogits(ShardedLogits):
         return gather_sequence(local, self.axis, self.length, is_on_sequence_axis=True)
 
 
-def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
-    """Return True if sequences may stay sharded from a model's last layer to its loss.
-
-    The loss must be transformers' causal loss, and the code between must compute each position independently.
-
-    Args:
-        model: the full model.
-        plan: the paths of its layers.
-        head: the path of its language-model head, or None.
-    """
-    if head is None or causal_logits_use(model, head) is LogitsUse.OTHER:
-        return False
-    exempt_paths = [*plan.kept_paths(model), head]
-    after_layers = [
-        module
-        for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-        and not any(is_within(name, path) for path in exempt_paths)
-    ]
-    names = plan.layers.split(".")[:-1]  # of the modules around the list of layers, the innermost last
-    containers = [model.get_submodule(".".join(names[: depth + 1])) for depth in range(len(names))]
-    return all(map(is_by_position, after_layers)) and all(map(is_by_position_after_loops, containers))
-
-
 def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
-    """Keep sequences sharded after the last layer in training calls with labels; for models that pass `stays_sharded`.
+    """Keep sequences sharded after the last layer in training calls with labels; for a policy with `keeps_sequences`.
 
     Args:
         model: a sharded model with its head.

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.models.beit import modeling_beit
 from transformers.models.gptj import modeling_gptj
 
 from echelon.verify.model_choice import ModelChoice
@@ -19,17 +18,15 @@ OWN_ATTENTION = {"bloom", "gemma2", "gpt_neo", "swinv2"} | _OLDER_GPTJ
 BUILT_ATTENTION = {"falcon", "sam", "sam_vision_model"}
 # Layers that work on windows of images, run several times, or depend on all positions.
 _NEVER = {"albert", "sam", "sam_vision_model", "swin", "swinv2"}
-# Since transformers 5.9 this includes BEiT; before, it gets the image's size as an argument.
-_KNOWS_POSITIONS = {"beit"} if hasattr(modeling_beit, "BeitMLP") else set()
 # Cross-attention, and attention that is only computed by the model's own code.
 _CROSS = {"bart", "blip-2", "marian", "mbart", "mt5", "pegasus", "t5", "umt5", "whisper"}
 _OWN_CODE = {"bloom", "falcon", "gpt_neo"} | _OLDER_GPTJ
 # The model types with a table that refuse a mode of sequence parallelism.
 REFUSED_MODES = {
-    "split_gather": _NEVER | _KNOWS_POSITIONS,
-    "ring": _NEVER | _KNOWS_POSITIONS,
-    "all_to_all": _NEVER | _CROSS | _OWN_CODE | {"beit"},
-    "ring_attn": _NEVER | _CROSS | _OWN_CODE | {"beit"},
+    "split_gather": _NEVER,
+    "ring": _NEVER,
+    "all_to_all": _NEVER | _CROSS | _OWN_CODE,
+    "ring_attn": _NEVER | _CROSS | _OWN_CODE | {"beit"},  # its relative positions are added to the mask
 }
 # Model types whose layers are not GradientCheckpointingLayer of transformers.
 NOT_RECOMPUTED = {"albert"}

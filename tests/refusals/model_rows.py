@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -282,17 +281,8 @@ def over_another_axis() -> None:
     plan_parallelism(Tower(), described(sub_module_replacement=(layer,))(), config)
 
 
-def without_config_of(*lists: str, **options: Any) -> Callable[[], Any]:
-    """Make a call for the policy of a model of lists of layers, with plans of transformers for each."""
-    model: Any = (
-        nn.ModuleDict({name: nn.ModuleList([nn.Linear(2, 2)]) for name in lists})
-        if lists
-        else nn.Linear(2, 2)
-    )
-    if lists:
-        plans = {f"{name}.*": "colwise" for name in lists}
-        model.config = SimpleNamespace(model_type="two_lists", base_model_tp_plan=plans)
-    return lambda: policy_for(model, **options)
+def without_config() -> None:
+    policy_for(nn.Linear(2, 2))
 
 
 def replaced(targets: tuple[Any, ...], native: nn.Module, words: str, **arguments: Any) -> list[Row]:
@@ -353,11 +343,8 @@ POLICIES: dict[str, Row] = {
             (Former, "Former has a method faults()", "call it config_errors(), without arguments"),
             (Plain, "Plain has no stage_plan, so pp_size must be 1"),
             (Elsewhere, "the stage plan names 'layers', and this Tower has no such module", "plan names 'embed'"))),
-        (without_config_of(), f"{NONE}: leave tp_size and pp_size at 1", "register a Table of its layers (docs/pol",
+        (without_config, f"{NONE}: leave tp_size and pp_size at 1", "register a Table of its layers (docs/pol",
             "the config of a Linear has no base_model_tp_plan or"),
-        (without_config_of(sequences_alone=True), f"{NONE}: leave enable_sequence_parallelism and sp_size out"),
-        (without_config_of("encoder", "decoder", sequences_alone=True), "plans for ['encoder', 'decoder']",
-            "'two_lists' has no table: leave enable"),
         # Its linear layers, and its embedding, are classes of their own.
         (lambda: proposed(double_copy_of("ibert")), "no linear layers widen and return to their width"),
         # Norms over all features lie between its projections.

@@ -6,9 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from echelon.cli.verify import sharding_errors
+from echelon.plugins.hybrid_config import HybridConfig
 from echelon.shardformer import policy_for
 from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.sharder import split_errors
+from echelon.verify.model_choice import ModelChoice
 
 from ...refusals.rows import message_of, missing
 from ...refusals.split_rows import SPLITS
@@ -47,6 +50,14 @@ def unchanged() -> str | None:
     return next((name for name, each in before.items() if after[name] != each), None)
 
 
+def refused_sequences() -> str | None:
+    """Return an error if the sequences of a state-space model are sharded."""
+    config = HybridConfig(sp_size=2, enable_sequence_parallelism=True)
+    return (
+        None if sharding_errors(ModelChoice(model_type="mamba"), config) else "Mamba's sequences are sharded"
+    )
+
+
 def in_parts() -> str | None:
     """Return the difference for two ranks with different shards."""
     return train("Qwen3ForCausalLM", 2, 1, QWEN3, "sizes")
@@ -69,6 +80,9 @@ def unenforced(target: str, name: str, change: Any = NO_ERRORS, *, quick: bool =
 
 
 FAULTS = {
+    "departures of sharded sequences are not looked at": fault(
+        "shardformer.split_trial:_sequence_departure", NOTHING, check=refused_sequences, num_ranks=1
+    ),
     "ties are not checked": unenforced(
         "shardformer.sharder:_report_ties", "a second head", NOTHING, quick=True
     ),
