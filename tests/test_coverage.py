@@ -37,7 +37,7 @@ def test_the_page_counts_by_family_and_gives_reasons(tmp_path: Path) -> None:
         "net": row("net", trains=True, convolutional=True, family="image classification"),
     }
     data, page = tmp_path / "coverage.json", tmp_path / "coverage.md"
-    assert make_page(plain=rows, data=data, page=page) == "coverage.md: 2 of 3 train"
+    assert make_page(rows=rows, data=data, page=page) == "coverage.md: 2 of 3 train"
     text = page.read_text()
     assert "| causal LM | 2 | 1 | 50 |" in text
     assert "| a package is missing | 1 | bad |" in text
