@@ -148,6 +148,7 @@ def run_types(
     from .page import make_page
 
     warnings.filterwarnings("ignore")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processes of `run_each` end, too
     number, count = options.part
     records, field = Records(name, released()), FIELDS[name]
     done = {
