@@ -11,6 +11,8 @@ from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
+import typer
+
 from .console import aligned, show_table
 
 Row = Mapping[str, Any]
@@ -35,7 +37,7 @@ NOT_BUILT = "not built here"
 # Records of what shards layers and what places them on stages: the field of their rows, and its meaning.
 SOURCES = {"splits": ("split", "layers sharded"), "stages": ("stages", "stages")}
 # Outcomes of layouts, those that decide about a cell first, and how a cell shows them.
-CELLS = {"departs": "no", "agrees": "yes", "fails": "fails", "refused": "–"}
+CELLS = {"departs": "no", "agrees": "yes", "fails": "err", "refused": "–"}
 # Kinds of reasons why a type is not built, the first that matches; the last are limits of the small configs and
 # batches, not of the types.
 REASONS = (
@@ -43,19 +45,19 @@ REASONS = (
     ("it refuses to train", r"[Tt]raining .*(not supported|not implemented)|does not support training"),
     ("a limit of time or memory", r"passed a limit"),
     ("it has no forward", r"required \"forward\""),
-    ("a step does not change the loss", r"after a step"),
+    ("no step changes the loss", r"after a step"),
     ("no small config was found", r"^(StrictDataclass|Ambiguous)"),
     ("no batch was found", r""),
 )
 LEGEND = """\
-TP PP  tensor parallelism, pipeline stages       ZeRO  replicas that shard states
+TP PP  tensor parallelism, pipeline stages       ZeRO  sharded optimizer states
 sg     split_gather       ring  ring              a2a  all_to_all
 ra     ring_attn                        (these four: sequence parallelism)
 heads  further classes of the type that agree, of those that were tried
-yes    three steps on processes have the numbers of one process; no: they have not
+yes    three steps on ranks have the numbers of one process; no: they have not
 –      refused, with a reason, before the training starts
-fails  an error, or a limit of time or memory; blank: not tried
-A type in full, with the reasons: echelon models NAME"""
+err    an error, or a limit of time or memory; blank: not tried
+One model type in full, with layouts and reasons: echelon models NAME"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,10 +258,14 @@ def reason_lines(types: Sequence[ModelType]) -> list[str]:
         columns_by_why: dict[str, list[str]] = {}
         for column, told in each.results.items():
             if told.outcome != "agrees":
-                columns_by_why.setdefault(f"{told.outcome}: {told.why}", []).append(column)
+                why = f"{told.outcome}: {told.why}"
+                columns_by_why.setdefault(why, []).append(column)
         if not each.is_built:
             columns_by_why = {f"{NOT_BUILT}: {each.reason}": []}
-        lines += [f"- {', '.join([each.name, *columns])} {why}" for why, columns in columns_by_why.items()]
+        lines += [
+            f"- {', '.join([each.name, *columns])} {' '.join(why.split())}"
+            for why, columns in columns_by_why.items()
+        ]
     return lines
 
 
@@ -272,8 +278,9 @@ def show_type(model_type: ModelType) -> None:
     heads = [_cells(head, deciding(outcomes)) for head, outcomes in model_type.heads.items()]
     kind = model_type.plain.get("class", "a class of another package")
     sources = "".join(f", {SOURCES[record][1]}: {source}" for record, source in model_type.sources.items())
+    typer.echo(f"{model_type.name} ({kind}){sources}; layouts of the usual class, and further classes:")
     show_table(
-        f"{model_type.name} ({kind}){sources}; layouts of the usual class, and further classes",
+        "",
         ("", ""),
         [*results, *layouts, *heads],
         sections=[len(results), len(results) + len(layouts)],
