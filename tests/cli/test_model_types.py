@@ -121,7 +121,7 @@ def test_a_terminal_of_80_columns_shows_every_type_percentages_and_a_legend(colu
     assert max(map(len, lines)) <= 80
     assert lines[-len(LEGEND.splitlines()) - 1 : -1] == LEGEND.splitlines()
     assert not any(line.startswith("- ") for line in lines)
-    assert any(line.startswith("llama ") and line.split()[1:8] == ["yes"] * 7 for line in lines)
+    assert any(line.startswith("mistral ") and line.split()[1:8] == ["yes"] * 7 for line in lines)
 
 
 def test_a_pipe_gets_the_reasons_too_and_neither_torch_nor_transformers_is_imported() -> None:
