@@ -57,7 +57,8 @@ heads  further classes of the type that agree, of those that were tried
 yes    three steps on ranks have the numbers of one process; no: they have not
 –      refused, with a reason, before the training starts
 err    an error, or a limit of time or memory; blank: not tried
-One model type in full, with layouts and reasons: echelon models NAME"""
+One model type in full, with layouts and reasons: echelon models NAME
+Types with a table or a plan, with every head and feature: echelon models"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +248,7 @@ def _shares(types: Sequence[ModelType]) -> list[str]:
     cells = []
     for column in COLUMNS:
         tried = [each.cell(column) for each in types if each.is_built and column in each.results]
-        cells.append(f"{100 * tried.count('yes') // len(tried)} %" if tried else "")
+        cells.append(f"{100 * tried.count('yes') // len(tried)}%" if tried else "")
     return cells
 
 

@@ -129,7 +129,7 @@ def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_pa
     rows = {"good": row("good", trains=True)}
     make_page(rows=rows, sequences={"good": good}, heads={"good/token": token | ABOUT}, data=data, page=page)
     text = page.read_text()
-    assert "| causal LM | 1 | 1 |  |  |  | 0 % | 0 % | 0 % | 100 % |" in text
+    assert "| causal LM | 1 | 1 |  |  |  | 0% | 0% | 0% | 100% |" in text
     assert "| dp2·zero2 | 1 | 0 | 0 | 0 |" in text and "| sp2·ring_attn | 0 | 0 | 0 | 1 |" in text
     assert (
         "- good, tp2·ring: w" in text and "- good, sp2·all_to_all, sp2·ring_attn: Good uses shape\n" in text

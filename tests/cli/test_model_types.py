@@ -107,9 +107,9 @@ def test_layouts_tell_about_axes_or_a_mode() -> None:
 
 def test_families_are_counted_in_percent_of_the_types_that_were_tried() -> None:
     rows = {name: cells for name, *cells in family_rows(types_of(COVERAGE))}
-    assert rows["causal LM"] == ["3", "2", "50 %", "0 %", "100 %", "", "", "0 %", "100 %"]
-    assert rows["convolutional"] == ["1", "1", "", "", "0 %", "", "", "", "100 %"]
-    assert rows["all"] == ["5", "4", "25 %", "25 %", "100 %", "", "", "0 %", "100 %"]
+    assert rows["causal LM"] == ["3", "2", "50%", "0%", "100%", "", "", "0%", "100%"]
+    assert rows["convolutional"] == ["1", "1", "", "", "0%", "", "", "", "100%"]
+    assert rows["all"] == ["5", "4", "25%", "25%", "100%", "", "", "0%", "100%"]
     assert [*rows] == ["family", "causal LM", "other", "all", "convolutional"]
 
 

@@ -40,6 +40,8 @@ _BEGINNING = re.compile(
     r"^(no (pipeline stages|split) of an? \w+ (are known|gives the numbers of one process)|"
     r"sequence_parallelism_mode='\w+'): "
 )
+_CLASS = re.compile(r"\ban? [A-Z]\w+(For|With|LMHead)[A-Z]\w+")
+_END = re.compile(r", and (model_type='.*' has no table|an? \w+ has none)$")
 _OUTCOMES = ("agrees", "departs", "fails", "refused")
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -91,7 +93,7 @@ def _page(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     lines = [
         "# Model types",
         "",
-        "Made by `make coverage`, not by hand, from [coverage.json](../cli/coverage.json), which is shipped.",
+        "Made by `make coverage`, not by hand, from `cli/coverage.json`, which is shipped.",
         "",
         about(kept),
         "",
@@ -128,7 +130,7 @@ def _page(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         ["reason", "types", ""],
         [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in REASONS if kind in kinds],
     )
-    lines += ["", "The first error of each is in [coverage.json](../cli/coverage.json)."]
+    lines += ["", "The first error of each is in `cli/coverage.json`."]
     return [
         *lines,
         *_stage_lines(rows, kept["stages"]),
@@ -328,7 +330,7 @@ def _listed_lines(record: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
             "",
             "Refused before the ranks start:",
             "",
-            *(line for row in present for line in _causes(row)),
+            *_cause_lines(present),
         ]
     return lines
 
@@ -362,21 +364,28 @@ def _head_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "Refused before the ranks start:",
         "",
-        *(line for row in rows for line in _causes(row)),
+        *_cause_lines(rows),
     ]
 
 
-def _causes(row: Mapping[str, Any]) -> list[str]:
-    """Return a line for each cause for which a type refuses layouts."""
-    layouts: dict[str, list[str]] = {}
-    for layout, why in row.get("refused", {}).items():
-        layouts.setdefault(_cause(why), []).append(layout)
-    return [f"- {row['type']}, {', '.join(names)}: {_text(cause)}" for cause, names in layouts.items()]
+def _cause_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each cause for which types refuse the same layouts."""
+    types: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        layouts: dict[str, list[str]] = {}
+        for layout, why in row.get("refused", {}).items():
+            layouts.setdefault(_cause(why), []).append(layout)
+        for cause, names in layouts.items():
+            types.setdefault((cause, *names), []).append(row["type"])
+    return [
+        f"- {', '.join([*names, *layouts])}: {_text(cause)}" for (cause, *layouts), names in types.items()
+    ]
 
 
 def _cause(why: str) -> str:
-    """Return the cause in a refusal, without its beginning, equal for all types, and without the advice."""
-    return re.split(r"\. Use pp_size=|: leave |: use another", _BEGINNING.sub("", why))[0]
+    """Return the cause in a refusal, without its beginning and end, equal for all types, and without the advice."""
+    cause = re.split(r"\. Use pp_size=|: leave |: use another", _BEGINNING.sub("", why))[0]
+    return _CLASS.sub("a model", _END.sub("", cause))
 
 
 def _outcome_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
