@@ -5,15 +5,14 @@
 
 A type is tried under tp2·pp2 and under pp3, whose stages have unequal numbers of layers; under what it does not refuse
 with data parallelism and ZeRO-1 otherwise. Or under the layouts of `LISTED`: five of three axes for the types that
-ColossalAI has policies for and 40 drawn by the date; sequence parallelism and ZeRO-2 for all. Or with each other class
-of these 60 types, under tp2·pp2. The order is drawn by a date, so a run that was ended has a fair sample, and goes on.
-An outcome is "agrees", "refused", "fails" (an error), or "departs": a silent departure, of which there must be none.
-One process for each type builds the small copy and derives stages and splits; the ranks are forked from it.
+ColossalAI has policies for and 40 drawn by the date; sequence parallelism and ZeRO-2 for all, these first. Or each
+other class of a type under tp2·pp2. The order is drawn by a date, so a run that was ended has a fair sample, and goes
+on. An outcome is "agrees", "refused", "fails" (an error), or "departs": a silent departure, of which there must be
+none. One process for each type builds the small copy and derives stages and splits; the ranks are forked from it.
 """
 
 import signal
 import time
-from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -60,14 +59,15 @@ def drawn_types(date: str = DRAWN) -> list[str]:
     return ordered_types(date)[: len(SEEDS) + NUM_DRAWN]
 
 
-def other_heads(model_types: Sequence[str]) -> list[str]:
-    """Return "type/head" for each class of these types but the usual one; not of types whose heads tests compare."""
-    from echelon.verify.model_choice import ModelChoice, heads_of
+def other_heads(date: str = DRAWN) -> list[str]:
+    """Return "type/head" for each class but the usual one, of all types but those whose heads tests compare."""
+    from echelon.derive.tasks import tasks_of
+    from echelon.verify.model_choice import ModelChoice
 
     names = []
-    for choice in (ModelChoice(model_type=model_type) for model_type in model_types):
+    for choice in (ModelChoice(model_type=name) for name in ordered_types(date)):
         if choice.is_generic:
-            head_of = {kind: head for head, kind in reversed(heads_of(choice.model_type).items())}
+            head_of = {kind: task.lower() for task, kind in reversed(tasks_of(choice.model_type).items())}
             others = [head for head in head_of.values() if head != choice.head_name]
             names += [f"{choice.model_type}/{head}" for head in reversed(others)]
     return names
@@ -227,7 +227,7 @@ if __name__ == "__main__":
         "two": None,
         "five": drawn_types,
         "sequences": ordered_types,
-        "heads": lambda date: other_heads(drawn_types(date)),
+        "heads": other_heads,
     }[choice]
     run_types(
         RECORDS[choice],
