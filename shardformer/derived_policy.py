@@ -33,6 +33,7 @@ class DerivedPolicy(TablePolicy):
             table = Table(stage=(), divisible=(), tensor_errors=(reason,))
         super().__init__(table)
         self._full_model, self._is_proposed = model, False
+        self._has_no_plan = bool(table.tensor_errors)
 
     def stage_plan(self) -> StagePlan | None:  # type: ignore[override]
         """Return the plan that was derived from a small copy; without a pipeline the list of layers of the table."""
@@ -58,7 +59,12 @@ class DerivedPolicy(TablePolicy):
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Set the requested axes and options; for a tensor axis first derive the table by trial on a small copy."""
         if shard_config.tensor_parallel_size > 1:
-            self.table = self._table_for_newest = self._table_for_tensor_axis
+            if self._has_no_plan and shard_config.sequence_split is not None:
+                # No split need be tried: `config_errors` refuses sequence parallelism by a proposed one.
+                table, self._is_proposed = replace(self.table, tensor_errors=()), True
+            else:
+                table = self._table_for_tensor_axis
+            self.table = self._table_for_newest = table
         super().set_shard_config(shard_config)
 
     @cached_property

@@ -6,8 +6,10 @@ import pytest
 import transformers
 from torch import nn
 
+from echelon.cli.verify import sharding_errors
 from echelon.derive.build import Copy, small_copy
 from echelon.derive.double import in_double
+from echelon.shardformer import derived_policy
 from echelon.shardformer.derived import dropouts_of
 from echelon.shardformer.derived_policy import DerivedPolicy
 from echelon.shardformer.proposed import proposed_table
@@ -15,6 +17,8 @@ from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.table import RegionDropout, Table, table_for
+from echelon.verify.layout_choice import Layout
+from echelon.verify.model_choice import ModelChoice
 
 from ..derive.copies import double_copy_of
 
@@ -144,3 +148,12 @@ def test_a_type_without_such_layers_is_refused_with_the_reason() -> None:
         "no split of a MambaForCausalLM gives the numbers of one process: the layers backbone.layers: "
         in error
     )
+
+
+def test_sequence_parallelism_without_a_table_is_refused_before_a_split_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(derived_policy, "split_departure")
+    layout = Layout(tp=2, sequence="split_gather")
+    (error,) = sharding_errors(ModelChoice(model_type="biogpt"), layout.config)
+    assert error.startswith("sequence parallelism needs a table, and a BioGptForCausalLM has none")
