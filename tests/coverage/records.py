@@ -8,6 +8,7 @@ import random
 import resource
 import selectors
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -148,7 +149,7 @@ def run_types(
     from .page import make_page
 
     warnings.filterwarnings("ignore")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processes of `run_each` end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of `run_each` end, too
     number, count = options.part
     records, field = Records(name, released()), FIELDS[name]
     done = {
