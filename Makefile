@@ -58,7 +58,7 @@ help:
 	@echo "make test-older quick tests with $(OLDER), then with $(OLDEST_TORCH) and $(BESIDE_IT)"
 	@echo "make test-newest quick tests with the newest torch, transformers and peft that pip finds"
 	@echo "make releases   add the last runs to the table of releases, docs/releases.md"
-	@echo "make coverage   which model types train, and which of them Echelon splits as in one process; PART=3/16 for a part, goes on where it was ended"
+	@echo "make coverage   which model types train, and what of Echelon agrees with one process (echelon models --all); PART=3/16 for a part, goes on where it was ended"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make lint       lint and type check"
 	@echo "make format     rewrite the sources in the house format"
@@ -97,7 +97,7 @@ releases: $(READY)
 	$(BIN)/python -m tests.releases
 
 coverage: $(READY)
-	for record in plain stages splits parity; do \
+	for record in plain stages splits $(foreach layouts,two five sequences heads,"parity --layouts $(layouts)"); do \
 		OMP_NUM_THREADS=1 $(BIN)/python -m tests.coverage.$$record --part $(PART) || exit; \
 	done
 

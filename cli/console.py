@@ -56,3 +56,12 @@ def picture_errors(option: str, path: Path) -> list[str]:
     except ImportError as error:
         errors.append(str(error))
     return errors
+
+
+def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
+    """Return lines of cells, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        between.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]

@@ -1,4 +1,7 @@
-"""`echelon models`: the last results of the parity check, as a table, for one model, and as docs/models.md."""
+"""`echelon models`: the last results of the parity check, as a table, for one model, and as docs/models.md.
+
+Those of `--all` are in model_types.py.
+"""
 
 import json
 import re
@@ -13,12 +16,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .console import refuse, show_table
+from .console import aligned, refuse, show_table
+from .model_types import LEGEND as LEGEND_OF_TYPES
+from .model_types import (
+    SEQUENCE_MODES,
+    about,
+    family_rows,
+    kept_coverage,
+    reason_lines,
+    show_type,
+    type_lines,
+    types_of,
+)
 
 # By head and layout: True if the layout trained like one process.
 Outcomes = Mapping[str, Mapping[str, bool]]
 
-SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 # Features that a model can be trained with besides a layout, by their names in the matrix.
 FEATURES = (
     *("lazy initialization", "flash attention", "xFormers", "fused operators", "fused norm"),
@@ -252,41 +265,85 @@ def models(
             help="Show this model type in full, or all that start with this prefix.", show_default=False
         ),
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help=(
+                "Is my model supported? Every model type of transformers: what agrees with one process under tensor "
+                "parallelism, pipelines, the modes of sequence parallelism and ZeRO; what is refused, or not built "
+                "here, and why; percentages by family."
+            ),
+        ),
+    ] = False,
     markdown: Annotated[bool, typer.Option(help="Print the page docs/models.md.")] = False,
 ) -> None:
     """Show the last results of the parity check: every model type, all its heads, tied and untied, and its features.
 
     "yes": every head trains under the layout like in one process, over three steps and unequal microbatches.
     A terminal shows a table of 80 columns with a legend, a pipe gets the full page. `echelon verify` tests a single
-    layout on this machine.
+    layout on this machine. These types are tried with every head and feature; --all has the others.
     """
-    kept, console = kept_matrix(), Console()
-    rows = rows_of(kept)
+    if markdown and (every or name is not None):
+        other = "--all" if every else repr(name)
+        refuse("models", [f"--markdown prints all types of docs/models.md: leave {other} out"])
     if name is not None:
-        named = [] if markdown else rows_named(name, rows)
-        unknown = (
-            f"--markdown prints all model types: leave {name!r} out" if markdown else _unknown(name, rows)
-        )
-        refuse("models", [] if named else [unknown])
-        for row in named:
-            show_row(row, layouts_of(rows))
-        typer.echo(f"{versions(kept)}.")
-    elif console.is_terminal and not markdown:
-        typer.echo("\n".join([*short_lines(rows), "", LEGEND, f"{versions(kept)}."]))
+        _show_named(name, from_all=every)
+    elif every:
+        _show_all()
     else:
-        typer.echo(page(kept), nl=False)
+        kept, console = kept_matrix(), Console()
+        if console.is_terminal and not markdown:
+            typer.echo("\n".join([*short_lines(rows_of(kept)), "", LEGEND, f"{versions(kept)}."]))
+        else:
+            typer.echo(page(kept), nl=False)
 
 
-def rows_named(name: str, rows: Sequence[ModelRow]) -> list[ModelRow]:
-    """Return the row of a model type, or else all rows whose names start with the given one."""
+def _show_named(name: str, *, from_all: bool) -> None:
+    """Print a type in full, or else all with this prefix: from the matrix, and types of `--all` that it does not have.
+
+    Args:
+        from_all: leave the matrix out.
+    """
+    kept, coverage = kept_matrix(), kept_coverage()
+    rows = [] if from_all else rows_of(kept)
+    known = {row.model_type for row in rows}
+    others = [each for each in types_of(coverage) if each.name not in known]
+    names = [*known, *(each.name for each in others)]
+    chosen = _named(name, names)
+    refuse("models", [] if chosen else [_unknown(name, names)])
+    named_rows = [row for row in rows if row.model_type in chosen]
+    for row in named_rows:
+        show_row(row, layouts_of(rows))
+    if named_rows:
+        typer.echo(f"{versions(kept)}.")
+    named_types = [each for each in others if each.name in chosen]
+    for each in named_types:
+        show_type(each)
+    if named_types:
+        typer.echo(about(coverage))
+
+
+def _show_all() -> None:
+    """Print a line for each type, percentages by family and a legend; if not to a terminal, also all reasons."""
+    coverage = kept_coverage()
+    types = types_of(coverage)
+    lines = [*type_lines(types), "", *aligned(family_rows(types), between="  "), "", LEGEND_OF_TYPES]
+    if not Console().is_terminal:
+        lines += ["", "Reasons:", *reason_lines(types)]
+    typer.echo("\n".join([*lines, about(coverage)]))
+
+
+def _named(name: str, names: Sequence[str]) -> set[str]:
+    """Return the name itself if there is such a model type, or else all that start with it."""
     wanted = name.lower()
-    exact = [row for row in rows if row.model_type.lower() == wanted]
-    return exact or [row for row in rows if row.model_type.lower().startswith(wanted)]
+    exact = {each for each in names if each.lower() == wanted}
+    return exact or {each for each in names if each.lower().startswith(wanted)}
 
 
-def _unknown(name: str, rows: Sequence[ModelRow]) -> str:
-    """Return the error of a model type that has no row."""
-    close = get_close_matches(name.lower(), [row.model_type for row in rows])
+def _unknown(name: str, names: Sequence[str]) -> str:
+    """Return the error of a name that no model type has."""
+    close = get_close_matches(name.lower(), names)
     meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
     return (
         f"no model type {name!r} was tried: {meant}`echelon verify --model {name}` tries one of transformers, and "
@@ -310,15 +367,6 @@ def _short(row: ModelRow, columns: Mapping[str, Callable[[ModelRow], str]]) -> l
 def _more(row: ModelRow) -> str:
     further = [counts for layout, counts in row.cells.items() if layout not in AXES]
     return f"{sum(tried == agreed for tried, agreed in further)}/{len(further)}" if further else ""
-
-
-def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
-    """Return lines of cells, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        between.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
 
 
 def show_row(row: ModelRow, layouts: Sequence[str]) -> None:

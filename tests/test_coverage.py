@@ -4,11 +4,14 @@ import json
 import os
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+
+from echelon.verify.model_choice import heads_of
 
 from .coverage import parity
 from .coverage.page import DATA, PAGE, make_page
@@ -37,7 +40,7 @@ def test_the_page_counts_by_family_and_gives_reasons(tmp_path: Path) -> None:
         "net": row("net", trains=True, convolutional=True, family="image classification"),
     }
     data, page = tmp_path / "coverage.json", tmp_path / "coverage.md"
-    assert make_page(plain=rows, data=data, page=page) == "coverage.md: 2 of 3 train"
+    assert make_page(rows=rows, data=data, page=page) == "coverage.md: 2 of 3 train"
     text = page.read_text()
     assert "| causal LM | 2 | 1 | 50 |" in text
     assert "| a package is missing | 1 | bad |" in text
@@ -93,6 +96,48 @@ def test_types_for_five_layouts_are_the_seeds_and_others_drawn_by_the_date() -> 
     types = parity.drawn_types("2026-11-28")
     assert types == parity.drawn_types("2026-11-28") != parity.drawn_types("2026-11-29")
     assert len(types) == len(set(types)) == len(parity.SEEDS) + 40
+    everything = parity.ordered_types()
+    assert everything[: len(types)] == types == parity.drawn_types()
+    convolutional = trained_types(convolutional=True)
+    assert everything[-len(convolutional) :] == convolutional
+    assert set(everything) == {*trained_types(), *convolutional, *parity.SEEDS}
+
+
+def test_heads_are_the_classes_beside_the_usual_one() -> None:
+    by_type: dict[str, list[str]] = {}
+    for name in parity.other_heads():
+        model_type, _, head = name.partition("/")
+        by_type.setdefault(model_type, []).append(head)
+    assert "llama" not in by_type  # tests compare all of its heads
+    assert "audio_classification" in by_type["wavlm"] and "ctc" not in by_type["wavlm"]
+    assert len({heads_of("wavlm")[head] for head in by_type["wavlm"]}) == len(by_type["wavlm"])
+
+
+def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_path: Path) -> None:
+    data, page = tmp_path / "coverage.json", tmp_path / "coverage.md"
+    causes = {
+        f"sp2·{mode}": f"sequence_parallelism_mode={mode!r}: Good uses shape: use another sequence_parallelism_mode"
+        for mode in ("all_to_all", "ring_attn")
+    }
+    layouts = [
+        {"layout": "dp2·zero2", "outcome": "agrees"},
+        {"layout": "tp2·ring", "outcome": "fails", "why": "w"},
+    ]
+    good = {"type": "good", "parity": "fails", "layouts": layouts, "refused": causes, **ABOUT}
+    token = {
+        "type": "good/token",
+        "parity": "agrees",
+        "layouts": [{"layout": "tp2·pp2", "outcome": "agrees"}],
+    }
+    rows = {"good": row("good", trains=True)}
+    make_page(rows=rows, sequences={"good": good}, heads={"good/token": token | ABOUT}, data=data, page=page)
+    text = page.read_text()
+    assert "| causal LM | 1 | 1 |  |  |  | 0% | 0% | 0% | 100% |" in text
+    assert "| dp2·zero2 | 1 | 0 | 0 | 0 |" in text and "| sp2·ring_attn | 0 | 0 | 0 | 1 |" in text
+    assert (
+        "- good, tp2·ring: w" in text and "- good, sp2·all_to_all, sp2·ring_attn: Good uses shape\n" in text
+    )
+    assert "| tp2·pp2 | 1 | 0 | 0 | 0 |" in text.partition("## Other heads")[2]
 
 
 def test_the_page_is_made_from_the_data() -> None:
@@ -166,10 +211,12 @@ def test_forked_ranks_answer_or_say_why_not(what: str, answers: list[Any]) -> No
 
 # Known departures, with the types, are in docs/coverage.md.
 @pytest.mark.slow
-def test_drawn_types_agree_with_one_process_or_refuse() -> None:
-    types = trained_types(datetime.now(UTC).strftime("%Y-%m-%d"))[:12]
-    known = {row["type"] for row in json.loads(DATA.read_text())["parity"] if row["parity"] == "departs"}
+@pytest.mark.parametrize(("layouts", "count"), [("two", 12), ("sequences", 6)])
+def test_drawn_types_agree_with_one_process_or_refuse(layouts: str, count: int) -> None:
+    types = trained_types(datetime.now(UTC).strftime("%Y-%m-%d"))[:count]
+    record = json.loads(DATA.read_text())[parity.RECORDS[layouts]]
+    known = {row["type"] for row in record if row["parity"] == "departs"}
     limits = {"cpu_seconds": parity.CPU_SECONDS, "wall_seconds": parity.WALL_SECONDS, "memory": parity.MEMORY}
-    rows = dict(run_each(parity.compared, types, jobs=1, **limits))
+    rows = dict(run_each(partial(parity.compared, layouts=layouts), types, jobs=1, **limits))
     assert not {name: row for name, row in rows.items() if row.get("parity") == "departs"}.keys() - known
-    assert sum(row.get("parity") == "agrees" for row in rows.values()) >= 6
+    assert sum(row.get("parity") == "agrees" for row in rows.values()) >= count // 2

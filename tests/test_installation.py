@@ -15,7 +15,7 @@ import pytest
 from .test_project import ROOT, module_name, package_sources, repository_files
 
 VERSION = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), flags=re.M)[0]
-DATA = {"echelon/py.typed", "echelon/cli/matrix.json"}
+DATA = {"echelon/py.typed", "echelon/cli/coverage.json", "echelon/cli/matrix.json"}
 # Imports everything that is public, and prints where it is, and which folders beside it can be imported.
 IMPORT = """
 import importlib, sys

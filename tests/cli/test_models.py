@@ -230,9 +230,12 @@ def test_a_part_of_a_run_keeps_the_rows_that_it_ran_in_other_processes(tmp_path:
 
 def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
     for arguments, reported in (
-        (["lama"], "echelon models: no model type 'lama' was tried: did you mean llama or laguna? If not, "),
+        (
+            ["lama"],
+            "echelon models: no model type 'lama' was tried: did you mean llama or mllama or llama4? If not, ",
+        ),
         (["zzz"], "no model type 'zzz' was tried: `echelon verify --model zzz` tries one"),
-        (["llama", "--markdown"], "--markdown prints all model types: leave 'llama' out"),
+        (["llama", "--markdown"], "--markdown prints all types of docs/models.md: leave 'llama' out"),
     ):
         result = CliRunner().invoke(app, ["models", *arguments])
         assert (result.exit_code, reported in result.output) == (2, True), result.output

@@ -1,16 +1,18 @@
-"""The page docs/coverage.md, from the rows of a run."""
+"""The page docs/coverage.md and its data, cli/coverage.json, from the rows of a run."""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..matrix import ROOT
-from .parity import CAUSES, SEEDS, five_layouts
+from echelon.cli.model_types import REASONS, about, family_rows, types_of
 
-DATA = ROOT / "docs" / "coverage.json"
+from ..matrix import ROOT
+from .parity import CAUSES, LISTED, SEEDS, listed_layouts
+
+DATA = ROOT / "cli" / "coverage.json"  # shipped, for `echelon models --all`
 PAGE = ROOT / "docs" / "coverage.md"
 _KEPT = {
     "rows": ("type", "class", "task", "family", "trains", "convolutional", "parameters", "unused", "reason"),
@@ -29,56 +31,46 @@ _KEPT = {
         "why",
     ),
     "splits": ("type", "split", "seconds", "why"),
-    "parity": ("type", "parity", "layouts", "refused", "why"),
-    "five": ("type", "parity", "layouts", "refused", "why"),
+    **dict.fromkeys(
+        ("parity", "five", "sequences", "heads"), ("type", "parity", "layouts", "refused", "why")
+    ),
 }
 _ABSENT = "is not a model type of transformers"  # in the refusal of verify
+_BEGINNING = re.compile(
+    r"^(no (pipeline stages|split) of an? \w+ (are known|gives the numbers of one process)|"
+    r"sequence_parallelism_mode='\w+'): "
+)
+_CLASS = re.compile(r"\ban? [A-Z]\w+(For|With|LMHead)[A-Z]\w+")
+_END = re.compile(r", and (model_type='.*' has no table|an? \w+ has none)$")
 _OUTCOMES = ("agrees", "departs", "fails", "refused")
 Rows = Mapping[str, Mapping[str, Any]]
-# Kinds of reasons, the first that matches; the last are limits of the small configs and batches, not of the types.
-_KINDS = (
-    ("a package is missing", r"requires the (\w+) library"),
-    ("it refuses to train", r"[Tt]raining .*(not supported|not implemented)|does not support training"),
-    ("a limit of time or memory", r"passed a limit"),
-    ("it has no forward", r"required \"forward\""),
-    ("a step does not change the loss", r"after a step"),
-    ("no small config was found", r"^(StrictDataclass|Ambiguous)"),
-    ("no batch was found", r""),
-)
 
 
-def make_page(
-    *,
-    plain: Rows | None = None,
-    stages: Rows | None = None,
-    splits: Rows | None = None,
-    parity: Rows | None = None,
-    five: Rows | None = None,
-    data: Path = DATA,
-    page: Path = PAGE,
-) -> str:
-    """Replace the rows of these types in the data, and write the page; return a summary."""
+def make_page(*, data: Path = DATA, page: Path = PAGE, **records: Rows) -> str:
+    """Replace the rows of these types in the data, and write the page; return a summary.
+
+    Args:
+        data, page: the files.
+        records: rows by type of each record, a key of `_KEPT`.
+    """
     kept: dict[str, list[dict[str, Any]]] = json.loads(data.read_text()) if data.exists() else {}
-    kept = {name: rows for name, rows in kept.items() if name in _KEPT}
-    made = {"rows": plain, "stages": stages, "splits": splits, "parity": parity, "five": five}
-    for name, rows in made.items():
-        if rows is not None:
-            known = {_key(name, row): row for row in kept.get(name, ())}
-            known |= {_key(name, row): _short(row, _KEPT[name]) for row in rows.values()}
-            kept[name] = [known[key] for key in sorted(known)]
-        kept.setdefault(name, [])
+    kept = {name: kept.get(name, []) for name in _KEPT}
+    for name, rows in records.items():
+        known = {_key(name, row): row for row in kept[name]}
+        known |= {_key(name, row): _short(row, _KEPT[name]) for row in rows.values()}
+        kept[name] = [known[key] for key in sorted(known)]
     sections = (
         f' "{name}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
         for name, rows in kept.items()
     )
     data.write_text("{\n" + ",\n".join(sections) + "\n}\n")
-    page.write_text("\n".join(_page(**kept)) + "\n")
+    page.write_text("\n".join(_page(kept)) + "\n")
     return f"{page.name}: {sum(bool(row.get('trains')) for row in kept['rows'])} of {len(kept['rows'])} train"
 
 
 def _key(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the key of a row in its record: of five layouts, there are rows of several releases."""
-    return (row["type"], row["transformers"]) if name == "five" else (row["type"],)
+    """Return the key of a row in its record: of listed layouts, there are rows of several releases."""
+    return (row["type"], row["transformers"]) if name in LISTED else (row["type"],)
 
 
 def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -92,26 +84,25 @@ def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return found | texts
 
 
-def _page(
-    rows: Sequence[Mapping[str, Any]],
-    stages: Sequence[Mapping[str, Any]],
-    splits: Sequence[Mapping[str, Any]],
-    parity: Sequence[Mapping[str, Any]],
-    five: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    about = sorted({(row["commit"], row["torch"], row["transformers"]) for row in rows})
+def _page(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    rows = kept["rows"]
+    headings, *families = family_rows(types_of(kept))
     others = [row for row in rows if not row.get("convolutional")]
     convolutional = [row for row in rows if row.get("convolutional")]
     missing = [row for row in rows if not row.get("trains")]
     lines = [
-        "# Model types that train at all",
+        "# Model types",
         "",
-        "Made by `make coverage` (`python -m tests.coverage.plain`), not by hand.",
+        "Made by `make coverage`, not by hand, from `cli/coverage.json`, which is shipped.",
         "",
-        *(
-            f"torch {torch}, transformers {transformers}, commit {commit}."
-            for commit, torch, transformers in about
-        ),
+        about(kept),
+        "",
+        "Is my model supported? `echelon models --all` has a line for each of these types, and `echelon models NAME`",
+        "the reasons. % of the types that are built here and were tried, with the numbers of one process:",
+        "",
+        *_table(headings, families),
+        "",
+        "## Model types that train at all",
         "",
         "Every model type of transformers that has a class for a task: its usual class, built from a small config and",
         "given a synthetic batch, without Echelon. It trains if its loss in a plain loop has gradients, and is another",
@@ -128,24 +119,26 @@ def _page(
         "",
         f"{', '.join(row['type'] for row in convolutional if row.get('trains'))}.",
         "",
-        "## The others",
+        "## Types that do not train",
         "",
     ]
     kinds: dict[str, list[str]] = {}
     for row in missing:
-        kind = next(kind for kind, pattern in _KINDS if re.search(pattern, row.get("reason", "")))
+        kind = next(kind for kind, pattern in REASONS if re.search(pattern, row.get("reason", "")))
         kinds.setdefault(kind, []).append(row["type"])
     lines += _table(
         ["reason", "types", ""],
-        [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in _KINDS if kind in kinds],
+        [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in REASONS if kind in kinds],
     )
-    lines += ["", "The first error of each is in [coverage.json](coverage.json)."]
+    lines += ["", "The first error of each is in `cli/coverage.json`."]
     return [
         *lines,
-        *_stage_lines(rows, stages),
-        *_split_lines(rows, splits),
-        *_parity_lines(rows, parity),
-        *_five_lines(five),
+        *_stage_lines(rows, kept["stages"]),
+        *_split_lines(rows, kept["splits"]),
+        *_parity_lines(rows, kept["parity"]),
+        *_listed_lines("five", kept["five"]),
+        *_listed_lines("sequences", kept["sequences"]),
+        *_head_lines(kept["heads"]),
     ]
 
 
@@ -294,67 +287,105 @@ def _parity_lines(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[st
     return [*lines, "", f"Layouts that are refused before they start: {len(refused)}", "", *refused]
 
 
-def _five_lines(five: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the section on five layouts: counts by release and layout, and all that is not an agreement."""
-    if not five:
-        return []
-    lines = [
+_LISTED_TEXTS = {
+    "five": (
         "",
         "## Five layouts",
         "",
-        "As above, under each of five layouts (`python -m tests.coverage.parity --layouts five --date 2026-11-28`):",
+        "As above, under each of five layouts (`python -m tests.coverage.parity --layouts five`):",
         "the types that ColossalAI has policies for, with DeepSeek-V2 in place of DeepSeek-MoE, which is no type of",
         "transformers, and 40 others of those that train, drawn by the date. Those of ColossalAI:",
         f"{', '.join(SEEDS)}.",
-    ]
-    releases = sorted({(row["transformers"], row["torch"]) for row in five}, reverse=True)
+    ),
+    "sequences": (
+        "",
+        "## Sequences and ZeRO",
+        "",
+        "As above, under each mode of sequence parallelism ([sequence.md](sequence.md)) and ZeRO-2, on two ranks",
+        "(`python -m tests.coverage.parity --layouts sequences`): the same types, then all others",
+        "that train, and the convolutional ones.",
+    ),
+}
+
+
+def _listed_lines(record: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section on listed layouts: counts by release and layout, and all that is not an agreement."""
+    if not rows:
+        return []
+    lines = [*_LISTED_TEXTS[record]]
+    releases = sorted({(row["transformers"], row["torch"]) for row in rows}, reverse=True)
     for transformers, torch in releases:
-        tried = [row for row in five if (row["transformers"], row["torch"]) == (transformers, torch)]
+        tried = [row for row in rows if (row["transformers"], row["torch"]) == (transformers, torch)]
         absent = [row["type"] for row in tried if _ABSENT in row.get("why", "")]
-        rows = [row for row in tried if row["type"] not in absent]
-        counts: dict[str, Counter[str]] = {name: Counter() for name in five_layouts()}
-        for row in rows:
-            for layout in row.get("layouts", ()):
-                counts[layout["layout"]][layout["outcome"]] += 1
-            for layout in row.get("refused", ()):
-                counts[layout]["refused"] += 1
+        present = [row for row in tried if row["type"] not in absent]
         lines += [
             "",
             f"### transformers {transformers}",
             "",
-            f"torch {torch}, {len(rows)} types."
+            f"torch {torch}, {len(present)} types."
             + (f" Not in this release: {', '.join(absent)}." if absent else ""),
             "",
-            *_table(
-                ["layout", *_OUTCOMES],
-                [
-                    (layout, *(str(outcomes[outcome]) for outcome in _OUTCOMES))
-                    for layout, outcomes in counts.items()
-                ],
-            ),
-            *_outcome_lines(rows),
+            *_outcome_table(present, listed_layouts(record)),
+            *_outcome_lines(present),
             "",
             "Refused before the ranks start:",
             "",
-            *(line for row in rows for line in _causes(row)),
+            *_cause_lines(present),
         ]
     return lines
 
 
-def _causes(row: Mapping[str, Any]) -> list[str]:
-    """Return a line for each cause for which a type refuses layouts."""
-    layouts: dict[str, list[str]] = {}
-    for layout, why in row.get("refused", {}).items():
-        layouts.setdefault(_cause(why), []).append(layout)
-    return [f"- {row['type']}, {', '.join(names)}: {_text(cause)}" for cause, names in layouts.items()]
+def _outcome_table(rows: Sequence[Mapping[str, Any]], layouts: Iterable[str]) -> list[str]:
+    """Return a table of the outcomes of layouts; of those that no row has, too."""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in layouts}
+    for row in rows:
+        for layout in row.get("layouts", ()):
+            counts.setdefault(layout["layout"], Counter())[layout["outcome"]] += 1
+        for layout in row.get("refused", ()):
+            counts.setdefault(layout, Counter())["refused"] += 1
+    cells = [(name, *(str(outcomes[each]) for each in _OUTCOMES)) for name, outcomes in counts.items()]
+    return _table(["layout", *_OUTCOMES], cells)
+
+
+def _head_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section on classes for other tasks."""
+    if not rows:
+        return []
+    return [
+        "",
+        "## Other heads",
+        "",
+        "Types with each class for another task under tp2·pp2, or what of it is not refused",
+        "(`python -m tests.coverage.parity --layouts heads`), but for types whose heads the tests compare",
+        f"([models.md](models.md)): the types of the five layouts first, then others. {len(rows)} classes.",
+        "",
+        *_outcome_table(rows, ()),
+        *_outcome_lines(rows),
+        "",
+        "Refused before the ranks start:",
+        "",
+        *_cause_lines(rows),
+    ]
+
+
+def _cause_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each cause for which types refuse the same layouts."""
+    types: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        layouts: dict[str, list[str]] = {}
+        for layout, why in row.get("refused", {}).items():
+            layouts.setdefault(_cause(why), []).append(layout)
+        for cause, names in layouts.items():
+            types.setdefault((cause, *names), []).append(row["type"])
+    return [
+        f"- {', '.join([*names, *layouts])}: {_text(cause)}" for (cause, *layouts), names in types.items()
+    ]
 
 
 def _cause(why: str) -> str:
-    """Return the cause in a refusal, without its beginning, equal for all types, and without the advice."""
-    cause = re.sub(
-        r"^no (pipeline stages|split) of an? \w+ (are known|gives the numbers of one process): ", "", why
-    )
-    return re.split(r"\. Use pp_size=|: leave tp_size", cause)[0]
+    """Return the cause in a refusal, without its beginning and end, equal for all types, and without the advice."""
+    cause = re.split(r"\. Use pp_size=|: leave |: use another", _BEGINNING.sub("", why))[0]
+    return _CLASS.sub("a model", _END.sub("", cause))
 
 
 def _outcome_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

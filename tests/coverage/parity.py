@@ -1,13 +1,14 @@
 """Parity of every model type that trains: three steps of SGD on real ranks, beside one process.
 
     python -m tests.coverage.parity [--part 3/16] [--only TYPE ...] [--failed] [--date 2026-11-27] [--count 40]
-    python -m tests.coverage.parity --layouts five --date 2026-11-28
+    python -m tests.coverage.parity --layouts five|sequences|heads [...]
 
 A type is tried under tp2·pp2 and under pp3, whose stages have unequal numbers of layers; under what it does not refuse
-with data parallelism and ZeRO-1 otherwise. Or under five layouts, `FIVE`: the types that ColossalAI has policies for,
-and 40 drawn by the date. The order is drawn by a date, so a run that was ended has a fair sample, and goes on. An
-outcome is "agrees", "refused", "fails" (an error), or "departs": a silent departure, of which there must be none. One
-process for each type builds the small copy and derives stages and splits; the ranks are forked from it.
+with data parallelism and ZeRO-1 otherwise. Or under the layouts of `LISTED`: five of three axes for the types that
+ColossalAI has policies for and 40 drawn by the date; sequence parallelism and ZeRO-2 for all, these first. Or each
+other class of a type under tp2·pp2. The order is drawn by a date, so a run that was ended has a fair sample, and goes
+on. An outcome is "agrees", "refused", "fails" (an error), or "departs": a silent departure, of which there must be
+none. One process for each type builds the small copy and derives stages and splits; the ranks are forked from it.
 """
 
 import signal
@@ -20,14 +21,24 @@ from .records import run_options, run_types, trained_types
 
 CPU_SECONDS, WALL_SECONDS, MEMORY = 90, 400, 10 << 30
 # The record of each choice of layouts, which `--layouts` names.
-RECORDS = {"two": "parity", "five": "five"}
-FIVE = ({"tp": 2}, {"pp": 2}, {"pp": 3}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "zero": 1})
+RECORDS = {"two": "parity", "five": "five", "sequences": "sequences", "heads": "heads"}
+# Choices of layouts that are the same for all types: the settings of each.
+LISTED: dict[str, tuple[dict[str, Any], ...]] = {
+    "five": ({"tp": 2}, {"pp": 2}, {"pp": 3}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "zero": 1}),
+    "sequences": (
+        {"tp": 2, "sequence": "split_gather"},
+        {"tp": 2, "sequence": "ring"},
+        {"sp": 2, "sequence": "all_to_all"},
+        {"sp": 2, "sequence": "ring_attn"},
+        {"dp": 2, "zero": 2},
+    ),
+}
 # The types of ColossalAI's policies. That of DeepSeek-MoE, whose code is remote, is for DeepSeek-V2 here.
 SEEDS = (
     *("bert", "blip-2", "bloom", "chatglm", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gpt2", "gptj"),
     *("llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "sam", "t5", "vit", "whisper"),
 )
-NUM_DRAWN = 40
+DRAWN, NUM_DRAWN = "2026-11-28", 40  # by this date, so many others
 # Causes of failures that the ranks cannot report, for the page.
 CAUSES = {
     "rf_detr": "its loss all-reduces over the world by itself, where rank 0 waits alone as it trains in one process",
@@ -37,26 +48,47 @@ CAUSES = {
 _LONGEST_TEXT = 240
 
 
-def drawn_types(date: str | None) -> list[str]:
+def ordered_types(date: str = DRAWN) -> list[str]:
+    """Return all types that train: the seeds, others in an order drawn by a date, and the convolutional ones."""
+    others = [name for name in trained_types(date) if name not in SEEDS]
+    return [*SEEDS, *others, *trained_types(convolutional=True)]
+
+
+def drawn_types(date: str = DRAWN) -> list[str]:
     """Return the types for five layouts: the seeds, and others drawn by a date."""
-    drawn = [name for name in trained_types(date) if name not in SEEDS]
-    return [*SEEDS, *drawn[:NUM_DRAWN]]
+    return ordered_types(date)[: len(SEEDS) + NUM_DRAWN]
 
 
-def compared(model_type: str, *, layouts: str = "two") -> dict[str, Any]:
+def other_heads(date: str = DRAWN) -> list[str]:
+    """Return "type/head" for each class but the usual one, of all types but those whose heads tests compare."""
+    from echelon.derive.tasks import tasks_of
+    from echelon.verify.model_choice import ModelChoice
+
+    names = []
+    for choice in (ModelChoice(model_type=name) for name in ordered_types(date)):
+        if choice.is_generic:
+            head_of = {kind: task.lower() for task, kind in reversed(tasks_of(choice.model_type).items())}
+            others = [head for head in head_of.values() if head != choice.head_name]
+            names += [f"{choice.model_type}/{head}" for head in reversed(others)]
+    return names
+
+
+def compared(name: str, *, layouts: str = "two") -> dict[str, Any]:
     """Return the row of a model type: what it refuses, and the outcome under each of the layouts.
 
     Args:
-        model_type: of transformers.
+        name: a type of transformers, or "type/head".
         layouts: a key of `RECORDS`.
     """
     from echelon.verify.model_choice import ModelChoice
 
-    choice = ModelChoice(model_type=model_type)
+    model_type, _, head = name.partition("/")
+    choice = ModelChoice(model_type=model_type, head=head or None)
     if errors := choice.errors():
         return {"parity": "refused", "why": _shortened(errors[0]), "layouts": []}
     _derive_once()
-    possible, refused = {"two": _two_layouts, "five": _five_layouts}[layouts](choice)
+    choose = {"two": _two_layouts, "heads": _crossed_layouts}.get(layouts, partial(_listed, layouts=layouts))
+    possible, refused = choose(choice)
     rows = [_under(choice, layout) for layout in possible]
     # A trial that lacked memory is no refusal.
     out_of_memory = {name: why for name, why in refused.items() if "can't allocate memory" in why}
@@ -79,47 +111,47 @@ def _refusal(choice: Any, layout: Any) -> str | None:
     return _shortened(errors[-1]) if errors else None  # behind those of transformers' plan, that of the trial
 
 
-def _five_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
-    """Return the layouts of `FIVE` to try, and why others are refused, by layout."""
-    layouts = five_layouts()
-    refusals = {name: _refusal(choice, layout) for name, layout in layouts.items()}
-    possible = [layouts[name] for name, why in refusals.items() if why is None]
+def _listed(choice: Any, *, layouts: str) -> tuple[list[Any], dict[str, str]]:
+    """Return the layouts of a choice in `LISTED` to try, and why others are refused, by layout."""
+    by_name = listed_layouts(layouts)
+    refusals = {name: _refusal(choice, layout) for name, layout in by_name.items()}
+    possible = [by_name[name] for name, why in refusals.items() if why is None]
     return possible, {name: why for name, why in refusals.items() if why is not None}
 
 
-def five_layouts() -> dict[str, Any]:
-    """Return the layouts of `FIVE`, by name."""
+def listed_layouts(layouts: str) -> dict[str, Any]:
+    """Return the layouts of a choice in `LISTED`, by name."""
     from echelon.verify.layout_choice import Layout
 
-    layouts = [Layout(**sizes, max_norm=1.0) for sizes in FIVE]
-    return {_name(layout): layout for layout in layouts}
+    return {
+        _name(layout): layout for settings in LISTED[layouts] for layout in [Layout(**settings, max_norm=1.0)]
+    }
 
 
 def _two_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
-    """Return the layouts to try, and why others are refused, by layout."""
+    """Return `_crossed_layouts`, and with stages also a pipeline alone: of three stages if they are not refused."""
     from echelon.verify.layout_choice import Layout
 
-    refused: dict[str, str] = {}
-
-    def is_possible(name: str, layout: Layout) -> bool:
-        if why := _refusal(choice, layout):
-            refused[name] = why
-        return not why
-
-    if is_possible("tp2·pp2", Layout(tp=2, pp=2)):
-        layouts, has_stages = [Layout(tp=2, pp=2, max_norm=1.0)], True
-    else:
-        over_data = {"dp": 2, "zero": 1, "max_norm": 1.0}
-        has_stages, has_split = is_possible("pp2", Layout(pp=2)), is_possible("tp2", Layout(tp=2))
-        layouts = [Layout(tp=2, **over_data)] * has_split + [Layout(pp=2, **over_data)] * has_stages
-        layouts = layouts or [Layout(**over_data)]
-        if refused.keys() & {"pp2", "tp2"}:
-            del refused["tp2·pp2"]
-    if has_stages:
-        is_uneven = is_possible("pp3", Layout(pp=3))
-        refused.pop("pp3", None)
-        layouts.append(Layout(pp=3 if is_uneven else 2, max_norm=1.0))
+    layouts, refused = _crossed_layouts(choice)
+    if any(layout.pp > 1 for layout in layouts):
+        uneven = Layout(pp=3, max_norm=1.0)
+        layouts.append(Layout(pp=2, max_norm=1.0) if _refusal(choice, uneven) else uneven)
     return layouts, refused
+
+
+def _crossed_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
+    """Return tp2·pp2, or in its place each axis that is not refused with dp2·zero1; and why others are, by layout."""
+    from echelon.verify.layout_choice import Layout
+
+    crossed = Layout(tp=2, pp=2, max_norm=1.0)
+    if not (why := _refusal(choice, crossed)):
+        return [crossed], {}
+    over_data = {"dp": 2, "zero": 1, "max_norm": 1.0}
+    axes = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}
+    refusals = {name: _refusal(choice, Layout(**sizes)) for name, sizes in axes.items()}
+    possible = [Layout(**axes[name], **over_data) for name, refusal in refusals.items() if not refusal]
+    refused = {name: refusal for name, refusal in refusals.items() if refusal}
+    return possible or [Layout(**over_data)], refused or {"tp2·pp2": why}
 
 
 def _under(choice: Any, layout: Any) -> dict[str, Any]:
@@ -190,11 +222,18 @@ if __name__ == "__main__":
 
     options = run_options(__doc__, layouts=tuple(RECORDS))
     register_chatglm()
+    choice, date = options.layouts, options.date or DRAWN
+    types = {
+        "two": None,
+        "five": drawn_types,
+        "sequences": ordered_types,
+        "heads": other_heads,
+    }[choice]
     run_types(
-        RECORDS[options.layouts],
-        partial(compared, layouts=options.layouts),
+        RECORDS[choice],
+        partial(compared, layouts=choice),
         options,
-        types=drawn_types(options.date) if options.layouts == "five" else None,
+        types=types and types(date),
         cpu_seconds=CPU_SECONDS,
         wall_seconds=WALL_SECONDS,
         memory=MEMORY,

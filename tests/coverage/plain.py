@@ -102,7 +102,7 @@ def main() -> None:
             flush=True,
         )
     if set(model_types()) <= records.rows.keys():
-        print(make_page(plain=records.rows))
+        print(make_page(rows=records.rows))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import random
 import resource
 import selectors
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +19,11 @@ from typing import Any
 from ..matrix import ROOT, current_commit
 
 # The field of a record's rows that says how a type is supported, or one of `UNSUPPORTED`.
-FIELDS = {"stages": "stages", "splits": "split", "parity": "parity", "five": "parity"}
+FIELDS = {
+    "stages": "stages",
+    "splits": "split",
+    **dict.fromkeys(("parity", "five", "sequences", "heads"), "parity"),
+}
 UNSUPPORTED = ("refused", "fails", "departs")
 FOLDER = ROOT / "build" / "coverage"
 
@@ -144,6 +149,7 @@ def run_types(
     from .page import make_page
 
     warnings.filterwarnings("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of `run_each` end, too
     number, count = options.part
     records, field = Records(name, released()), FIELDS[name]
     done = {
@@ -174,12 +180,14 @@ def kept_rows(name: str, about: dict[str, str]) -> dict[str, dict[str, Any]]:
     return {row["type"]: row for row in rows if row["transformers"] == about["transformers"]}
 
 
-def trained_types(date: str | None = None) -> list[str]:
-    """Return the types that train and are not convolutional: in the order of their names, or drawn by a date."""
+def trained_types(date: str | None = None, *, convolutional: bool = False) -> list[str]:
+    """Return the types that train, convolutional or not: in the order of their names, or drawn by a date."""
     from .page import DATA
 
     known = json.loads(DATA.read_text())["rows"]
-    types = [row["type"] for row in known if row.get("trains") and not row.get("convolutional")]
+    types = [
+        row["type"] for row in known if row.get("trains") and bool(row.get("convolutional")) == convolutional
+    ]
     return types if date is None else random.Random(date).sample(types, len(types))
 
 
