@@ -50,14 +50,28 @@ FACTORS = {
 # Values with the same mechanism, used alternately: unsplit backwards with one stage per rank, split backwards, and two
 # names of one mode.
 SAME = {"1f1b": ("1f1b", "gpipe"), "zbv": ("zbv", "zbh1"), "split_gather": ("split_gather", "ring")}
+LATE = "ZeRO-1, parameters late"
 DATA = {
     None: {},
     "plain": dict(dp=2),
     "ZeRO-1": dict(dp=2, zero=1),
     "ZeRO-2": dict(dp=2, zero=2),
-    "ZeRO-1, parameters late": dict(dp=2, zero=1, overlap_allgather=True),
+    LATE: dict(dp=2, zero=1, overlap_allgather=True),
 }
 MOST_RANKS = 4
+# The quick rows have fewer values, of which some stand for several in turn.
+COARSE = {
+    **FACTORS,
+    "kind": tuple(kind for kind in KINDS if kind != "further decoders"),
+    "schedule": (None, "1f1b", "zbv"),
+    "data": (None, "ZeRO-1", "ZeRO-2"),
+}
+IN_TURN = {
+    **SAME,
+    "decoders": ("decoders", "further decoders"),
+    "1f1b": ("interleaved", "1f1b", "gpipe"),
+    "ZeRO-1": ("ZeRO-1", LATE, "plain"),
+}
 
 
 def layout_of(row: Row) -> Layout:
@@ -97,19 +111,27 @@ def is_valid(row: Row) -> bool:
 
 
 def covering_rows() -> Iterator[ParityRow]:
-    """Yield every pair of factors, quick, by the type of each kind that occurred least; and types that none has."""
+    """Yield every pair of factors by the type of each kind that occurred least, and types that none has.
+
+    Every pair of the coarse factors is quick.
+    """
     met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
     known = types_with_tables()
-    turns = {value: cycle(same) for value, same in SAME.items()}
-    for row in covering(FACTORS, is_valid):
+    coarse = covering(COARSE, is_valid)
+    others = [row for row in covering(FACTORS, is_valid) if row not in coarse]
+    quick, slow = ({value: cycle(same) for value, same in each.items()} for each in (IN_TURN, SAME))
+    for row, is_quick, turns in (
+        *((row, True, quick) for row in coarse),
+        *((row, False, slow) for row in others),
+    ):
+        row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
         able = [each for each in KINDS[row["kind"]] if takes(each, row) and each in known]
         model_type = min(able, key=lambda each: met[each])
         met[model_type] += 1
-        row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
         layout = layout_of(row)
         is_short = layout.schedule not in ("interleaved", "zbv") and model_type != "beit"
         choice = ModelChoice(model_type=model_type, tied=row["tied"], num_layers=2 if is_short else 4)
-        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True)
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=is_quick)
     for model_type in (each for each, count in met.items() if not count and each in known):
         choice = ModelChoice(model_type=model_type, num_layers=2)
         yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2)
@@ -172,7 +194,7 @@ FUSED_LOSS, OFFLOAD, REGATHER = ("enable_fused_loss",), ("activation_offload",),
 PRETRAINING, QUESTION = (ModelChoice(model_type="bert", head=head) for head in ("pretraining", "question"))
 AUXILIARY = ModelChoice(model_type="mixtral", settings=(("output_router_logits", True),))
 # A row is quick if no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, options
-# of ZeRO, models without a table, models with experts or latent attention, the loss in chunks, modules that are
+# of ZeRO, models without a table, models with experts, the loss in chunks, modules that are
 # recomputed by name, with inputs offloaded to the host, losses of several terms, sequences where a rank has an encoder
 # alone.
 QUICK_ROWS = (
@@ -180,7 +202,7 @@ QUICK_ROWS = (
     (ModelChoice(model_type="qwen2"), Layout(tp=4)),
     (TIED_LLAMA, ALL_OF_ZERO),
     (LLAMA, Layout(sp=4, sequence="ring_attn", inner_ring=2)),
-    *((ModelChoice(model_type=each), Layout(tp=2, pp=2)) for each in ("exaone_moe", "minicpm3")),
+    (ModelChoice(model_type="exaone_moe"), Layout(tp=2, pp=2)),
     (TIED_LLAMA, Layout(tp=2, pp=2, options=FUSED_LOSS)),
     (TIED_GPT2, Layout(sp=2, sequence="all_to_all", options=FUSED_LOSS)),
     (LLAMA, Layout(tp=2, pp=2, recompute=1.0, recompute_modules=("mlp",), options=OFFLOAD)),
@@ -194,6 +216,7 @@ LAYOUT_ROWS = (
     ),
     *product((PRETRAINING, QUESTION), (ALL_AXES, Layout(sp=2, dp=2, sequence="ring_attn"))),
     *((AUXILIARY, Layout(dp=2, zero=2, precision=each)) for each in ("fp16", "bf16")),
+    (ModelChoice(model_type="minicpm3"), Layout(tp=2, pp=2)),
     *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen3")),
     (TWO_LAYERS, Layout(tp=4)),
     # Smooth activations: with ReLU, a unit that switches sign by a rounding makes the gradients jump.

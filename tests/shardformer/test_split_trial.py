@@ -20,7 +20,11 @@ from ..derive.copies import double_copy_of
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "model_type", ["llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3", "albert", "swinv2"]
+    "model_type",
+    [
+        *("llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3", "albert"),
+        pytest.param("swinv2", marks=pytest.mark.slow),
+    ],
 )
 def test_tables_and_plans_give_the_numbers_of_the_whole(model_type: str, size: int) -> None:
     assert split_departure(double_copy_of(model_type), policy_for, size) is None
@@ -55,7 +59,7 @@ def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -
     [
         {"self_attn": "colwise", "self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"},
         {"mlp.down_proj": "rowwise"},
-        {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"},
+        pytest.param({"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}, marks=pytest.mark.slow),
         {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise"},
     ],
 )

@@ -69,9 +69,7 @@ def unenforced(target: str, name: str, change: Any = NO_ERRORS, *, quick: bool =
 
 
 FAULTS = {
-    "ties are not checked": unenforced(
-        "shardformer.sharder:_report_ties", "a second head", NOTHING, quick=True
-    ),
+    "ties are not checked": unenforced("shardformer.sharder:_report_ties", "a second head", NOTHING),
     "unsharded parameters among sharded ones are accepted": unenforced(
         f"{SPLIT}:LayerSplit.replicas", "whole among split", returning({})
     ),
