@@ -158,14 +158,7 @@ def run(optimizer: ShardedOptimizer, model: nn.Sequential, letter: str, seed: in
 )
 def test_sequences_of_calls_are_those_of_plain_torch(pool: Pool, stage: int, way: str) -> None:
     slices, arguments = WAYS[way]
-    pool.run(
-        3 if way == "plain collectives" and stage else 2,
-        with_slices,
-        slices,
-        check_programs,
-        stage,
-        arguments,
-    )
+    pool.run(3 if way == "plain collectives" else 2, with_slices, slices, check_programs, stage, arguments)
 
 
 def check_programs(stage: int, arguments: dict[str, Any]) -> None:
