@@ -37,7 +37,7 @@ def test_a_layer_that_does_not_sum_departs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = double_copy_of("qwen3_5_text").make(0)
+    model = double_copy_of("exaone4").make(0)
     assert split_errors(model, DerivedPolicy(model), tp_size=2) == []
     monkeypatch.setattr(layer_split, "PartialGrad", Replicated)
     policy = DerivedPolicy(model)
@@ -46,10 +46,10 @@ def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear, "reduce_from", lambda x, group: x)
     plan, none = split_errors(model, DerivedPolicy(model), tp_size=2)
     assert (
-        "transformers' plan of a Qwen3_5ForCausalLM departs from one process: the loss on 2 ranks is " in plan
+        "transformers' plan of a Exaone4ForCausalLM departs from one process: the loss on 2 ranks is " in plan
     )
     assert (
-        "no split of a Qwen3_5ForCausalLM gives the numbers of one process: " in none
+        "no split of a Exaone4ForCausalLM gives the numbers of one process: " in none
         and "tp_size at 1" in none
     )
 
