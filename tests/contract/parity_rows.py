@@ -3,7 +3,7 @@
 A row is quick if it belongs to a covering array, or is the only row of a feature.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, product
@@ -13,6 +13,7 @@ from echelon.verify.layout_choice import LEARNING_RATE, Layout, Training
 from echelon.verify.model_choice import ModelChoice
 
 from ..compiled import traced_layers
+from ..late_completion import late_completion
 from .covering import Row, covering
 from .expert_rows import expert_rows
 from .loss_rows import loss_rows
@@ -110,20 +111,14 @@ def is_valid(row: Row) -> bool:
     )
 
 
-def covering_rows() -> Iterator[ParityRow]:
-    """Yield every pair of factors by the type of each kind that occurred least, and types that none has.
-
-    Every pair of the coarse factors is quick.
-    """
+def array_rows(
+    factors: Mapping[str, Sequence[Any]], same: Mapping[str, Sequence[str]], **fields: Any
+) -> Iterator[ParityRow]:
+    """Yield every pair of factors, by the type of each kind that occurred least."""
     met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
     known = types_with_tables()
-    coarse = covering(COARSE, is_valid)
-    others = [row for row in covering(FACTORS, is_valid) if row not in coarse]
-    quick, slow = ({value: cycle(same) for value, same in each.items()} for each in (IN_TURN, SAME))
-    for row, is_quick, turns in (
-        *((row, True, quick) for row in coarse),
-        *((row, False, slow) for row in others),
-    ):
+    turns = {value: cycle(values) for value, values in same.items()}
+    for row in covering(factors, is_valid):
         row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
         able = [each for each in KINDS[row["kind"]] if takes(each, row) and each in known]
         model_type = min(able, key=lambda each: met[each])
@@ -131,10 +126,19 @@ def covering_rows() -> Iterator[ParityRow]:
         layout = layout_of(row)
         is_short = layout.schedule not in ("interleaved", "zbv") and model_type != "beit"
         choice = ModelChoice(model_type=model_type, tied=row["tied"], num_layers=2 if is_short else 4)
-        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=is_quick)
-    for model_type in (each for each, count in met.items() if not count and each in known):
-        choice = ModelChoice(model_type=model_type, num_layers=2)
-        yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2)
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, **fields)
+
+
+def covering_rows() -> Iterator[ParityRow]:
+    """Yield the array of all factors, that of the coarse ones, which is quick, and types that neither has."""
+    every = {str(row): row for row in array_rows(FACTORS, SAME, within=late_completion)}
+    quick = {str(row): row for row in array_rows(COARSE, IN_TURN, quick=True)}
+    yield from (every | quick).values()
+    met = {row.choice.model_type for row in (every | quick).values()}
+    for model_type in (each for types in KINDS.values() for each in types):
+        if model_type in types_with_tables() and model_type not in met:
+            choice = ModelChoice(model_type=model_type, num_layers=2)
+            yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2)
 
 
 # Schedules, and weights shared between stages.
