@@ -124,7 +124,7 @@ def array_rows(
         model_type = min(able, key=lambda each: met[each])
         met[model_type] += 1
         layout = layout_of(row)
-        is_short = layout.schedule not in ("interleaved", "zbv") and model_type != "beit"
+        is_short = layout.schedule not in ("interleaved", "zbv") and model_type not in ("beit", "gpt_neo")
         choice = ModelChoice(model_type=model_type, tied=row["tied"], num_layers=2 if is_short else 4)
         yield ParityRow(choice=choice, layout=layout, num_steps=2, **fields)
 
