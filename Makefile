@@ -29,8 +29,9 @@ SETTINGS := $(PYTHON) $(TORCH)
 OLDER_SETTINGS := $(SETTINGS) $(OLDER)
 
 # Several pytest processes, each with workers of its own: a distributed test waits more than it computes. A run writes its
-# counts and releases into build/releases, from which `make releases` makes docs/releases.md.
-PYTEST := OMP_NUM_THREADS=1 RELEASES=build/releases $(BIN)/pytest -n 3 --dist worksteal
+# counts and releases into build/releases, from which `make releases` makes docs/releases.md. Tests and the interpreters
+# that they start read their bytecode from files, whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 RELEASES=build/releases $(BIN)/pytest -n 3 --dist worksteal
 # Where `make test-newest` collects warnings of other packages.
 FOREIGN := build/warnings
 

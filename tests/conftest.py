@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests. Distributed tests run on the pool of pool.py."""
 
+import gc
 import os
 import runpy
 from collections.abc import Iterator
@@ -20,7 +21,13 @@ from . import foreign_warnings, matrix, releases
 from .matrix import pytest_collection_modifyitems, pytest_runtest_makereport
 from .pool import Pool
 
-__all__ = ["pool", "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_makereport"]
+__all__ = [
+    "pool",
+    "pytest_collection_finish",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_runtest_makereport",
+]
 foreign_warnings.install()
 
 
@@ -30,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     foreign_warnings.pytest_configure(config)
     matrix.pytest_configure(config)
     releases.pytest_configure(config)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude all modules and tests from later garbage collections."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -105,6 +105,8 @@ def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
     def begin(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> LateWork:
         outputs = [tensor for place in written_to for tensor in tensors_in(args[place])]
         inputs = [tensor for place in read for tensor in tensors_in(args[place])]
+        if any(tensor.is_meta for tensor in (*outputs, *inputs)):  # has no values that could be late
+            return method(group, *args, **kwargs)
         copies = {id(tensor): tensor.detach().clone() for tensor in (*outputs, *inputs)}
         work = method(group, *replaced(args, copies), **kwargs)
         for output in outputs:

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from collections.abc import Container, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,18 @@ def module_name(path: Path) -> str:
     return ".".join(("echelon", *path.relative_to(ROOT).with_suffix("").parts))
 
 
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree, which several tests walk."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imports(source: str, module: str) -> Iterator[tuple[int, bool, str]]:
     """Yield (line, relative, dotted name) of every import in `source`, the source of `module`.
 
     Each name of a `from` import counts separately: `from .. import zero` is an import of `echelon.zero`.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, False, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -135,7 +142,7 @@ def test_tests_and_examples_import_the_folders_through_echelon() -> None:
 def imported_modules(source: str, module: str, modules: Container[str]) -> set[str]:
     """Return those of `modules` that a source imports relatively, also under TYPE_CHECKING."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*module.split(".")[: -node.level], *([node.module] if node.module else [])]
             names = {".".join([*base, alias.name]) for alias in node.names}
@@ -216,7 +223,7 @@ def test_files_and_functions_are_short() -> None:
 
 def long_functions(source: str, path: str) -> Iterator[str]:
     """Return the functions of a source whose bodies have FUNCTION_LINES lines or more, as "path:function"."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and (node.end_lineno or 0) - node.body[0].lineno + 1 >= FUNCTION_LINES:
             yield f"{path}:{node.name}"
@@ -226,7 +233,7 @@ def communicating_calls(source: str) -> list[str]:
     """Return the calls of torch.distributed in a source that communicate."""
     return [
         node.func.attr
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if ast.unparse(node.func.value) in ("dist", "torch.distributed") and COMMUNICATE.match(node.func.attr)
     ]
@@ -247,7 +254,7 @@ def test_a_note_that_is_cited_exists() -> None:
 
 def docstrings(source: str) -> Iterator[str]:
     """Yield the docstrings of a source."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
 
@@ -335,7 +342,7 @@ def test_few_files_beside_cluster_communicate_by_themselves() -> None:
 
 def device_dependent_lines(source: str) -> list[int]:
     """Return the lines of a source that name CUDA, use its functions, or compare device kinds other than the CPU."""
-    return sorted({node.lineno for node in ast.walk(ast.parse(source)) if _depends_on_device(node)})
+    return sorted({node.lineno for node in nodes_of(source) if _depends_on_device(node)})
 
 
 def _depends_on_device(node: ast.AST) -> bool:
@@ -476,9 +483,7 @@ def test_import_graphs_follow_every_relative_import_without_links() -> None:
     """An import graph goes up from a file through folders with an `__init__.py`; the last one is the root."""
     for path in package_sources():
         folders = [folder for folder in path.resolve().parents if (folder / "__init__.py").exists()]
-        levels = [
-            each.level for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.ImportFrom)
-        ]
+        levels = [each.level for each in nodes_of(path.read_text()) if isinstance(each, ast.ImportFrom)]
         assert max(levels, default=0) <= len(folders) and folders[-1] == ROOT, path
 
 

@@ -17,7 +17,7 @@ SMALL = dict(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=128,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
 )

@@ -3,7 +3,7 @@
 A row is quick if it belongs to a covering array, or is the only row of a feature.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, product
@@ -13,6 +13,7 @@ from echelon.verify.layout_choice import LEARNING_RATE, Layout, Training
 from echelon.verify.model_choice import ModelChoice
 
 from ..compiled import traced_layers
+from ..late_completion import late_completion
 from .covering import Row, covering
 from .expert_rows import expert_rows
 from .loss_rows import loss_rows
@@ -50,14 +51,28 @@ FACTORS = {
 # Values with the same mechanism, used alternately: unsplit backwards with one stage per rank, split backwards, and two
 # names of one mode.
 SAME = {"1f1b": ("1f1b", "gpipe"), "zbv": ("zbv", "zbh1"), "split_gather": ("split_gather", "ring")}
+LATE = "ZeRO-1, parameters late"
 DATA = {
     None: {},
     "plain": dict(dp=2),
     "ZeRO-1": dict(dp=2, zero=1),
     "ZeRO-2": dict(dp=2, zero=2),
-    "ZeRO-1, parameters late": dict(dp=2, zero=1, overlap_allgather=True),
+    LATE: dict(dp=2, zero=1, overlap_allgather=True),
 }
 MOST_RANKS = 4
+# The quick rows have fewer values, of which some stand for several in turn.
+COARSE = {
+    **FACTORS,
+    "kind": tuple(kind for kind in KINDS if kind != "further decoders"),
+    "schedule": (None, "1f1b", "zbv"),
+    "data": (None, "ZeRO-1", "ZeRO-2"),
+}
+IN_TURN = {
+    **SAME,
+    "decoders": ("decoders", "further decoders"),
+    "1f1b": ("interleaved", "1f1b", "gpipe"),
+    "ZeRO-1": ("ZeRO-1", LATE, "plain"),
+}
 
 
 def layout_of(row: Row) -> Layout:
@@ -96,23 +111,34 @@ def is_valid(row: Row) -> bool:
     )
 
 
-def covering_rows() -> Iterator[ParityRow]:
-    """Yield every pair of factors, quick, by the type of each kind that occurred least; and types that none has."""
+def array_rows(
+    factors: Mapping[str, Sequence[Any]], same: Mapping[str, Sequence[str]], **fields: Any
+) -> Iterator[ParityRow]:
+    """Yield every pair of factors, by the type of each kind that occurred least."""
     met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
     known = types_with_tables()
-    turns = {value: cycle(same) for value, same in SAME.items()}
-    for row in covering(FACTORS, is_valid):
+    turns = {value: cycle(values) for value, values in same.items()}
+    for row in covering(factors, is_valid):
+        row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
         able = [each for each in KINDS[row["kind"]] if takes(each, row) and each in known]
         model_type = min(able, key=lambda each: met[each])
         met[model_type] += 1
-        row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
         layout = layout_of(row)
-        is_short = layout.schedule not in ("interleaved", "zbv") and model_type != "beit"
+        is_short = layout.schedule not in ("interleaved", "zbv") and model_type not in ("beit", "gpt_neo")
         choice = ModelChoice(model_type=model_type, tied=row["tied"], num_layers=2 if is_short else 4)
-        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True)
-    for model_type in (each for each, count in met.items() if not count and each in known):
-        choice = ModelChoice(model_type=model_type, num_layers=2)
-        yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2)
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, **fields)
+
+
+def covering_rows() -> Iterator[ParityRow]:
+    """Yield the array of all factors, that of the coarse ones, which is quick, and types that neither has."""
+    every = {str(row): row for row in array_rows(FACTORS, SAME, within=late_completion)}
+    quick = {str(row): row for row in array_rows(COARSE, IN_TURN, quick=True)}
+    yield from (every | quick).values()
+    met = {row.choice.model_type for row in (every | quick).values()}
+    for model_type in (each for types in KINDS.values() for each in types):
+        if model_type in types_with_tables() and model_type not in met:
+            choice = ModelChoice(model_type=model_type, num_layers=2)
+            yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2)
 
 
 # Schedules, and weights shared between stages.
@@ -172,7 +198,7 @@ FUSED_LOSS, OFFLOAD, REGATHER = ("enable_fused_loss",), ("activation_offload",),
 PRETRAINING, QUESTION = (ModelChoice(model_type="bert", head=head) for head in ("pretraining", "question"))
 AUXILIARY = ModelChoice(model_type="mixtral", settings=(("output_router_logits", True),))
 # A row is quick if no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, options
-# of ZeRO, models without a table, models with experts or latent attention, the loss in chunks, modules that are
+# of ZeRO, models without a table, models with experts, the loss in chunks, modules that are
 # recomputed by name, with inputs offloaded to the host, losses of several terms, sequences where a rank has an encoder
 # alone.
 QUICK_ROWS = (
@@ -180,7 +206,7 @@ QUICK_ROWS = (
     (ModelChoice(model_type="qwen2"), Layout(tp=4)),
     (TIED_LLAMA, ALL_OF_ZERO),
     (LLAMA, Layout(sp=4, sequence="ring_attn", inner_ring=2)),
-    *((ModelChoice(model_type=each), Layout(tp=2, pp=2)) for each in ("exaone_moe", "minicpm3")),
+    (ModelChoice(model_type="exaone_moe"), Layout(tp=2, pp=2)),
     (TIED_LLAMA, Layout(tp=2, pp=2, options=FUSED_LOSS)),
     (TIED_GPT2, Layout(sp=2, sequence="all_to_all", options=FUSED_LOSS)),
     (LLAMA, Layout(tp=2, pp=2, recompute=1.0, recompute_modules=("mlp",), options=OFFLOAD)),
@@ -194,6 +220,7 @@ LAYOUT_ROWS = (
     ),
     *product((PRETRAINING, QUESTION), (ALL_AXES, Layout(sp=2, dp=2, sequence="ring_attn"))),
     *((AUXILIARY, Layout(dp=2, zero=2, precision=each)) for each in ("fp16", "bf16")),
+    (ModelChoice(model_type="minicpm3"), Layout(tp=2, pp=2)),
     *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen3")),
     (TWO_LAYERS, Layout(tp=4)),
     # Smooth activations: with ReLU, a unit that switches sign by a rounding makes the gradients jump.

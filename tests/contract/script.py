@@ -13,7 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon import Booster, Plugin, ShardConfig, ShardFormer
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LazyInitContext,
+    LowLevelZeroPlugin,
+    PipelineGradientCheckpointConfig,
+    Plugin,
+    ShardConfig,
+    ShardFormer,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from echelon.pipeline.action import Action, Op
 from echelon.verify import reference
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.model_choice import ModelChoice
@@ -21,6 +33,7 @@ from echelon.verify.parity import make_optimizer
 
 NUM_STEPS, NUM_SAMPLES = 3, 8
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
+hybrid = partial(HybridParallelPlugin, precision="fp32", num_microbatches=2)
 
 
 def batch_of(choice: ModelChoice, step: int) -> dict[str, Tensor]:
@@ -130,3 +143,55 @@ def _mean(loss: float) -> float:
     total = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
+
+
+def global_loss(outputs: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the sum over tokens and their number: exact for a global batch under any layout."""
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels))
+
+
+def own_schedule() -> HybridParallelPlugin:
+    """Make a custom schedule: both microbatches forward, and backward in reverse order."""
+    schedule = [
+        [
+            *(Action(Op.FORWARD, stage, microbatch) for microbatch in (0, 1)),
+            *(Action(Op.BACKWARD, stage, microbatch) for microbatch in (1, 0)),
+        ]
+        for stage in (0, 1)
+    ]
+    return hybrid(pp_size=2, pp_style=schedule)
+
+
+def from_internevo() -> HybridParallelPlugin:
+    """Make a plugin by InternEvo's names for weight parallelism with sharded sequences."""
+    return HybridParallelPlugin.from_config(
+        dict(
+            data=dict(micro_num=2),
+            model=dict(dtype="torch.float32"),
+            parallel=dict(tensor=dict(size=2, mode="isp"), weight=dict(size=2)),
+        )
+    )
+
+
+SCRIPTS = {
+    "ShardFormer in a plain loop": Script(plugin=partial(shard_former, tensor_parallel_size=2)),
+    "an own schedule": Script(plugin=own_schedule),
+    "InternEvo's configuration": Script(plugin=from_internevo),
+    "LowLevelZeroPlugin": Script(plugin=partial(LowLevelZeroPlugin, stage=2, precision="fp32")),
+    "TorchDDPPlugin": Script(plugin=TorchDDPPlugin, by_calls=True),
+    "TorchFSDPPlugin": Script(plugin=partial(TorchFSDPPlugin, precision="fp32"), by_calls=True),
+    "a loss exact over the global batch": Script(
+        plugin=partial(hybrid, zero_stage=1, tp_size=1), criterion=global_loss
+    ),
+    "recomputed layers, by a number": Script(
+        plugin=partial(
+            hybrid,
+            tp_size=2,
+            gradient_checkpoint_config=PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1]),
+        )
+    ),
+    "a model built without memory": Script(
+        plugin=partial(hybrid, tp_size=2, pp_size=2), num_ranks=4, building=LazyInitContext
+    ),
+}

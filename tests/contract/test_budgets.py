@@ -16,15 +16,19 @@ from ..pool import Pool
 
 COMPARED = 3  # the first calls, which compare batches by messages between CPUs
 MICROBATCHES, SAMPLES, LENGTH, HIDDEN = 3, 2, 32, 64
-LAYOUTS = (
+QUICK = (
     Layout(tp=2, pp=2),
+    Layout(dp=2, zero=2),
+    Layout(tp=2, sequence="split_gather"),
+    Layout(sp=2, sequence="ring_attn"),
+    Layout(sp=2, sequence="all_to_all"),
+    Layout(dp=2, wp=2),
+)
+SLOW = (
     Layout(pp=2, dp=2, zero=1),
     Layout(tp=2, dp=2, zero=2),
     Layout(dp=4, zero=1),
     Layout(tp=4, sequence="split_gather"),
-    Layout(sp=2, sequence="ring_attn"),
-    Layout(sp=2, sequence="all_to_all"),
-    Layout(dp=2, wp=2),
 )
 
 
@@ -130,10 +134,7 @@ def _add(
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(layout, marks=[pytest.mark.slow] * (layout in (Layout(dp=4, zero=1), LAYOUTS[1])))
-        for layout in LAYOUTS
-    ],
+    [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)],
     ids=str,
 )
 def test_a_warm_step_costs_as_much_as_the_page_says(pool: Pool, layout: Layout) -> None:

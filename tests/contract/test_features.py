@@ -2,24 +2,14 @@
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from echelon import (
     Booster,
-    HybridParallelPlugin,
-    LazyInitContext,
-    LowLevelZeroPlugin,
-    PipelineGradientCheckpointConfig,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
 )
-from echelon.pipeline.action import Action, Op
 
 from ..booster import test_arguments, test_gather_for_metrics, test_metrics, test_nonfinite, test_traces
 from ..cli import test_doctor, test_plan
@@ -37,62 +27,9 @@ from . import (
     test_old_checkpoints,
     test_parity,
 )
-from .script import LLAMA, Script, shard_former
+from .script import LLAMA, SCRIPTS, hybrid
 
 FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
-hybrid = partial(HybridParallelPlugin, precision="fp32", num_microbatches=2)
-
-
-def global_loss(outputs: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum over tokens and their number: exact for a global batch under any layout."""
-    logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels))
-
-
-def own_schedule() -> HybridParallelPlugin:
-    """Make a custom schedule: both microbatches forward, and backward in reverse order."""
-    schedule = [
-        [
-            *(Action(Op.FORWARD, stage, microbatch) for microbatch in (0, 1)),
-            *(Action(Op.BACKWARD, stage, microbatch) for microbatch in (1, 0)),
-        ]
-        for stage in (0, 1)
-    ]
-    return hybrid(pp_size=2, pp_style=schedule)
-
-
-def from_internevo() -> HybridParallelPlugin:
-    """Make a plugin by InternEvo's names for weight parallelism with sharded sequences."""
-    return HybridParallelPlugin.from_config(
-        dict(
-            data=dict(micro_num=2),
-            model=dict(dtype="torch.float32"),
-            parallel=dict(tensor=dict(size=2, mode="isp"), weight=dict(size=2)),
-        )
-    )
-
-
-SCRIPTS = {
-    "ShardFormer in a plain loop": Script(plugin=partial(shard_former, tensor_parallel_size=2)),
-    "an own schedule": Script(plugin=own_schedule),
-    "InternEvo's configuration": Script(plugin=from_internevo),
-    "LowLevelZeroPlugin": Script(plugin=partial(LowLevelZeroPlugin, stage=2, precision="fp32")),
-    "TorchDDPPlugin": Script(plugin=TorchDDPPlugin, by_calls=True),
-    "TorchFSDPPlugin": Script(plugin=partial(TorchFSDPPlugin, precision="fp32"), by_calls=True),
-    "a loss exact over the global batch": Script(
-        plugin=partial(hybrid, zero_stage=1, tp_size=1), criterion=global_loss
-    ),
-    "recomputed layers, by a number": Script(
-        plugin=partial(
-            hybrid,
-            tp_size=2,
-            gradient_checkpoint_config=PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1]),
-        )
-    ),
-    "a model built without memory": Script(
-        plugin=partial(hybrid, tp_size=2, pp_size=2), num_ranks=4, building=LazyInitContext
-    ),
-}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -58,7 +58,8 @@ def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
     ("model_type", "layers", "everywhere", "sent"),
     [
         ("mamba", "backbone.layers", (), ()),
-        ("ctrl", "transformer.h", ("transformer.w",), ()),  # its weight is the head's, and read by a function
+        # Its weight is the head's, and read by a function.
+        pytest.param("ctrl", "transformer.h", ("transformer.w",), (), marks=pytest.mark.slow),
         ("bros", "bros.encoder.layer", (), ("bros.bbox_embeddings",)),  # read by every layer
         ("deberta", "deberta.encoder.layer", (), ()),  # layers return tuples
         pytest.param(

@@ -147,7 +147,7 @@ def stepped_in_both_ways(name: str | None, path: Path, plugin: str) -> list[str]
     [
         (None, "tp in bf16"),
         (None, "zero"),
-        (None, "ddp"),
+        pytest.param(None, "ddp", marks=pytest.mark.slow),
         (None, "fsdp"),
         ("llama", "tp in bf16"),
         *(
@@ -193,7 +193,7 @@ LAZY = LazyChoice(model_type="llama")
     ("makers", "seeds", "plugin"),
     [
         ((LAZY, LAZY), (0, 1), "tp in bf16"),
-        ((LAZY, LAZY), (0, 1), "fsdp"),
+        pytest.param((LAZY, LAZY), (0, 1), "fsdp", marks=pytest.mark.slow),
         ((LLAMA, LAZY), (0, 0), "tp in bf16"),
         (("copy", "other"), (0, 0), "tp in bf16"),
     ],

@@ -41,7 +41,7 @@ BUILT: dict[str, dict[str, object]] = {
     **{model_type: {} for model_type in OWN_ATTENTION & {"gptj"}},
 }
 REFUSED = UNKNOWN | DEPARTING | dict.fromkeys(BUILT, "build it with attn_implementation='flash_attention_2'")
-QUICK = ("llama", "gpt2", "bert", "bart")
+QUICK = ("llama", "bert", "bart")
 
 GROUPED = {"num_key_value_heads": 2}
 PADDED_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}

@@ -15,20 +15,23 @@ from .small_schedules import cases, random_schedule, written
 BOTH_ORDERS = pytest.mark.parametrize("ahead", [True, False])
 
 
-def schedules() -> Iterator[Schedule]:
-    """Yield all styles at small sizes, their evaluation, and random orders on random placements."""
+def schedules(ranks: int, microbatches: int, number: int) -> Iterator[Schedule]:
+    """Yield all styles up to these sizes, their evaluation, and a number of random orders on random placements."""
     generator = random.Random(1)
-    for name, p, m, v in cases(5, 7):
+    for name, p, m, v in cases(ranks, microbatches):
         yield (compute := build_schedule(name, p, m, v))
         yield forward_only(compute)
-    for _ in range(200):
+    for _ in range(number):
         yield random_schedule(generator)[0]
 
 
+@pytest.mark.parametrize("sizes", [(4, 6, 100), pytest.param((5, 7, 200), marks=pytest.mark.slow)])
 @BOTH_ORDERS
-def test_transfers_have_one_order_on_both_ends_and_every_schedule_ends_in_any_timing(ahead: bool) -> None:
+def test_transfers_have_one_order_on_both_ends_and_every_schedule_ends_in_any_timing(
+    ahead: bool, sizes: tuple[int, int, int]
+) -> None:
     generator = random.Random(0)
-    for compute in schedules():
+    for compute in schedules(*sizes):
         ordered = with_communication(compute, ahead=ahead)
         assert [[action for action in actions if action.op in COMPUTES] for actions in ordered] == compute
         for actions in ordered:

@@ -111,7 +111,7 @@ def run_random_schedules() -> None:
                 pipeline.check_train(pieces(num_microbatches + number, num_microbatches, seed))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_order_of_computations_on_any_placement_runs(pool: Pool, world_size: int) -> None:
     pool.run(world_size, run_random_schedules)
 

@@ -44,6 +44,7 @@ SHARED = [
     ModelChoice(model_type="albert", num_layers=5, settings=(("num_hidden_groups", 3),)),
     ModelChoice(model_type="albert", num_layers=3, settings=(("inner_group_num", 2),)),
 ]
+QUICK = (*heads("beit", "masked_image"), *SHARED[2:], replace(LLAMA, tied=True))
 UNEQUAL = replace(T5, tied=True, settings=(("num_layers", 3), ("num_decoder_layers", 5)))
 
 
@@ -114,10 +115,9 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
     "choice",
     [
         *(
-            pytest.param(each, marks=pytest.mark.slow if each.model_type in ("swin", "swinv2", "t5") else ())
-            for each in (*IMAGES, UNEQUAL)
+            pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK))
+            for each in (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))
         ),
-        *(*SHARED, replace(LLAMA, tied=True)),
     ],
     ids=name_of,
 )

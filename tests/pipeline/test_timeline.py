@@ -154,7 +154,7 @@ def test_an_svg_describes_the_box_at_the_pointer_and_keeps_text_as_text(tmp_path
     assert "rank 1 (stages 1, 2)" in [text.text for text in root.iter(f"{SVG}text")]
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".pdf", ".PNG"])
+@pytest.mark.parametrize("suffix", [".svg", ".pdf", pytest.param(".PNG", marks=pytest.mark.slow)])
 def test_equal_timelines_give_equal_files(tmp_path: Path, suffix: str) -> None:
     written = []
     for name in ("a", "b"):

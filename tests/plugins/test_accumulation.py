@@ -41,14 +41,18 @@ def averaged_by_one_process() -> list[float]:
     return figures
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(each, marks=[pytest.mark.slow] * ("zero_stage" in each)) for each in LAYOUTS],
+    ids=str,
+)
 def test_several_calls_are_averaged_as_by_one_process(pool: Pool, sizes: dict[str, Any]) -> None:
     tolerance = 2e-2 if sizes.get("precision") == "fp16" else 1e-5
     for found in pool.run(2, accumulate, sizes, by_calls=False):
         assert found == pytest.approx(averaged_by_one_process(), rel=tolerance)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_several_backwards_are_averaged_as_by_one_process(pool: Pool, stage: int) -> None:
     expected = averaged_by_one_process()[CALLS :: CALLS + 1]
     for found in pool.run(2, accumulate, {"zero_stage": stage}, by_calls=True):
@@ -190,24 +194,28 @@ MIXTURES = {
 }
 
 
+QUICK = ("bbc", "clc", "cslbc", "czlzc", "ccxl", "cxmlc", "cce")
+ALL = [(tuple(MIXTURES), *each) for each in ((0, False), (0, True), (2, False), (2, True))]
+
+
 @pytest.mark.parametrize(
-    ("stage", "overlaps"),
-    [
-        (2, True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, False), (0, True), (2, False))),
-    ],
+    ("orders", "stage", "overlaps"),
+    [(QUICK, 2, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL)],
+    ids=str,
 )
-def test_backwards_and_calls_before_a_step_add_up(pool: Pool, stage: int, *, overlaps: bool) -> None:
+def test_backwards_and_calls_before_a_step_add_up(
+    pool: Pool, orders: tuple[str, ...], stage: int, *, overlaps: bool
+) -> None:
     """As in plain torch, leftovers of a step without `zero_grad` count as well."""
-    for alone, *mixed in pool.run(2, norms_of_mixtures, stage, overlaps=overlaps):
-        expected = {order: pytest.approx(alone * number, rel=1e-5) for order, number in MIXTURES.items()}
-        assert dict(zip(MIXTURES, mixed, strict=True)) == expected
+    for alone, *mixed in pool.run(2, norms_of_mixtures, orders, stage, overlaps=overlaps):
+        expected = {order: pytest.approx(alone * MIXTURES[order], rel=1e-5) for order in orders}
+        assert dict(zip(orders, mixed, strict=True)) == expected
 
 
-def norms_of_mixtures(stage: int, *, overlaps: bool) -> list[float]:
-    """Return the norms of a call alone and of all mixtures."""
+def norms_of_mixtures(orders: tuple[str, ...], stage: int, *, overlaps: bool) -> list[float]:
+    """Return the norms of a call alone and of mixtures."""
     booster = hybrid(zero_stage=stage, num_microbatches=2, overlap_communication=overlaps)
-    return [norm_of(booster, order) for order in ("c", *MIXTURES)]
+    return [norm_of(booster, order) for order in ("c", *orders)]
 
 
 def test_a_call_adds_to_gradients_that_were_unscaled(pool: Pool) -> None:
@@ -281,7 +289,7 @@ def fail(booster: Any, model: Any, optimizer: Any, batch: Any) -> None:
     booster.execute_pipeline(iter(batches), model, criterion, optimizer)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_gradients_of_zeros_stay_zeros_when_a_call_fails(pool: Pool, stage: int) -> None:
     """With zeros, unlike None, a parameter decays in the next step."""
     assert pool.run(2, have_gradients, stage) == [(True, False)] * 2

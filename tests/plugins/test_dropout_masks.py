@@ -158,8 +158,9 @@ def test_ranks_that_compute_one_activation_drop_the_same_entries(pool: Pool, by_
     assert in_common(masks[0], masks[2]) == NEAR_A_HALF
 
 
-def test_ranks_with_different_tokens_drop_different_entries(pool: Pool) -> None:
-    masks = pool.run(4, masks_of, "hybrid", SEQUENCE)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_with_different_tokens_drop_different_entries(pool: Pool, size: int) -> None:
+    masks = pool.run(size, masks_of, "hybrid", SEQUENCE)
     for one, other in combinations(masks, 2):
         assert in_common(one, other) == NEAR_A_HALF
 
@@ -175,9 +176,9 @@ def losses_of(
 @pytest.mark.parametrize(
     ("kind", "sizes", "changed"),
     [
-        ("hybrid", {"zero_stage": 2}, RECOMPUTED),
+        pytest.param("hybrid", {"zero_stage": 2}, RECOMPUTED, marks=pytest.mark.slow),
         ("hybrid", {"pp_size": 2, "pp_style": "zbv"}, RECOMPUTED),
-        ("ddp", {}, {"change": "recomputed"}),
+        pytest.param("ddp", {}, {"change": "recomputed"}, marks=pytest.mark.slow),
         ("fsdp", {}, {"change": "recomputed"}),
         ("zero", {}, {"change": "called again", "by_calls": True}),
     ],
@@ -210,9 +211,7 @@ def test_a_compiled_model_drops_the_same_entries(pool: Pool, kind: str) -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [("hybrid", {"pp_size": 2}), pytest.param("ddp", {}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "sizes"), [("hybrid", {}), pytest.param("ddp", {}, marks=pytest.mark.slow)])
 def test_masks_follow_from_the_seed(pool: Pool, kind: str, sizes: dict[str, Any]) -> None:
     first = pool.run(2, losses_of, kind, sizes)
     assert pool.run(2, losses_of, kind, sizes) == first
@@ -220,11 +219,15 @@ def test_masks_follow_from_the_seed(pool: Pool, kind: str, sizes: dict[str, Any]
 
 
 def test_masks_do_not_depend_on_the_schedule_or_on_the_ranks_of_stages(pool: Pool) -> None:
-    expected = pool.run(4, losses_of, "hybrid", {"pp_size": 4})[0]
-    for style in ({"pp_style": "interleaved", "num_model_chunks": 2}, {"pp_style": "zbv"}):
-        assert pool.run(2, losses_of, "hybrid", {"pp_size": 2} | style)[0] == pytest.approx(
-            expected, rel=1e-5
-        )
+    interleaved = {"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}
+    expected = pytest.approx(pool.run(2, losses_of, "hybrid", interleaved)[0], rel=1e-5)
+    assert pool.run(2, losses_of, "hybrid", {"pp_size": 2, "pp_style": "zbv"})[0] == expected
+
+
+@pytest.mark.slow
+def test_masks_do_not_depend_on_the_number_of_ranks_of_stages(pool: Pool) -> None:
+    expected = pytest.approx(pool.run(4, losses_of, "hybrid", {"pp_size": 4})[0], rel=1e-5)
+    assert pool.run(2, losses_of, "hybrid", {"pp_size": 2, "pp_style": "zbv"})[0] == expected
 
 
 def mean_losses(sizes: dict[str, Any]) -> list[float]:
@@ -234,10 +237,11 @@ def mean_losses(sizes: dict[str, Any]) -> list[float]:
     return (losses / dist.get_world_size()).tolist()
 
 
-def test_masks_of_single_samples_do_not_depend_on_the_number_of_replicas(pool: Pool) -> None:
-    sizes = {"pp_size": 2, "num_microbatches": None, "microbatch_size": 1}
-    expected = pool.run(2, mean_losses, sizes)[0]
-    assert pool.run(4, mean_losses, sizes)[0] == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_masks_of_single_samples_do_not_depend_on_the_number_of_replicas(pool: Pool, stages: int) -> None:
+    sizes = {"pp_size": stages, "num_microbatches": None, "microbatch_size": 1}
+    expected = pool.run(stages, mean_losses, sizes)[0]
+    assert pool.run(2 * stages, mean_losses, sizes)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def seeded_losses(kind: str, sizes: dict[str, Any]) -> tuple[list[float], list[list[int]]]:
@@ -315,15 +319,18 @@ def changed_generators(kind: str, sizes: dict[str, Any], *, by_calls: bool, chan
 @pytest.mark.parametrize(
     ("size", "kind", "sizes", "by_calls", "change"),
     [
-        (1, "hybrid", {}, False, ""),
+        pytest.param(1, "hybrid", {}, False, "", marks=pytest.mark.slow),
         (1, "hybrid", {}, True, "called again"),
         pytest.param(1, "ddp", {}, True, "", marks=pytest.mark.slow),
         (1, "fsdp", {}, True, "recomputed"),
-        (2, "zero", {}, True, "called again"),
+        pytest.param(2, "zero", {}, True, "called again", marks=pytest.mark.slow),
         pytest.param(2, "hybrid", {"tp_size": 2}, False, "", marks=pytest.mark.slow),
         (2, "hybrid", {"tp_size": 2} | RECOMPUTED, True, ""),
         (2, "hybrid", SEQUENCE, False, ""),
-        (4, "hybrid", {"tp_size": 2, "pp_size": 2} | RECOMPUTED, False, ""),
+        (2, "hybrid", {"pp_size": 2} | RECOMPUTED, False, ""),
+        pytest.param(
+            *(4, "hybrid", {"tp_size": 2, "pp_size": 2} | RECOMPUTED, False, ""), marks=pytest.mark.slow
+        ),
         (2, "ddp", {}, True, "recomputed"),
         pytest.param(2, "fsdp", {}, True, "", marks=pytest.mark.slow),
     ],
@@ -356,14 +363,17 @@ def batches_drawn_by_the_script(sizes: dict[str, Any]) -> tuple[list[list[int]],
     return tokens, losses[0]
 
 
-def test_a_script_that_draws_its_batches_trains_on_the_same_data_under_every_layout(pool: Pool) -> None:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_script_that_draws_its_batches_trains_on_the_same_data_under_every_layout(
+    pool: Pool, tp: int
+) -> None:
     torch.manual_seed(1337)
     expected = [torch.randint(3, 60, (4, 8)).flatten().tolist() for _ in range(3)]
     tokens, loss = pool.run(1, batches_drawn_by_the_script, {})[0]
     assert tokens == expected
     layouts: list[tuple[int, dict[str, Any]]] = [
         (2, {}),
-        (4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
+        (2 * tp, {"tp_size": tp, "pp_size": 2, "num_microbatches": 2}),
     ]
     for size, sizes in layouts:
         for of_rank in pool.run(size, batches_drawn_by_the_script, sizes):

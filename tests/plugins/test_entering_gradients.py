@@ -217,39 +217,48 @@ RINGS, ON_SEQUENCES = (
 SLOW = ("ring_attn of 3", "all_to_all, tp", "zero 1")
 
 
-def layouts(*refused: str) -> list[Any]:
+QUICK = tuple(layout for layout in LAYOUTS if layout not in SLOW)
+
+
+def layouts(*refused: str, quick: tuple[str, ...] = QUICK) -> list[Any]:
     """Return the names of the layouts but for those that refuse a script."""
     return [
-        pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each
+        each if each in quick else pytest.param(each, marks=pytest.mark.slow)
         for each in LAYOUTS
         if each not in refused
     ]
 
 
+@pytest.mark.parametrize("layout", layouts())
+def test_gradients_of_embeddings_are_those_of_one_process(pool: Pool, layout: str) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    pool.run(num_ranks, compare, embeddings, **settings)
+
+
 @pytest.mark.parametrize(
     "script",
-    [embeddings, two_models, *(pytest.param(each, marks=pytest.mark.slow) for each in (prompts, looked_up))],
+    [two_models, *(pytest.param(each, marks=pytest.mark.slow) for each in (prompts, looked_up))],
 )
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("layout", layouts(quick=("ring_attn", "tp", "zero")))
 def test_gradients_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, script, **settings)
 
 
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("layout", layouts(quick=("all_to_all", "split_gather")))
 def test_gradients_of_an_inner_model_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, inner_model, LLAMA, **settings)
 
 
 @pytest.mark.parametrize("script", [pytest.param(scores, marks=pytest.mark.slow), scores_of_heads])
-@pytest.mark.parametrize("layout", layouts(*RINGS))
+@pytest.mark.parametrize("layout", layouts(*RINGS, quick=("all_to_all", "tp")))
 def test_gradients_of_learned_masks_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, script, **settings)
 
 
-@pytest.mark.parametrize("layout", layouts(*ON_SEQUENCES))
+@pytest.mark.parametrize("layout", layouts(*ON_SEQUENCES, quick=("split_gather", "tp")))
 def test_gradients_of_encoder_states_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, encoder_states, T5, **settings)
@@ -257,7 +266,7 @@ def test_gradients_of_encoder_states_are_those_of_one_process(pool: Pool, layout
         pool.run(num_ranks, compare, further_states, GPT2, **settings)
 
 
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("layout", layouts(quick=("ring_attn", "tp", "wp")))
 def test_gradients_of_trained_rotary_embeddings_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, tokens, LLAMA, with_trained_rotary, **settings)
@@ -297,7 +306,9 @@ def test_stages_sum_the_gradients_of_trained_rotary_embeddings(pool: Pool, class
     pool.run(2, compare_stages, class_name, ROTARIES[class_name])
 
 
-@pytest.mark.parametrize("layout", ["tp", "wp", "zero"])
+@pytest.mark.parametrize(
+    "layout", ["tp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("wp", "zero"))]
+)
 def test_gradients_of_a_layers_arguments_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
     pool.run(num_ranks, compare, rotations, LLAMA, **settings)

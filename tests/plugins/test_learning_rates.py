@@ -18,7 +18,7 @@ from .training import BERT, LLAMA, boosted, booster_of, hybrid, refused, share
 FOUR_LAYERS = replace(BERT, num_layers=4)  # two ranks of zbv have four stages
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_scheduler_of_the_returned_loss_acts_alike_on_all_replicas(pool: Pool, stage: int) -> None:
     first, second = pool.run(2, reduce_on_plateau, stage)
     assert first == second
@@ -81,7 +81,7 @@ def losses_of(sizes: dict[str, Any]) -> tuple[float, float, float | None, int]:
     return float(trained), float(own), optimizer.last_norm, replica
 
 
-@pytest.mark.parametrize("average_loss", [True, False])
+@pytest.mark.parametrize("average_loss", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_may_request_different_losses(pool: Pool, average_loss: bool) -> None:
     first, second = pool.run(2, ask_for_different_losses, average_loss)
     assert first[0] == second[0] == pytest.approx((first[1] + second[1]) / 2, rel=1e-6)

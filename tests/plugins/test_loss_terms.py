@@ -137,7 +137,11 @@ def compared(kind: str) -> list[str]:
     return far + [str(each) for each in (loss, evaluated) if abs(each / expected.item() - 1) > 1e-6]
 
 
-@pytest.mark.parametrize("kind", [*COMBINED, "checkpointed"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (index % 2)) for index, kind in enumerate(COMBINED)]
+    + ["checkpointed"],
+)
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_terms_may_be_scaled_and_constant(pool: Pool, kind: str, size: int) -> None:
     """In the first call and in a warm one; in evaluation under `torch.inference_mode()`."""
@@ -228,13 +232,13 @@ def changing(kinds: tuple[str, ...], calls: int) -> tuple[list[str], list[str]]:
     return found, lines
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_may_lose_its_second_term_and_get_it_again(pool: Pool, size: int) -> None:
     for found, _ in pool.run(size, changing, ("scaled", "the first"), 9):
         assert found == []
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_new_term_weighs_by_samples_and_says_so(pool: Pool, size: int) -> None:
     """In the call where it appears; between replicas up to the next compared one, here none."""
     (found, lines), *_ = pool.run(size, changing, ("the first", "scaled"), 9)

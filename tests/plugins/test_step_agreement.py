@@ -41,7 +41,13 @@ def calls_of_steps(sizes: dict[str, Any], num_steps: int) -> list[dict[tuple[str
     return found
 
 
-@pytest.mark.parametrize("sizes", CLEAN.values(), ids=CLEAN)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name == "dp2"))
+        for name, sizes in CLEAN.items()
+    ],
+)
 def test_a_warm_step_gathers_less_than_one_that_compares(pool: Pool, sizes: dict[str, Any]) -> None:
     steps = pool.run(2, calls_of_steps, {**sizes, "check_every": 5}, 7)[0]
     gathers = [sum(calls for (_, kind), calls in step.items() if "all_gather" in kind) for step in steps]
@@ -79,7 +85,11 @@ def clip(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"], {**CLEAN["tp2"], "max_norm": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"], {**CLEAN["tp2"], "max_norm": 1.0}],
+    ids=str,
+)
 def test_a_batch_that_departs_in_a_warm_step_is_named_before_parameters_change(
     pool: Pool, sizes: dict[str, Any]
 ) -> None:

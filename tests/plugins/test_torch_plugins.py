@@ -140,11 +140,11 @@ def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord
     ("ranks", "choice", "settings", "case"),
     [
         pytest.param(2, LLAMA, {}, {}, marks=pytest.mark.slow),
-        (4, LLAMA, {"shard_size": 2}, {"count": 2, "max_norm": 0.5}),
+        pytest.param(*(4, LLAMA, {"shard_size": 2}, {"count": 2, "max_norm": 0.5}), marks=pytest.mark.slow),
         (2, GPT2, {}, {"change": "frozen"}),
         pytest.param(2, GPT2, {}, {"change": "unused"}, marks=pytest.mark.slow),
         (2, GPT2, OFFLOAD, {"max_norm": 0.5, "count": 2}),
-        (2, GPT2, {"reshard_after_forward": False}, {}),
+        pytest.param(2, GPT2, {"reshard_after_forward": False}, {}, marks=pytest.mark.slow),
         pytest.param(2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}, marks=pytest.mark.slow),
         (2, LLAMA, {}, {"change": "recomputed"}),
         (2, GPT2, {"kind": "ddp"}, {"max_norm": 0.5, "count": 2}),
@@ -201,7 +201,7 @@ def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, i
 @pytest.mark.parametrize(
     ("ranks", "settings", "scale"),
     [
-        (2, {}, 2.0**15),
+        pytest.param(2, {}, 2.0**15, marks=pytest.mark.slow),
         # 2**12 / 8 after the overflow, and four times that after the next step.
         (
             4,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -292,8 +293,9 @@ PLUGINS_ROWS: dict[str, Row] = {
         *((boost(plugin, CHOICE.build_on_meta), "model.embed_tokens.weight and", "more of the model are on the meta")
             for plugin in PLUGINS),
         (lambda: shard_model(CHOICE.build_on_meta()), META, "build or load the model in a Lazy"),
-        *((partial(boost_again, first, plugin, unwraps), BOOSTED)
-            for first in PLUGINS for plugin in PLUGINS for unwraps in (False, True)),
+        *((partial(boost_again, first, second, unwraps), BOOSTED)
+            for first, second in zip(PLUGINS, [*PLUGINS][1:] + [*PLUGINS][:1], strict=True)
+            for unwraps in (False, True)),
         *((lambda first=first: shard_model(boosted_by(first)), BOOSTED) for first in PLUGINS),
         *((boost(plugin, wrapped), "the model is wrapped by torch.compile, which renames") for plugin in PLUGINS),
         (lambda: shard_model(wrapped()), "give the plain model, and call model.compile() on the returned one"),
@@ -309,10 +311,10 @@ PLUGINS_ROWS: dict[str, Row] = {
         (under(OTHER, precision="bf16"), "router_dtype='float16' of the model's config rounds routers' weights"),
         *((partial(boost_in_float64, kind), "cls.predictions.bias in torch.float64 would be rounded to float32")
             for kind in ("hybrid", "zero1")),
-        *((partial(boost_shared, name, settings), f"model.{name}", "is already boosted, or sharded") for name in SHARED
-            for settings in ({"pp_size": 2}, {"tp_size": 2}, ALL_TO_ALL)),
+        *((partial(boost_shared, name, settings), f"model.{name}", "is already boosted, or sharded")
+            for name, settings in zip(cycle(SHARED), ({"pp_size": 2}, {"tp_size": 2}, ALL_TO_ALL))),
         *((partial(boost_shared, name, {"zero_stage": stage}), f"model.{name}", "is already trained by another")
-            for name in SHARED for stage in (0, 1, 2)),
+            for name, stage in zip(cycle(SHARED), (0, 1, 2))),
         (lambda: ShardFormer(ShardConfig(pipeline_stage_manager=PipelineStageManager(ParallelMesh(pp=2)))).optimize(
             mixture().build()), "use HybridParallelPlugin"),
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -49,10 +50,10 @@ def missing(rows: Mapping[str, Row], messages: Mapping[str, str]) -> list[str]:
     ]
 
 
-def messages_of(rows: Callable[[], Mapping[str, Row]]) -> dict[str, str]:
-    """Return the errors of rows on this rank, which share its processes: a refusal changes nothing."""
+def messages_of(module: str, table: str) -> dict[str, str]:
+    """Return the errors of a module's rows on this rank, which share its processes: a refusal changes nothing."""
     messages = {}
-    for name, row in rows().items():
+    for name, row in getattr(import_module(module), table).items():
         messages[name] = message_of(row)
         dist.barrier()
     return messages

@@ -68,7 +68,8 @@ def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str
     ("class_name", "tp", "dp", "settings", "made"),
     [
         ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes"),
-        ("Qwen3ForCausalLM", 2, 2, QWEN3, "groups"),
+        ("Qwen3ForCausalLM", 1, 2, QWEN3, "groups"),
+        pytest.param("Qwen3ForCausalLM", 2, 2, QWEN3, "groups", marks=pytest.mark.slow),
         ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "split_gather"),
         # Key-value heads are replicated over some of the ranks.
         pytest.param(

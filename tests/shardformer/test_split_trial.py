@@ -20,7 +20,11 @@ from ..derive.copies import double_copy_of
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "model_type", ["llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3", "albert", "swinv2"]
+    "model_type",
+    [
+        *("llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3", "albert"),
+        pytest.param("swinv2", marks=pytest.mark.slow),
+    ],
 )
 def test_tables_and_plans_give_the_numbers_of_the_whole(model_type: str, size: int) -> None:
     assert split_departure(double_copy_of(model_type), policy_for, size) is None
@@ -33,7 +37,7 @@ def test_a_layer_that_does_not_sum_departs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = double_copy_of("qwen3_5_text").make(0)
+    model = double_copy_of("exaone4").make(0)
     assert split_errors(model, DerivedPolicy(model), tp_size=2) == []
     monkeypatch.setattr(layer_split, "PartialGrad", Replicated)
     policy = DerivedPolicy(model)
@@ -42,10 +46,10 @@ def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear, "reduce_from", lambda x, group: x)
     plan, none = split_errors(model, DerivedPolicy(model), tp_size=2)
     assert (
-        "transformers' plan of a Qwen3_5ForCausalLM departs from one process: the loss on 2 ranks is " in plan
+        "transformers' plan of a Exaone4ForCausalLM departs from one process: the loss on 2 ranks is " in plan
     )
     assert (
-        "no split of a Qwen3_5ForCausalLM gives the numbers of one process: " in none
+        "no split of a Exaone4ForCausalLM gives the numbers of one process: " in none
         and "tp_size at 1" in none
     )
 
@@ -55,7 +59,7 @@ def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -
     [
         {"self_attn": "colwise", "self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"},
         {"mlp.down_proj": "rowwise"},
-        {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"},
+        pytest.param({"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}, marks=pytest.mark.slow),
         {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise"},
     ],
 )

@@ -70,7 +70,9 @@ def cut(
     return ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
 
 
-@pytest.mark.parametrize("stage_ranks", [(0, 1, 2), (0, 1, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "stage_ranks", [(0, 1, 2), (0, 1, 0), pytest.param((0, 0, 0), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_is_on_one_rank_under_its_own_name_and_ties_are_known(

@@ -24,10 +24,11 @@ def follow(sizes: dict[str, int], stages: tuple[int, ...]) -> None:
     ("ranks", "sizes", "stages"),
     [
         pytest.param(1, {}, (0, 1), marks=pytest.mark.slow),
-        (2, {}, (0, 1, 2)),
+        pytest.param(2, {}, (0, 1, 2), marks=pytest.mark.slow),
         pytest.param(2, {"tp": 2}, (0, 1), marks=pytest.mark.slow),
         pytest.param(2, {"ep": 2}, (0, 1), marks=pytest.mark.slow),
-        (4, {"tp": 2}, (0, 2)),
+        (2, {}, (0, 2)),
+        pytest.param(4, {"tp": 2}, (0, 2), marks=pytest.mark.slow),
         pytest.param(4, {"tp": 2}, (1,), marks=pytest.mark.slow),
         pytest.param(4, {"zero": 2}, (1, 2), marks=pytest.mark.slow),
         (4, {"tp": 2, "ep": 2, "zero": 1}, (1,)),

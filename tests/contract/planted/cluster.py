@@ -75,7 +75,6 @@ FAULTS = {
         check=stage_two,
         args=(True,),
         notice="^step 1: gradient of ",
-        quick=True,
     ),
     "slices of other ranks are not kept": fault(
         "cluster.gloo:AllGather.__init__",

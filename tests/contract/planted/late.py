@@ -88,7 +88,6 @@ FAULTS = {
         check=departs,
         args=(Layout(pp=2),),
         notice="^AssertionError: an input of send at pipeline/transport.py",
-        quick=True,
     ),
     "gradients in flight in a ring are overwritten": fault(
         "cluster.ring:Shift.__init__",

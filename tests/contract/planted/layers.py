@@ -155,7 +155,6 @@ FAULTS = {
         lambda own, group: InFlight(None, torch.stack([own] * group.size())),
         LLAMA,
         CHUNKED,
-        quick=True,
     ),
     "a module that is recomputed does not know that its region was entered": fault(
         "cluster.forward_random:SplitRandom.restorer",

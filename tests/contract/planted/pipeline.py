@@ -57,9 +57,7 @@ LAYERS_OF = "pipeline.stage_plan:StagePlan.layers_of"
 TIES = "pipeline.stage_manager:PipelineStageManager.tie_group"
 
 FAULTS = {
-    "a tie is forgotten": fault(
-        TIES, returning(None), ModelChoice(model_type="gpt2", tied=True), PP2, quick=True
-    ),
+    "a tie is forgotten": fault(TIES, returning(None), ModelChoice(model_type="gpt2", tied=True), PP2),
     "gradients of weights on all stages of a vision model are not summed": fault(
         TIES, returning(None), "sam", PP2
     ),
@@ -99,7 +97,6 @@ FAULTS = {
         lambda total, a, b: total.copy_(a @ b),
         "llama",
         PP2,
-        quick=True,
     ),
     "autograd adds a weight gradient that was added": fault(
         "pipeline.runner:WeightGradients.add",
@@ -130,7 +127,6 @@ FAULTS = {
         "TensorWithHostCopy.of",
         around(lambda of: lambda tensor, host: of(tensor, torch.ones_like(host))),
         notice="^AssertionError: padded",
-        quick=True,
         **ASK,
     ),
     "masks are read from the device": answered("_READS", frozenset(), **ASK),

@@ -11,7 +11,7 @@ from ...plugins.test_batch_norm import plain, trained
 from ...plugins.test_torch_plugins import evaluate_before_a_step
 from ...plugins.test_whole_batch import departure as of_whole_batch
 from ..mutations import around, fault, returning
-from ..test_features import SCRIPTS
+from ..script import SCRIPTS
 
 
 def always_first(self: Any) -> tuple[int, int]:

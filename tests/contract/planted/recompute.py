@@ -58,7 +58,6 @@ FAULTS = {
         ModelChoice(model_type="llama", num_layers=3),
         Layout(recompute=1.0, options=("activation_offload",)),
         notice="^step 1: gradient of ",
-        quick=True,
     ),
     "an offloaded input is not waited for": fault(
         f"{OFFLOAD}._begin_fetch",

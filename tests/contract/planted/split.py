@@ -83,9 +83,7 @@ FAULTS = {
     "departures of sharded sequences are not looked at": fault(
         "shardformer.split_trial:_sequence_departure", NOTHING, check=refused_sequences, num_ranks=1
     ),
-    "ties are not checked": unenforced(
-        "shardformer.sharder:_report_ties", "a second head", NOTHING, quick=True
-    ),
+    "ties are not checked": unenforced("shardformer.sharder:_report_ties", "a second head", NOTHING),
     "unsharded parameters among sharded ones are accepted": unenforced(
         f"{SPLIT}:LayerSplit.replicas", "whole among split", returning({})
     ),
