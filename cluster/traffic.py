@@ -1,7 +1,7 @@
 """Count the communication of this rank, by axis and kind."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -83,14 +83,18 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; count it if it communicates."""
+        self.note(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, func: Any, args: Any) -> None:
+        """Count an operation if it communicates; for a mode that sees all operations anyway."""
         operation = func._schema.name.split("::")[1] if func.namespace == "c10d" else ""
         if operation in _KINDS and not Traffic.pauses:  # others, such as barriers, move no data
             kind, argument = _KINDS[operation]
-            nbytes = sum(tensor.nbytes for tensor in _tensors(args[argument]))
+            nbytes = sum(tensor.nbytes for tensor in tensors_of((args[argument],)))
             self.count(
                 kind, nbytes, _group_of(args), sent=_sent_unevenly(args) if operation == _UNEVEN else None
             )
-        return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> "Traffic":
         """Start counting."""
@@ -102,6 +106,15 @@ class Traffic(TorchDispatchMode):
         """Stop counting."""
         Traffic.open.remove(self)
         super().__exit__(*error)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Count what is noted within the block, and `one_collective`, without seeing operations."""
+        Traffic.open.append(self)
+        try:
+            yield
+        finally:
+            Traffic.open.remove(self)
 
     def count(self, kind: str, nbytes: int, group: dist.ProcessGroup, sent: int | None = None) -> None:
         """Count one message or collective with full tensors of `nbytes` bytes; `sent` None is as in a ring."""
@@ -150,7 +163,12 @@ def _group_of(args: Any) -> dist.ProcessGroup:
     raise AssertionError(f"no process group among {args}")
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [tensor for item in tree for tensor in _tensors(item)]
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results, and those in lists among them."""
+    tensors = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += tensors_of(value)
+    return tensors

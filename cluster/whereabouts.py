@@ -8,6 +8,7 @@ a second, so a warm step pays nothing. Objects whose methods wait or run one of 
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import walk_tb
@@ -16,12 +17,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d
 
 from . import group_sum
 from .flight_recorder import Recorded, in_flight
 
 _COLLECTIVES = (distributed_c10d.__file__, group_sum.__file__)
+_MOST_NODES = 1000  # of a graph, in which a parameter is looked for
 _MODULE_CALL = nn.Module._call_impl.__code__
 _DATA = ("torch.utils.data.", "echelon.data.")
 _NOT_OF_SCRIPTS = ("echelon.", "torch.", "importlib.")
@@ -111,7 +114,7 @@ def _place(frames: Sequence[FrameType]) -> Place:
     collective, sizes, ranks = _collective(frames)
     owners = {id(owner): owner for frame in frames if isinstance(owner := _owner(frame), Described)}
     described = list(owners.values())
-    module = _module(frames)
+    module = _module(frames) or _module_in_backward(frames)
     steps = [owner.describe() for owner in reversed(described)]
     if module:
         steps.insert(1 if steps else 0, module)
@@ -176,6 +179,29 @@ def _module(frames: Sequence[FrameType]) -> str:
         return ""
     paths = (path for path, module in modules[-1].named_modules() if module is modules[0])
     return f"module {next(paths, '') or type(modules[0]).__name__}"
+
+
+def _module_in_backward(frames: Sequence[FrameType]) -> str:
+    """The module that backward computes next: that of the nearest parameter in the graph behind the running function.
+
+    Edges of a graph do not change, so that another thread may read them; a run that does not hang pays nothing.
+    """
+    nodes = (frame.f_locals.get("ctx") for frame in frames)
+    running = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
+    models = (getattr(_owner(frame), "module", None) for frame in frames)
+    model = next((model for model in models if isinstance(model, nn.Module)), None)
+    if running is None or model is None:
+        return ""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    nearest, seen = deque([running]), {running}
+    while nearest and len(seen) < _MOST_NODES:
+        node: Any = nearest.popleft()
+        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            return f"backward before module {name.rpartition('.')[0]}"
+        following = [edge for edge, _ in node.next_functions if edge is not None and edge not in seen]
+        seen.update(following)
+        nearest.extend(following)
+    return ""
 
 
 def _collective(frames: Sequence[FrameType]) -> tuple[str, str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ arguments accordingly.
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class Inputs:
         self.left_out: set[str] = set()  # names of arguments
         self.is_transposed = False  # spectrograms are (B, F, T) instead of (B, T, F)
         self.is_stacked = False  # time series are one tensor instead of a list
+        self.most_placeholders = 600  # in a row
+        self.grid_side = 2  # of an image in a grid of patches, in tokens
         self._tried: set[str] = set()  # names of answers that were given
 
     def make(self, samples: int = 2, seed: int = 0) -> dict[str, Any]:
@@ -69,8 +72,27 @@ class Inputs:
         inputs = {name: value for name, value in inputs.items() if name not in self.left_out}
         return inputs | self._labels(inputs)
 
-    def adapt(self, error: Exception) -> bool:
-        """Change what `make` returns, as an error of the forward asks for; return False if nothing is left to try."""
+    def adopt(self, other: "Inputs") -> None:
+        """Take over the answers to errors that other inputs gave."""
+        names = (
+            "num_placeholders",
+            "image_size",
+            "frames",
+            "left_out",
+            "is_transposed",
+            "is_stacked",
+            "length",
+        )
+        for name in (*names, "grid_side"):
+            setattr(self, name, copy(getattr(other, name)))
+
+    def adapt(self, error: Exception, *, leaves_out: bool = True) -> bool:
+        """Change what `make` returns, as an error of the forward asks for; return False if nothing is left to try.
+
+        Args:
+            error: of the forward.
+            leaves_out: leave out images and sounds if nothing else helps.
+        """
         text = f"{type(error).__name__}: {error}"
         # A named answer is given once. The unnamed one notes in `_tried` the counts of placeholders that it gave.
         answers: tuple[tuple[str, Callable[[], bool]], ...] = (
@@ -83,7 +105,7 @@ class Inputs:
             ("transposed", self._transpose),
             ("stacked", self._stack),
             ("sizes", self._leave_out_sizes),
-            ("text alone", self._leave_out_modalities),
+            *([("text alone", self._leave_out_modalities)] if leaves_out else []),
         )
         for name, answer in answers:
             if name not in self._tried and answer():
@@ -105,8 +127,9 @@ class Inputs:
             merge = _one(_first(self.vision, "spatial_merge_size", "merge_size", default=2))
             patch = _one(_first(self.vision, "patch_size", default=8))
             size = channels * _one(_first(self.vision, "temporal_patch_size", default=1)) * patch**2
-            pixels = self._floats(self.samples * (2 * merge) ** 2, size)
-            sides = [[1, 2 * merge, 2 * merge]] if grid != "image_grid_hws" else [[2 * merge, 2 * merge]]
+            side = self.grid_side * merge
+            pixels = self._floats(self.samples * side**2, size)
+            sides = [[1, side, side]] if grid != "image_grid_hws" else [[side, side]]
             return {"pixel_values": pixels, grid: torch.tensor(sides * self.samples)}
         frames = (self.frames,) if self.frames else ()
         if self.kind == "VIDEO_CLASSIFICATION":
@@ -266,6 +289,8 @@ class Inputs:
         """Return tokens (B, S), of the upper part of the vocabulary, with the placeholders after the second."""
         top = max(self._vocabulary, 8)
         ids = self._ints(min(100, top // 2), top, self.samples, length or self.length)
+        for token in self.num_placeholders:
+            ids[ids == token] = 1
         for token, count in self.num_placeholders.items() if placeholders else ():
             ids = torch.cat([ids[:, :2], torch.full((self.samples, count), token), ids[:, 2:]], 1)
         return ids
@@ -299,9 +324,10 @@ class Inputs:
         # Features are counted in rows, in vectors, or in numbers: so many for each placeholder of the batch.
         placeholders = self.num_placeholders.get(token, 0) * self.samples
         per_token = max(1, reported // placeholders) if placeholders else 1
-        for count in (features // self.samples // per_token, features // self.samples // _WIDTH):
+        widths = (per_token, int(_first(self.text, "hidden_size", "d_model", default=_WIDTH)), _WIDTH)
+        for count in (features // self.samples // width for width in widths):
             key = f"{count} of {token}"
-            if 0 < count <= 600 and key not in self._tried:
+            if 0 < count <= self.most_placeholders and key not in self._tried:
                 self._tried.add(key)
                 self.num_placeholders[token] = count
                 return True
@@ -328,7 +354,10 @@ class Inputs:
 
     def _add_frames(self, text: str, count: int) -> bool:
         """Give images a dimension of frames before the channels, if an error is about the number of dimensions."""
-        asks = r"expected .*5|too many values|not enough values|IndexError|5D|dimension out of range|pixel_values of"
+        asks = (
+            r"expected .*5|too many values|not enough values|IndexError|5D|dimension out of range|pixel_values of|"
+            r"split_sizes to sum exactly"
+        )
         if "pixel_values" not in self.names or not re.search(asks, text):
             return False
         self.frames = count

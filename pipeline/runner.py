@@ -72,6 +72,8 @@ class ScheduleRun(Described):
         weight_gradients: defers and adds the gradients of the linear layers that have it; autograd adds all others.
         around_backward: a context for every action that computes gradients, made from the action and a bool: True for
             the last one of its stage.
+        allocated: returns the bytes of all tensors on the device, or None where nobody counts them.
+        kept_bytes: by stage, what its first forward in training kept, if bytes are counted; added here.
     """
 
     stages: Mapping[int, StageLike]
@@ -83,6 +85,8 @@ class ScheduleRun(Described):
     before_forward: Callable[[int, int], None] | None = None
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     around_backward: Callable[[Action, bool], AbstractContextManager] | None = None
+    allocated: Callable[[], int | None] = lambda: None
+    kept_bytes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._trains = False
@@ -170,6 +174,7 @@ class ScheduleRun(Described):
         received = () if stage.is_first else self._take_inputs(*action.place)
         if self.before_forward is not None:
             self.before_forward(action.stage, action.microbatch)
+        before = self.allocated() if self._trains and action.stage not in self.kept_bytes else None
         output = stage.forward(microbatch, received)
         if self._trains:
             self._received[action.place] = [tensor for tensor in received if takes_gradient(tensor.dtype)]
@@ -177,6 +182,8 @@ class ScheduleRun(Described):
             self._compute_loss(action, output)
         else:
             self._keep_stage_output(action, output)
+        if before is not None and (after := self.allocated()) is not None:
+            self.kept_bytes[action.stage] = max(after - before, 0)
 
     def _backward(self, action: Action) -> None:
         """Compute a stage's gradients for a microbatch, from its loss or from the gradients of its outputs.

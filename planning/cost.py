@@ -12,14 +12,15 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..cluster.traffic import Count, Traffic
+from ..cluster.traffic import Count, Traffic, tensors_of
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _DRAWS = (_aten.randint, _aten.random_)
 
 
@@ -41,16 +42,22 @@ class Measured:
     """The needs of one section in one direction.
 
     Attributes:
-        start, end, peak: live bytes at its start and end, and the maximum in between, counted from the same base.
+        start, end: live bytes at its start and end.
+        moments: live bytes where it was entered, and after each operation that added some; from the same base.
         operations: those that move data.
         traffic: messages by axis and kind.
     """
 
-    start: int
+    start: int = 0
     end: int = 0
-    peak: int = 0
+    moments: list[int] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     traffic: dict[tuple[str, str], Count] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """The maximum of live bytes."""
+        return max(self.moments, default=0)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -77,11 +84,11 @@ class LiveBytes(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
         """Run an operation; return its result, its input tensors, and the tensors with new storages."""
-        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        inputs = [*tensors_of(args), *tensors_of(kwargs.values())]
         for tensor in inputs:
             self._known.setdefault(tensor.untyped_storage(), True)  # a view of it adds nothing
         result = func(*args, **kwargs)
-        outputs = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        outputs = tensors_of((result,))
         return result, inputs, [output for output in outputs if self._count(output)]
 
     def _count(self, tensor: Tensor) -> bool:
@@ -107,7 +114,7 @@ class Meter(LiveBytes):
     A random number, as a seed, is 1.
 
     Args:
-        traffic: counts the messages, in an outer or inner context.
+        traffic: counts the messages.
 
     Attributes:
         measured: by section and direction, in the order of their first visits.
@@ -124,13 +131,13 @@ class Meter(LiveBytes):
         """End the current section, and start this one, or go on with it."""
         self.end_section()
         self._current = self.measured.setdefault(key, Measured(self.now))
-        self.peak = max(self._current.peak, self.now)
+        self._current.moments.append(self.now)
 
     def end_section(self) -> None:
         """End the current section, if there is one."""
         messages = _totals(self._traffic)
         if self._current is not None:
-            self._current.end, self._current.peak = self.now, self.peak
+            self._current.end = self.now
             for key, total in messages.items():
                 sent = total - self._messages.get(key, Count())
                 self._current.traffic[key] = self._current.traffic.get(key, Count()) + sent
@@ -139,9 +146,14 @@ class Meter(LiveBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note its bytes and its new storages."""
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
+        if func is _DEVICE:  # more than half of all calls: autograd asks for the device of every tensor
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._answered(args[0])
+        self._traffic.note(func, args)
         result, inputs, made = self.run(func, args, kwargs)
+        if made and self._current is not None:
+            self._current.moments.append(self.now)
         if func._overloadpacket in _DRAWS:
             self._drawn |= {output.untyped_storage(): True for output in made}
         if self._current is not None and func.namespace == "aten" and (made or func._schema.is_mutable):

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..cluster.gpus import Gpu
-from ..cluster.layout import MeshLayout
+from ..cluster.layout import SUB_AXES, MeshLayout
 from ..pipeline.action import Action, Op
 from ..pipeline.simulate import Costs, simulate
 from ..verify.layout_choice import Layout
@@ -86,18 +86,15 @@ class Prediction:
         mesh: MeshLayout,
         device: Gpu,
     ) -> None:
-        self._layout, self._trace, self._bounds, self._device = layout, trace, bounds, device
+        self._layout, self._trace, self._bounds, self._device = layout, trace, tuple(bounds), device
         self._mesh, self._schedule = mesh, schedule
         self._bandwidths: dict[str, float] = {}
         self._stages_of_ranks = [sorted({action.stage for action in actions}) for actions in schedule]
 
-    @cached_property
+    @property
     def stages(self) -> list[list[Section]]:
         """The sections of every stage."""
-        return [
-            self._trace.stage(start, stop, num_recomputed=int(self._layout.recompute * (stop - start)))
-            for start, stop in pairwise(self._bounds)
-        ]
+        return _stages(self._trace, self._bounds, self._layout.recompute)
 
     @cached_property
     def memory(self) -> list[Memory]:
@@ -125,8 +122,7 @@ class Prediction:
 
     def parameters_of(self, stages: Sequence[int]) -> list[LocalParameters]:
         """Return the parameters of these stages."""
-        layers = {layer for stage in stages for layer in range(self._bounds[stage], self._bounds[stage + 1])}
-        return [parameter for parameter in self._trace.parameters if parameter.layers & layers]
+        return _parameters(self._trace, self._bounds, tuple(stages))
 
     def _num_stepped(self, parameter: LocalParameters) -> int:
         """Return how many elements of a parameter this rank steps."""
@@ -136,18 +132,21 @@ class Prediction:
 
     def _num_shards(self, parameter: LocalParameters) -> int:
         """Return the number of ranks over which ZeRO shards a parameter's states."""
-        replicas = self._replicas(parameter)
+        replicas = self._replicas[parameter.axis]
         return min(replicas, self._mesh.zero) if self._mesh.zero > 0 else replicas
 
-    def _replicas(self, parameter: LocalParameters) -> int:
-        """Return the number of ranks of data with the same shard of a parameter."""
-        return self._mesh.size("data") // (self._mesh.size(parameter.axis) if parameter.axis else 1)
+    @cached_property
+    def _replicas(self) -> dict[str | None, int]:
+        """The number of ranks of data with the same shard of a parameter, by its axis."""
+        data = self._mesh.size("data")
+        return {None: data} | {axis: data // self._mesh.size(axis) for axis in SUB_AXES}
 
     def _peak_activations(self, actions: Sequence[Action]) -> int:
         """Return the maximum of activations and temporary tensors over a rank's actions, in bytes."""
         kept = peak = 0
+        activations = self._activations
         for action in actions:
-            stage = self._activations[action.stage]
+            stage = activations[action.stage]
             if action.op is Op.FORWARD:
                 peak = max(peak, kept + stage.forward_peak)
                 kept += stage.kept
@@ -157,25 +156,10 @@ class Prediction:
                 kept -= stage.kept
         return peak
 
-    @cached_property
-    def _activations(self) -> list["_Activations"]:
+    @property
+    def _activations(self) -> list[_Activations]:
         """The activations of every stage."""
-        last = len(self.stages) - 1
-        listed = []
-        for stage, sections in enumerate(self.stages):
-            kept = self._received(stage)
-            gradient = sections[-1].output if stage < last else 0
-            forward_peak = backward_peak = 0
-            for section in sections:
-                forward_peak = max(forward_peak, kept + section.forward_peak)
-                kept += section.kept
-                backward_peak = max(backward_peak, kept + max(section.backward_peak, gradient))
-            listed.append(_Activations(kept, forward_peak, backward_peak))
-        return listed
-
-    def _received(self, stage: int) -> int:
-        """Return the bytes of a microbatch that a stage receives."""
-        return self.stages[stage - 1][-1].output if stage else 0
+        return _stage_activations(self._trace, self._bounds, self._layout.recompute)
 
     @cached_property
     def time(self) -> StepTime:
@@ -266,7 +250,7 @@ class Prediction:
         update = stepped * 2 * (MASTER_BYTES + STATE_BYTES) / (MEMORY * self._device.bandwidth * 1e9)
         reduced = gathered = 0.0
         for parameter in local:
-            replicas = self._replicas(parameter)
+            replicas = self._replicas[parameter.axis]
             share = (replicas - 1) / replicas
             reduced += GRADIENT_BYTES * parameter.numel * share * (1 if self._layout.zero else 2)
             gathered += parameter.nbytes * share if self._layout.zero else 0
@@ -276,6 +260,42 @@ class Prediction:
         num_reductions = self._layout.microbatches if self._layout.zero == 2 else 1
         beyond = max(0.0, reduced / bandwidth - backward)
         return update + num_reductions * beyond + gathered / bandwidth
+
+
+# Many layouts differ in schedule, ZeRO stage and number of microbatches alone. They share what these functions return.
+
+
+@cache
+def _stages(trace: Trace, bounds: tuple[int, ...], recompute: float) -> list[list[Section]]:
+    """Return the sections of every stage."""
+    return [
+        trace.stage(start, stop, num_recomputed=int(recompute * (stop - start)))
+        for start, stop in pairwise(bounds)
+    ]
+
+
+@cache
+def _parameters(trace: Trace, bounds: tuple[int, ...], stages: tuple[int, ...]) -> list[LocalParameters]:
+    """Return the parameters of some stages."""
+    layers = {layer for stage in stages for layer in range(bounds[stage], bounds[stage + 1])}
+    return [parameter for parameter in trace.parameters if parameter.layers & layers]
+
+
+@cache
+def _stage_activations(trace: Trace, bounds: tuple[int, ...], recompute: float) -> list[_Activations]:
+    """Return the activations of every stage."""
+    stages = _stages(trace, bounds, recompute)
+    listed = []
+    for stage, sections in enumerate(stages):
+        kept = stages[stage - 1][-1].output if stage else 0  # received
+        gradient = sections[-1].output if stage < len(stages) - 1 else 0
+        forward_peak = backward_peak = 0
+        for section in sections:
+            forward_peak = max(forward_peak, kept + section.forward_peak)
+            kept += section.kept
+            backward_peak = max(backward_peak, kept + max(section.backward_peak, gradient))
+        listed.append(_Activations(kept, forward_peak, backward_peak))
+    return listed
 
 
 @cache

@@ -5,12 +5,15 @@ stages: its sections are put together to any stages later. Only the first layers
 kind; the others are like them.
 """
 
+import inspect
+import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import lcm
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,27 +27,32 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..cluster.layout import SUB_AXES
 from ..cluster.traffic import Traffic
 from ..cluster.transformers_api import as_untraced
-from ..derive.build import described
+from ..derive.build import ANSWERS, described
 from ..derive.inputs import Inputs, loss_of
 from ..pipeline.stage import takes
 from ..pipeline.stage_manager import PipelineStageManager
 from ..plugins.hybrid_config import HybridConfig
-from ..shardformer.layers.expert_parallel import Rows, exchange_counts
+from ..shardformer.expert_sharding import interface_of
+from ..shardformer.layers.expert_parallel import COMMON, Rows, exchange_counts
 from ..shardformer.meta_copy import meta_copy
 from ..shardformer.policy import Policy
 from ..shardformer.policy_choice import policy_for
 from ..shardformer.table_policy import expert_width_errors
 from ..shardformer.transforms import ModelPlan, TransformOptions
 from .cost import Measured, Meter
-from .sections import BACKWARD, FORWARD, Section, Trace
+from .known_integers import KnownIntegers
+from .recording import Recording, recording_of
+from .sections import BACKWARD, FORWARD, Trace
 from .shortened import local_parameters, shorten, stage_plan
 
-_MOST_RANKS = 2**20
+_LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")  # writes errors that are answered here
+_IMAGES = {"pixel_values", "pixel_values_videos"}
+_GRID_SIDE = 16  # tokens at the side of an image, where a model takes any size
 
 
 @contextmanager
-def fake_groups() -> Iterator[None]:
-    """Provide a default process group that sends nothing, for `FakeMesh`.
+def fake_groups(num_ranks: int) -> Iterator[None]:
+    """Provide a default process group of some ranks that sends nothing, for `FakeMesh`.
 
     Raises:
         RuntimeError: this process has a process group.
@@ -52,7 +60,7 @@ def fake_groups() -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("a plan needs a process without a process group: make it before launch_from_torch")
     assert fake_pg  # registers the backend
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=_MOST_RANKS)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=num_ranks)
     try:
         yield
     finally:
@@ -94,6 +102,7 @@ class _BalancedExperts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_rows: set[int] = set()  # that a rank sends in one exchange
         self._num_rows = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,6 +112,7 @@ class _BalancedExperts(TorchFunctionMode):
         if func is not exchange_counts:
             return func(*args, **(kwargs or {}))
         counts_PE, group = args
+        self.num_rows.add(self._num_rows)
         count, rest = divmod(self._num_rows, group.size())
         rows = [count + (rank < rest) for rank in range(group.size())]
         return Rows(rows, [rows[0]] * group.size(), counts_PE, rows[0])
@@ -119,6 +129,11 @@ class Tracer:
 
     def __init__(self, model: nn.Module, task: str, length: int) -> None:
         self.model, self.plan, self.length, self._task = model, stage_plan(model), length, task
+        self._num_experts = _num_common_experts(model)
+        names = inspect.signature(model.forward).parameters
+        self._reads_integers = "input_ids" in names and not _IMAGES.isdisjoint(names)
+        self._inputs: Inputs | None = None  # with the forms of images, which the first trace finds out
+        self._image_errors: list[str] = []  # if it finds out none
         self._shortened = meta_copy(model)
         self._traced_of = [] if self.plan is None else shorten(self._shortened, self.plan)
         config: Any = self._shortened.config
@@ -127,6 +142,7 @@ class Tracer:
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
         self._traces: dict[Any, Trace | ValueError] = {}
+        self._recordings: dict[Any, dict[int, Recording]] = {}  # by layout but for ep_size, and by that
         self._policies: dict[bool, Policy] = {}
 
     def trace(self, config: HybridConfig, samples: int) -> Trace:
@@ -139,18 +155,13 @@ class Tracer:
         Raises:
             ValueError: the model cannot be sharded so, or its forward reads values on the host; all reasons at once.
         """
-        key = (
-            config.tp_size,
-            config.sp,
-            config.sequence,
-            config.wp_size,
-            config.ep_size,
-            config.dtype,
-            samples,
-        )
+        axes = (config.tp_size, config.sp, config.sequence, config.wp_size, config.dtype, samples)
+        key = (axes, config.ep_size)
         if key not in self._traces:
             try:
-                self._traces[key] = self._trace(config, samples)
+                self._fit_images()
+                recordings = self._recordings.setdefault(axes, {})
+                self._traces[key] = self._recording(config, samples, recordings).trace(self._traced_of)
             except ValueError as error:
                 self._traces[key] = error
             except Exception as error:  # of any model's code, which was written for tensors with values
@@ -168,24 +179,77 @@ class Tracer:
             self._policies[is_split] = policy_for(self._shortened)
         return self._policies[is_split]
 
-    def _trace(self, config: HybridConfig, samples: int) -> Trace:
-        with fake_groups(), warnings.catch_warnings():
+    def _recording(self, config: HybridConfig, samples: int, recordings: dict[int, Recording]) -> Recording:
+        """Return the recording of a layout, from those under other sizes of the expert axis if possible."""
+        size = config.ep_size
+        is_like_others = size > 1 and self._num_experts > size and self._num_experts % size == 0
+        if is_like_others and (recording := recording_of(size, recordings)) is not None:
+            return recording
+        recording = self._record(config, samples)
+        if is_like_others:
+            recordings[size] = recording
+        return recording
+
+    def _inputs_of(self, model: nn.Module) -> Inputs:
+        """Return what makes batches of a sharded model."""
+        inputs = Inputs(model, self._task, length=self.length, target_length=self.length)
+        if self._inputs is not None:
+            inputs.adopt(self._inputs)
+        return inputs
+
+    def _fit_images(self) -> None:
+        """Find the form of images, and the number of their tokens, by the errors of the model's own forward.
+
+        Raises:
+            ValueError: it accepts none.
+        """
+        if self._inputs is None and self._reads_integers:
+            inputs = self._inputs = self._inputs_of(self._shortened)
+            inputs.samples, inputs.most_placeholders, inputs.grid_side = 1, self.length - 1, _GRID_SIDE
+            while True:
+                try:
+                    self._record(HybridConfig(precision="fp32"), samples=1)
+                    self._image_errors = []
+                    break
+                except Exception as error:  # of any model's code
+                    self._image_errors.append(described(error))
+                    if len(self._image_errors) == ANSWERS or not inputs.adapt(error, leaves_out=False):
+                        break
+                inputs.length = self.length - sum(inputs.num_placeholders.values())
+        if self._image_errors:
+            raise ValueError(
+                f"its forward accepts no sample of {self.length} tokens with an image (more: --seq): "
+                + " | ".join(dict.fromkeys(self._image_errors))
+            )
+
+    def _record(self, config: HybridConfig, samples: int) -> Recording:
+        num_ranks = max(config.tp_size, config.sp * config.wp_size * config.ep_size)
+        with fake_groups(num_ranks), warnings.catch_warnings(), patch.object(_LOG_OF_FAKES, "disabled", True):
             # By a cache of weights.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             sharded, mesh = shard(meta_copy(self._shortened), config, self._policy(config))
-            inputs = Inputs(sharded, self._task, length=self.length, target_length=self.length)
+            inputs = self._inputs_of(sharded)
             made = {name: value for name, value in inputs.make(samples).items() if name != "attention_mask"}
             paths = [] if self.plan is None else self.plan.layer_paths(sharded)
             parameters = local_parameters(sharded, self.plan, self._traced_of)
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_untraced(), _BalancedExperts():
+            experts = _BalancedExperts()
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_untraced(), experts:
                 _make_fake(sharded)
                 sharded.train()
-                batch = tree_map_only(Tensor, mode.from_tensor, made)
-                batch = tree_map_only(Tensor, partial(_in_format, dtype=config.dtype), batch)
-                before, *layers = _measure(sharded, batch, paths, Traffic(mesh))
-        return Trace(
-            before=before, layers=[layers[traced] for traced in self._traced_of], parameters=parameters
-        )
+                fake = partial(_in_fake, mode=mode, dtype=config.dtype, keeps_integers=self._reads_integers)
+                batch = tree_map_only(Tensor, fake, made)
+                integers = KnownIntegers() if self._reads_integers else nullcontext()
+                measured = _measure(sharded, batch, paths, Traffic(mesh), integers)
+        return Recording(**measured, parameters=parameters, num_rows=frozenset(experts.num_rows))
+
+
+def _num_common_experts(model: nn.Module) -> int:
+    """Return the number of experts of every layer of a mixture; 0 if the layers or their interfaces differ."""
+    interfaces = {module: interface for module in model.modules() if (interface := interface_of(module))}
+    if any(interface is not COMMON for interface in interfaces.values()):
+        return 0
+    numbers = {int(getattr(module, COMMON.counts[0])) for module in interfaces}
+    return numbers.pop() if len(numbers) == 1 else 0
 
 
 def _make_fake(model: nn.Module) -> None:
@@ -205,8 +269,12 @@ def _make_fake(model: nn.Module) -> None:
                 tensors[name] = made[tensor]  # type: ignore[assignment]
 
 
-def _in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _in_fake(tensor: Tensor, *, mode: FakeTensorMode, dtype: torch.dtype, keeps_integers: bool) -> Tensor:
+    """Return a tensor of a batch without values, in the format of the computation; integers may keep their values."""
+    if keeps_integers and not tensor.is_floating_point():
+        return tensor
+    fake: Tensor = mode.from_tensor(tensor)
+    return fake.to(dtype) if fake.is_floating_point() else fake
 
 
 def shard(model: nn.Module, config: HybridConfig, policy: Policy | None) -> tuple[nn.Module, FakeMesh]:
@@ -238,9 +306,13 @@ def shard(model: nn.Module, config: HybridConfig, policy: Policy | None) -> tupl
 
 
 def _measure(
-    model: nn.Module, batch: dict[str, Any], paths: Sequence[str], traffic: Traffic
-) -> list[list[Section]]:
-    """Run forward and backward, and return the sections before the first layer, and those from each layer on."""
+    model: nn.Module,
+    batch: dict[str, Any],
+    paths: Sequence[str],
+    traffic: Traffic,
+    integers: AbstractContextManager[Any],
+) -> dict[str, list[Any]]:
+    """Run forward and backward, and return forwards, backwards and outputs of a `Recording`."""
     meter = Meter(traffic)
     cuts = _Cuts(meter)
     for path in dict.fromkeys(paths):
@@ -248,7 +320,7 @@ def _measure(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop)
-    with traffic, meter:
+    with traffic.noted(), meter, integers:
         meter.enter_section((FORWARD, 0))
         loss = loss_of(model(**batch, **({"use_cache": False} if takes(model, "use_cache") else {})))
         cuts.begin_backward()
@@ -256,7 +328,12 @@ def _measure(
         meter.end_section()
     if cuts.num_runs != len(paths):
         raise ValueError(f"{cuts.num_runs} layers run in a forward, and {len(paths)} are known")
-    return _sections(meter.measured, cuts)
+    sections = range(2 * cuts.num_runs + 1)
+    return dict(
+        forwards=[meter.measured[FORWARD, section] for section in sections],
+        backwards=[meter.measured.get((BACKWARD, section), Measured()) for section in sections],
+        outputs=[cuts.outputs.get(section, 0) for section in sections],
+    )
 
 
 def _drop(parameter: Tensor) -> None:
@@ -314,25 +391,3 @@ class _Cuts:
 
     def _arrive(self, section: int, gradient: Tensor) -> None:
         self._meter.enter_section((BACKWARD, section))
-
-
-def _sections(measured: Mapping[Any, Measured], cuts: _Cuts) -> list[list[Section]]:
-    """Return the sections before the first layer, and then those from each layer on."""
-    kept = measured[FORWARD, 0].start
-    groups: list[list[Section]] = [[]]
-    for number in range(2 * cuts.num_runs + 1):
-        forward, backward = measured[FORWARD, number], measured.get((BACKWARD, number), Measured(0))
-        kept += forward.end - forward.start
-        if number % 2:
-            groups.append([])
-        groups[-1].append(
-            Section(
-                kept=forward.end - forward.start,
-                output=cuts.outputs.get(number, 0),
-                forward_peak=forward.peak - forward.start,
-                backward_peak=max(0, backward.peak - kept),
-                operations={FORWARD: forward.operations, BACKWARD: backward.operations},
-                traffic={FORWARD: forward.traffic, BACKWARD: backward.traffic},
-            )
-        )
-    return groups

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..cluster.agreement import ENDED, AgreedCall, Agreement, CallKind
+from ..cluster.device import allocated_bytes
 from ..cluster.errors import raise_errors
 from ..cluster.forward_random import ForwardRandom
 from ..cluster.gathering import differing_ranks, gather_integers
@@ -75,6 +77,7 @@ class PipelineEngine:
         agreement: comparison of batches and settings between ranks.
         parameters: by stage, the parameters that no other stage of this rank uses.
         in_flight: by stage, the microbatches with activations at the end of the last call; none unless it failed.
+        kept_bytes: by stage, what the forward of its first microbatch in training kept; empty on a CPU.
     """
 
     def __init__(self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
@@ -120,6 +123,8 @@ class PipelineEngine:
             config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
         self.in_flight: Counter[int] = Counter()
+        self.kept_bytes: dict[int, int] = {}
+        self._allocated = partial(allocated_bytes, mesh.device)
         # Layers and the modules in them, whose forwards have names in profiles.
         layers = recomputable_layers(module)
         self._regions = [part for layer in layers for part in (layer, *layer.children())]
@@ -200,6 +205,8 @@ class PipelineEngine:
                 before_forward=begin_forward,
                 weight_gradients=self._weight_gradients,
                 around_backward=None if optimizer is None else self._accumulating(optimizer),
+                allocated=self._allocated,
+                kept_bytes=self.kept_bytes,
             )
             try:
                 result = run.run(schedule[self.mesh.rank("pp")])

@@ -33,6 +33,7 @@ def memory_in_call(engine: PipelineEngine, optimizer: ShardedOptimizer | None) -
     beyond = "" if allocated is None else f" {described_bytes(max(allocated - known, 0))}"
     stages = ", ".join(
         f"stage {stage} of {count} microbatch{'es' * (count > 1)} in flight"
+        + (f" (its first one kept {described_bytes(kept)})" if (kept := engine.kept_bytes.get(stage)) else "")
         for stage, count in sorted(engine.in_flight.items())
     )
     held.insert(0, f"activations{beyond}: {stages or 'those of the microbatch that runs'}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.cluster.collectives import reduce_from
+from echelon.cluster.collectives import paired, reduce_from
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.failures import naming_failures
 from echelon.cluster.hang_report import hang_report, likely_cause, named
@@ -69,6 +69,29 @@ def test_ranks_of_one_place_share_a_line() -> None:
     )
     assert report[2] == "- rank 4, for 7 s: outside of Echelon, after call 1"
     assert named([0, 1, 2, 5]) == "ranks 0-2, 5"
+
+
+class Holder:
+    """Stands for the engine, which has the model and calls backward."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.places = module, []
+
+    def backward(self) -> None:
+        def look(gradient: torch.Tensor) -> torch.Tensor:
+            self.places.append(str(place_of(get_ident())))
+            return gradient
+
+        first, second = self.module
+        second(paired(first(torch.ones(2, 4)), torch.relu, look)).sum().backward()
+
+
+def test_a_place_in_backward_names_the_module_whose_gradients_come_next() -> None:
+    holder = Holder(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    with patch.dict(globals(), __name__="echelon.holder"):  # as a frame of Echelon
+        holder.backward()
+    (place,) = holder.places
+    assert "backward before module 0" in place
 
 
 def sleep_in_a_script() -> None:

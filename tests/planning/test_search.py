@@ -2,6 +2,7 @@
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from torch import nn
 from echelon.cluster.gpus import GPUS
 from echelon.planning.meta_model import build_on_meta, load_config
 from echelon.planning.search import Job, Planner
+from echelon.planning.sections import Trace
 from echelon.planning.shortened import _kind, shorten, stage_plan
 from echelon.verify.layout_choice import Layout
 
 
-def planner(memory: float, *, kind: str = "llama", world: int = 4, length: int = 64) -> Planner:
-    sizes: dict[str, Any] = dict(
+def planner(
+    memory: float, *, kind: str = "llama", world: int = 4, length: int = 64, **others: Any
+) -> Planner:
+    sizes: dict[str, Any] = others | dict(
         vocab_size=512,
         hidden_size=64,
         intermediate_size=128,
@@ -65,6 +69,32 @@ def test_a_mixture_is_planned_with_expert_parallelism() -> None:
     )
     assert distributed.memory[0].parameters < 0.5 * alone.memory[0].parameters
     assert distributed.memory[0].states == pytest.approx(alone.memory[0].states, rel=0.01)  # ZeRO shards both
+
+
+@pytest.mark.parametrize(("ep", "is_derived"), [(2, True), (4, True), (8, True), (16, False)])
+def test_a_trace_of_a_mixture_follows_from_those_under_two_other_sizes(ep: int, is_derived: bool) -> None:
+    known = sorted({2, 4, 8} - {ep})[:2]
+    tracer = planner(1.0, kind="mixtral", num_local_experts=16)._tracer
+    configs = {size: Layout(dp=16, ep=size, precision="bf16", microbatches=1).config for size in (*known, ep)}
+    with mock.patch.object(tracer, "_record", wraps=tracer._record) as record:
+        traces = {size: tracer.trace(config, 1) for size, config in configs.items()}
+    assert record.call_count == 3 - is_derived  # one expert per rank is traced
+    traced = tracer._record(configs[ep], 1).trace(tracer._traced_of)
+    assert as_values(traced) == as_values(traces[ep])
+
+
+def as_values(trace: Trace) -> tuple[Any, ...]:
+    """Return the numbers of a trace, whose sections compare by identity."""
+    sections = [*trace.before, *(section for layer in trace.layers for section in layer)]
+    return [vars(section) for section in sections], trace.parameters
+
+
+def test_sizes_that_do_not_divide_the_rows_are_traced() -> None:
+    search = planner(1.0, kind="mixtral", num_local_experts=48, num_experts_per_tok=1, length=20)
+    for size in (2, 4, 8):  # 20 rows are not equally many for 8 ranks
+        search._tracer.trace(Layout(dp=16, ep=size, precision="bf16", microbatches=1).config, 1)
+    (recordings,) = search._tracer._recordings.values()
+    assert [*recordings] == [2, 4, 8]
 
 
 def test_an_impossible_layout_is_refused_with_the_reasons_and_near_ones_fit() -> None:
@@ -119,3 +149,49 @@ def test_a_head_is_chosen_by_task_or_class() -> None:
         type(build_on_meta(config, "sequence_classification")[0]).__name__ == "BertForSequenceClassification"
     )
     assert type(build_on_meta(config, "BertForMaskedLM")[0]).__name__ == "BertForMaskedLM"
+
+
+VISION = dict(hidden_size=32, image_size=64, patch_size=8, num_hidden_layers=2, num_attention_heads=2)
+GRIDS = dict(vision_config=dict(hidden_size=32, out_hidden_size=64, depth=2, num_heads=2))
+IMAGES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": GRIDS,
+    "glm4v": GRIDS,
+    "gemma3": dict(
+        vision_config=VISION, mm_tokens_per_image=16, architectures=["Gemma3ForConditionalGeneration"]
+    ),
+    "llava": dict(vision_config=VISION),
+    "llava_next": dict(vision_config=VISION, image_grid_pinpoints=[[64, 128], [128, 64]]),
+}
+QUICK = ("qwen2_5_vl", "llava_next")
+
+
+def planner_of_images(kind: str, length: int) -> Planner:
+    """Return the planner of a small model with images and texts."""
+    text: dict[str, Any] = dict(vocab_size=200_000, hidden_size=64, intermediate_size=128)
+    text |= dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    if IMAGES[kind] is GRIDS:
+        sections = [4, 2, 2] if kind == "glm4v" else [2, 3, 3]
+        text["rope_parameters"] = dict(rope_type="default", rope_theta=1e4, mrope_section=sections)
+    model, task = build_on_meta(transformers.CONFIG_MAPPING[kind](text_config=text, **IMAGES[kind]), None)
+    job = Job(world=2, memory=80, global_batch=4, device=GPUS["h100"], precision="bf16")
+    return Planner(model, task, length, job)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in IMAGES]
+)
+def test_a_model_with_images_is_planned_with_the_tokens_of_one(kind: str) -> None:
+    search = planner_of_images(kind, 512)
+    layout = Layout(dp=2, zero=1, microbatches=1, precision="bf16")
+    assert search.errors(layout, 2) == []
+    inputs = search._tracer._inputs
+    assert inputs is not None and inputs.num_placeholders
+    assert sum(inputs.num_placeholders.values()) + inputs.length == 512
+    one, two = (search.predict(layout, samples).memory[0].activations for samples in (1, 2))
+    assert 1.5 * one < two < 2.5 * one
+
+
+def test_a_text_that_is_shorter_than_an_image_is_refused_with_its_tokens() -> None:
+    layout = Layout(dp=2, zero=1, microbatches=1, precision="bf16")
+    (error,) = planner_of_images("qwen2_5_vl", 128).errors(layout, 1)
+    assert "accepts no sample of 128 tokens with an image (more: --seq)" in error and "features: 256" in error

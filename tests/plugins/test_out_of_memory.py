@@ -1,6 +1,8 @@
 """A rank without memory says what holds it and what to change, and the others are told."""
 
+import itertools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -55,6 +57,19 @@ def test_a_pipeline_stage_says_what_holds_its_memory_and_the_other_rank_is_told(
     assert isinstance(first, RankFailure)
     assert "rank 1 failed: OutOfMemoryError: CUDA out of memory" in str(first)
     assert "num_microbatches=4" in str(first)
+
+
+def train_counting(where: str, rank: int, **options: Any) -> None:
+    """Train likewise, on a device that counts bytes: each look at them finds a MiB more."""
+    counted = itertools.count(2**20, 2**20)
+    with patch("echelon.plugins.engine.allocated_bytes", lambda device: next(counted)):
+        train(where, rank, **options)
+
+
+def test_the_activations_of_every_stage_have_bytes_where_the_device_counts_them(pool: Pool) -> None:
+    options = dict(pp_size=2, pp_style="interleaved", num_model_chunks=2)
+    _, second = pool.run_failing(2, train_counting, "layer", 1, **options)
+    assert "stage 1 of 2 microbatches in flight (its first one kept 1 MiB)" in str(second)
 
 
 def test_a_step_without_memory_names_zero(pool: Pool) -> None:

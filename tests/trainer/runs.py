@@ -153,6 +153,14 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=4, **routing))
 
 
+def qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    routing = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    routing |= dict(output_router_logits=True, router_aux_loss_coef=0.05)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_key_value_heads=2, head_dim=8, **routing))
+
+
 def bert(head: Any = BertForSequenceClassification) -> Any:
     dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return head(BertConfig(**SIZES, **dropout, **({"num_labels": 3} if "Seq" in head.__name__ else {})))
@@ -239,6 +247,7 @@ KINDS = {
     "causal": Kind(),
     "adapters": Kind(model=adapted),
     "experts": Kind(model=mixtral, wrapped=full_batches),
+    "qwen3_moe": Kind(model=qwen3_moe, wrapped=full_batches),
     "answers": Kind(model=partial(bert, BertForQuestionAnswering), rows=answered, metrics=exact_answers),
     "masks": Kind(
         model=partial(bert, BertForMaskedLM), rows=unlabelled, trainer_arguments={"data_collator": masks}

@@ -87,6 +87,7 @@ OTHER_LAYOUTS = {
     "wp2": Tried(2, 2, dict(wp_size=2)),
     "zero2": Tried(2, 2, dict(zero_stage=2)),
     "ep2": Tried(2, 2, dict(ep_size=2)),
+    "tp2 ep2 dp2 zero1": Tried(4, 2, dict(tp_size=2, ep_size=2, zero_stage=1)),
     "pp2 without microbatches": Tried(2, 1, dict(pp_size=2, num_microbatches=1)),
 }
 LAYOUTS_OF_KIND = {
@@ -104,6 +105,15 @@ def test_sequences_weights_and_experts_are_sharded_with_the_numbers_of_one_proce
     pool: Pool, references: dict[str, Any], tmp_path: Path, kind: str, layout: str
 ) -> None:
     assert compared(pool, references, tmp_path, kind, layout) == []
+
+
+@pytest.mark.parametrize("layout", ["ep2", pytest.param("tp2 ep2 dp2 zero1", marks=pytest.mark.slow)])
+def test_a_mixture_trains_with_its_router_loss_under_tp_and_ep_as_in_one_process(
+    pool: Pool, references: dict[str, Any], tmp_path: Path, layout: str
+) -> None:
+    assert compared(pool, references, tmp_path, "qwen3_moe", layout) == []
+    losses = [entry["loss"] for entry in references["qwen3_moe"]["history"] if "loss" in entry]
+    assert losses[-1] < losses[0]
 
 
 ONCE = COMMON | dict(num_train_epochs=1)
