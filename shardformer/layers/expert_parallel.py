@@ -227,6 +227,8 @@ class ExpertParallel:
         if in_output is not None:
             output_RH = output_RH[in_output]
 
+        num_rows = len(output_RH)  # not the tensor, which would be kept for backward
+
         def return_results(x: Tensor) -> Tensor:
             """Forward: send results back to the ranks of their tokens, in the order of the pairs."""
             arrived = exchange_rows(x[: sum(rows.received)], rows.received, rows.sent, self._group)
@@ -236,7 +238,7 @@ class ExpertParallel:
             """Backward: send the gradients of results to the ranks of their experts."""
             sent = gradient[order[: sum(rows.sent)]]
             arrived = exchange_rows(sent, rows.sent, rows.received, self._group)
-            return arrived if len(arrived) == len(output_RH) else torch.zeros_like(output_RH)
+            return arrived if len(arrived) == num_rows else arrived.new_zeros(num_rows, arrived.shape[1])
 
         pairs_NKH = paired(output_RH, return_results, receive_gradients).unflatten(0, weights_NK.shape)
         sums_NH = (pairs_NKH * weights_NK.unsqueeze(-1)).sum(1)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -231,3 +232,22 @@ def test_maxima_without_indices_are_computed_again() -> None:
         with choices:
             assert x.max() == torch.max(x, x - 1)[1] == expected
         x = 2 * x
+
+
+def outputs_kept() -> bool:
+    """Return True if a mixture keeps the output of its experts for backward."""
+    group = dist.group.WORLD
+    assert group is not None
+    mixture = sharded(block("qwen3_moe", "grouped_mm"), group)
+    outputs: list[ReferenceType[Tensor]] = []
+    mixture.experts.register_forward_hook(  # type: ignore[operator, union-attr]
+        lambda module, args, output: outputs.append(ref(output)), prepend=True
+    )
+    result = output_of(mixture, torch.randn(2, 6, HIDDEN, requires_grad=True))
+    is_kept = outputs[0]() is not None
+    result.sum().backward()
+    return is_kept
+
+
+def test_the_output_of_experts_is_not_kept_for_backward(pool: Pool) -> None:
+    assert pool.run(2, outputs_kept) == [False, False]
