@@ -5,7 +5,6 @@ A new axis is a field of `MeshLayout` and a name in one of the tables below.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import product
 from math import prod
 
@@ -163,7 +162,6 @@ def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
-@cache
 def _primary(axes: tuple[str, ...]) -> list[str]:
     """Return the axes, each joined axis replaced by its primary axes (`JOINED`)."""
     return [primary for axis in axes for primary in JOINED.get(axis, (axis,))]

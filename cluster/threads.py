@@ -16,7 +16,9 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 
-_TIMEOUT = 60.0  # seconds: small tensors arrive at once, unless ranks call different collectives
+_TIMEOUT = (
+    300.0  # seconds: of a busy host; small tensors arrive at once, unless ranks call different collectives
+)
 
 
 class _Meeting:

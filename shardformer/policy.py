@@ -124,12 +124,10 @@ class Policy(ABC):
         regions: paths of the modules that `module_policy` makes a `Region`.
         gathers_sequences: True if `module_policy` gathers sequences within layers, for the modes of the tensor axis.
         keeps_sequences: True if sequences may stay sharded from the last layer to the loss; a trial sets it.
-        shards_encoder: True if sequences are sharded in the layers of the stage plan's encoder, too; a trial sets it.
     """
 
     gathers_sequences = False
     keeps_sequences = True
-    shards_encoder = True
     model: nn.Module
     shard_config: ShardConfig
     errors: Errors
@@ -197,9 +195,14 @@ class Policy(ABC):
         return None
 
     def sequence_plan(self) -> StagePlan | None:
-        """Return the stage plan of the layers that compute on shards of sequences; see `shards_encoder`."""
+        """Return the stage plan of the layers that compute on shards of sequences.
+
+        On the sequence axis without an encoder: the gradients of its outputs, which sharded layers read, are partial.
+        """
         plan = self.stage_plan()
-        return plan if plan is None or self.shards_encoder else replace(plan, encoder=None)
+        return (
+            replace(plan, encoder=None) if plan and self.shard_config.sequence.is_on_sequence_axis else plan
+        )
 
     def head_path(self) -> str | None:
         """Return the path of the language-model head, or None if none is known."""

@@ -179,7 +179,7 @@ class ModelSharder:
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
             if self.shard_config.sequence_split is not None:
-                plan = with_derived_entries(plan, in_encoder=self.policy.shards_encoder)
+                plan = with_derived_entries(plan, in_encoder=self.shard_config.sequence.is_on_tensor_axis)
             bounds = self.policy.stage_bounds()
             cut_stages(self.model, plan, stages=manager.stages, bounds=bounds, device=device)
         return self.model

@@ -1,4 +1,4 @@
-"""Trial of tensor parallelism: a small copy, sharded over the threads of one process, beside the whole copy.
+"""Trial of tensor and sequence parallelism: a small copy, sharded over threads of one process, beside the whole copy.
 
 [Note: tried splits] A plan says how weights are sharded, and nothing in it says that the forward between them allows
 it. So the layers that boost would make are executed: every rank is a thread with its shards of the small copy, and
@@ -6,9 +6,10 @@ collectives exchange tensors in memory (cluster/threads.py). In float64, loss an
 copy but for rounding; a plan with which they depart is not used, and a mode of sequence parallelism is refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy as shallow_copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch.nn import Parameter
 
 from ..cluster.placement import PartialGrad, Shard, placement_on
 from ..cluster.threads import run_threads, thread_groups
+from ..cluster.transformers_api import attention_name
 from ..derive.build import Copy, described
 from ..derive.double import StaysDouble, gradient_departure, in_double, loss_departure
 from ..derive.inputs import loss_of
 from ..derive.plans import copy_of, isolated
+from .layers.attention_kernels import EAGER
 from .layers.sequence_axis import INSTEAD, SAMPLE_DROPPER
 from .policy import Policy
 from .refusals import mark_all_parallelized
@@ -29,40 +32,62 @@ from .shard_config import ShardConfig
 from .sharder import ModelSharder
 
 # Modules that compute each position independently, which a script may put into layers.
-_HARMLESS = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_HARMLESS = (
+    *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity),
+    *(nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.ModuleDict, nn.Sequential),
+)
 
 
 def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
     """List how sequence parallelism would change the numbers of a model: by trial on a small copy, on two ranks.
 
-    What alone departs stays unsharded: the sequences of an encoder (`policy.shards_encoder`), or those between the last
-    layer and the loss (`policy.keeps_sequences`).
+    If sequences that stay sharded between the last layer and the loss depart, `policy.keeps_sequences` becomes False.
 
     Args:
         model: the full model; may be on the meta device.
-        policy: the policy of the model, with its config.
+        policy: the policy of the model, with its config; it keeps the results.
         config: axes and options.
     """
     mode = config.sequence.mode
     if mode is None or policy.sequence_plan() is None:  # which is an error of the policy
         return []
-    option, kind = f"sequence_parallelism_mode={mode!r}", type(model).__name__
+    known: dict[str, tuple[str | None, bool]] = vars(policy).setdefault("_tried_modes", {})
+    if mode not in known:
+        known[mode] = _tried(model, policy, mode)
+    error, policy.keeps_sequences = known[mode]
+    return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
+
+
+def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, bool]:
+    """Return why a mode is refused, or None; and True if sequences may stay sharded up to the loss."""
+    kind = type(model).__name__
     try:
         with isolated():
             copies = _copies(model)
-            if unseen := _unseen_classes(model, policy, copies[0]):
-                raise ValueError(f"a {kind} of transformers has no {', '.join(unseen)}")
-            departure = _sequence_departure(copies, policy, mode)
-    except ValueError as error:
-        return [f"{option} is first tried on a small copy of the model: {error}: {INSTEAD}"]
-    if departure is None:
-        return []
-    return [f"{option}: a small copy of this {kind} departs from one process: {departure}: {INSTEAD}"]
+            plan: Any = policy.sequence_plan()
+            if unseen := _unseen_classes(map(model.get_submodule, plan.layer_paths(model)), copies[0]):
+                return (
+                    f"it is tried on a small copy, built from the config, whose layers have no {', '.join(unseen)}",
+                    True,
+                )
+            may_keep = not _unseen_classes([model], copies[0])
+            departures: list[str] = []
+            for policy.keeps_sequences in (True, False) if may_keep else (False,):
+                departure = _departure_of_all(copies, policy, mode)
+                if departure is None:
+                    return None, policy.keeps_sequences
+                departures.append(departure)
+    except Exception as error:  # of any model's constructor, or of a policy's code
+        reason = str(error) if isinstance(error, ValueError) else described(error)
+        return f"it is tried on a small copy, built from the config of this {kind}: {reason}", True
+    return f"a small copy of this {kind} departs from one process: {departures[0]}", True
 
 
 def _copies(model: nn.Module) -> list[Copy]:
     """Return a small copy with two samples, and one with three, of which one is padded if the model takes a mask."""
     copy = copy_of(model)
+    if attention_name(model.config) == EAGER:
+        copy = replace(copy, make=partial(_with_eager_attention, copy.make))
     batch = copy.inputs.make(3)
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -70,29 +95,28 @@ def _copies(model: nn.Module) -> list[Copy]:
     return [in_double(copy), in_double(replace(copy, batch=batch))]
 
 
-def _sequence_departure(copies: Sequence[Copy], policy: Policy, mode: str) -> str | None:
-    """Return how copies depart under a mode; None if they agree with what `policy` then shards."""
-    departures: list[str] = []
-    has_encoder = getattr(policy.stage_plan(), "encoder", None) is not None
-    for policy.shards_encoder in (True, False) if has_encoder else (True,):
-        for policy.keeps_sequences in (True, False):
-            tried = (split_departure(copy, lambda _: shallow_copy(policy), 2, mode=mode) for copy in copies)
-            if (departure := next(filter(None, tried), None)) is None:
-                return None
-            departures.append(departure)
-    return departures[0]
+def _with_eager_attention(make: Callable[[int], nn.Module], seed: int) -> nn.Module:
+    model: Any = make(seed)
+    model.set_attn_implementation(EAGER)
+    eager: nn.Module = model
+    return eager
 
 
-def _unseen_classes(model: nn.Module, policy: Policy, copy: Copy) -> list[str]:
-    """Return the names of classes of modules that are in a model's layers and not in its small copy; peft's may be."""
-    plan: Any = policy.sequence_plan()
-    layers = map(model.get_submodule, plan.layer_paths(model))
-    classes = {type(module): None for layer in layers for module in layer.modules()}
-    seen = {*map(type, copy.model.modules()), *_HARMLESS}
+def _departure_of_all(copies: Sequence[Copy], policy: Policy, mode: str) -> str | None:
+    """Return how one of the copies departs under a mode; None if all agree."""
+    tried = (split_departure(copy, lambda _: shallow_copy(policy), 2, mode=mode) for copy in copies)
+    return next(filter(None, tried), None)
+
+
+def _unseen_classes(modules: Iterable[nn.Module], copy: Copy) -> list[str]:
+    """Return the names of classes inside modules that a small copy does not have; peft's and harmless ones may be."""
+    classes = {type(inner): None for module in modules for inner in module.modules()}
+    seen = {*map(type, copy.model.modules())}
     return [
         kind.__name__
         for kind in classes
         if kind not in seen
+        and not any(issubclass(kind, harmless) and kind.forward is harmless.forward for harmless in _HARMLESS)
         and not kind.__module__.startswith("peft.")
         and not kind.__name__.endswith(SAMPLE_DROPPER)
     ]
@@ -135,7 +159,7 @@ def split_departure(
 
 def _loss(copy: Copy, model: nn.Module) -> Tensor:
     """Compute loss and gradients of a model, with random numbers that are the same for all; return the loss."""
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)  # torch.manual_seed would seed those of CUDA, too
     with StaysDouble():
         loss = loss_of(model(**copy.batch))
         loss.backward()

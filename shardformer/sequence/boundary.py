@@ -148,10 +148,16 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
         for name in refused_settings(model)
         if settings.get(name)
     ]
+    layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
+    chunks = {type(layer).__name__: getattr(layer, "chunk_size_feed_forward", 0) for layer in layers}
+    errors += [
+        f"{name} has chunk_size_feed_forward={chunk}, which chunks the sharded sequences again: set it to 0"
+        for name, chunk in chunks.items()
+        if chunk
+    ]
     mode, size = split.settings.mode, split.group.size()
     if errors or mode not in SEQUENCE_MODES:
         return errors
-    layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
     local = [layer for layer in layers if not isinstance(layer, StandIn)]
     errors = sequence_attention_errors(model, local) if local else []
     heads = -(-getattr(getattr(model, "config", None), "num_attention_heads", 0) // split.tp_size)

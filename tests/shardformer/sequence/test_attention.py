@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AttentionInterface, LlamaConfig
+from transformers import CONFIG_MAPPING, AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function
 
@@ -162,6 +162,7 @@ EAGER = {"attn_implementation": "eager"}
             "more than the 1 attention",
         ),
         ("granite_swa", BOTH[1:], {}, "GraniteSWAAttention passes s_aux to its attention"),
+        ("bert", ("split_gather",), {"chunk_size_feed_forward": 4}, "set it to 0"),
         ("llama", MODES, {"output_hidden_states": True}, "collects the outputs of layers"),
     ],
 )
@@ -171,7 +172,7 @@ def test_layers_that_would_compute_something_else_are_refused(
     for mode in modes:
         found = errors_of(model_type, mode, **settings)
         assert any(reason in each for each in found), found
-        assert all("sequence_parallelism" in each for each in found), "no advice"
+        assert all("sequence_parallelism" in each or "set it to 0" in each for each in found), "no advice"
         assert len(set(found)) == len(found)
 
 
@@ -187,9 +188,40 @@ def tried(model: Any, mode: str) -> tuple[list[str], Policy]:
 
 def test_modules_that_the_small_copy_does_not_have_are_refused() -> None:
     model: Any = build("LlamaForCausalLM")
+    model.model.layers[0].input_layernorm = nn.LayerNorm(32)  # computes each position independently
+    assert tried(model, "all_to_all")[0] == []
     model.model.layers[1].mlp.mixer = nn.Conv1d(4, 4, 3)
     (error,) = tried(model, "all_to_all")[0]
-    assert "a LlamaForCausalLM of transformers has no Conv1d: use another sequence_parallelism_mode" in error
+    assert "whose layers have no Conv1d: use another sequence_parallelism_mode" in error
+
+
+class Centering(nn.Module):
+    """A norm over all positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+def test_sequences_are_gathered_before_modules_that_the_small_copy_does_not_have() -> None:
+    model: Any = build("LlamaForCausalLM")
+    model.model.norm = Centering()
+    errors, policy = tried(model, "ring_attn")
+    assert not errors and not policy.keeps_sequences
+
+
+class Scaled(LlamaForCausalLM):
+    """A class of a script, whose constructor needs more than a config."""
+
+    def __init__(self, config: LlamaConfig, scale: float) -> None:
+        super().__init__(config)
+
+
+def test_what_the_trial_cannot_build_is_refused() -> None:
+    (error,) = tried(Scaled(build("LlamaForCausalLM").config, 2.0), "split_gather")[0]
+    assert (
+        "built from the config of this Scaled: TypeError" in error
+        and error.count("sequence_parallelism_mode=") == 1
+    )
 
 
 @pytest.mark.parametrize(("class_name", "expected"), [("LlamaForCausalLM", True), ("GPT2LMHeadModel", False)])
@@ -200,9 +232,14 @@ def test_sequences_stay_sharded_up_to_the_loss_if_the_trial_agrees(
     assert not errors and policy.keeps_sequences is expected
 
 
-def test_an_encoder_that_computes_on_rows_of_all_images_stays_unsharded() -> None:
-    errors, policy = tried(copy_of("qwen2_vl").model, "all_to_all")
-    assert not errors and not policy.shards_encoder
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "shieldgemma2"])
+def test_an_encoder_stays_unsharded_on_the_sequence_axis(model_type: str) -> None:
+    errors, policy = tried(copy_of(model_type).model, "all_to_all")
+    plan, sequence_plan = policy.stage_plan(), policy.sequence_plan()
+    assert not errors and plan and plan.encoder and sequence_plan and not sequence_plan.encoder
+    with patch.object(Policy, "sequence_plan", lambda policy: policy.stage_plan()):
+        (error,) = tried(copy_of(model_type).model, "all_to_all")[0]
+    assert "departs from one process" in error
 
 
 @pytest.mark.parametrize("mode", MODES)
