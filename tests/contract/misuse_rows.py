@@ -305,7 +305,7 @@ MODELS = {
         {"choice": choice("t5")}, {"options": {}}, **SEQ, **MODES),
     "tp without a table": model("'xglm' has no table", "leave tp_size at 1", {"choice": choice("xglm")},
         {"options": {}}, tp_size=2),
-    "sequences of a state space": model("of this MambaForCausalLM departs from one", "leave enable_sequence_parallelism out",
+    "sequences of a state space": model("of this MambaForCausalLM departs", "leave enable_sequence_parallelism out",
         {"choice": choice("mamba")}, {"options": {}}, **SEQ, **MODES),
     "stages without a plan": model("no pipeline stages of a FunnelForMaskedLM", "Use pp_size=1",
         {"choice": choice("funnel")}, {"options": {}}, **PP2),
