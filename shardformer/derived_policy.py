@@ -89,6 +89,10 @@ class DerivedPolicy(TablePolicy):
         with isolated():
             return in_double(copy_of(self._full_model))
 
+    def small_copy(self) -> Copy:
+        """Return the copy on which stages and splits are tried, too."""
+        return self._copy
+
     def _stacks(self) -> list[str]:
         """Return the paths of the lists of layers that the table describes; the stages may be of other lists, too."""
         return super().stage_plan().list_paths(self.model) if isinstance(self.table.stage, StagePlan) else []

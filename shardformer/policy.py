@@ -11,6 +11,9 @@ from torch.nn import Parameter
 
 from ..cluster.errors import errors_of
 from ..cluster.placement import ReplicaKind, Replicated, TiedOtherwise
+from ..derive.build import Copy
+from ..derive.double import in_double
+from ..derive.plans import copy_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
 from ..pipeline.stage_plan import StagePlan, is_within, setting_errors, settings_of
@@ -193,6 +196,14 @@ class Policy(ABC):
     def stage_plan(self) -> StagePlan | None:
         """Return the plan with the paths of the model's layers, or None if it cannot be cut into stages."""
         return None
+
+    def small_copy(self) -> Copy:
+        """Return a small copy of the model in float64, on which modes of sequence parallelism are tried.
+
+        Raises:
+            ValueError: the model has no config, or no small copy trains.
+        """
+        return in_double(copy_of(self.model))
 
     def sequence_plan(self) -> StagePlan | None:
         """Return the stage plan of the layers that compute on shards of sequences.

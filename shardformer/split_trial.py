@@ -22,7 +22,7 @@ from ..cluster.transformers_api import attention_name
 from ..derive.build import Copy, described
 from ..derive.double import StaysDouble, gradient_departure, in_double, loss_departure
 from ..derive.inputs import loss_of
-from ..derive.plans import copy_of, isolated
+from ..derive.plans import isolated
 from .layers.attention_kernels import EAGER
 from .layers.sequence_axis import INSTEAD, SAMPLE_DROPPER
 from .policy import Policy
@@ -45,16 +45,17 @@ def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
 
     Args:
         model: the full model; may be on the meta device.
-        policy: the policy of the model, with its config; it keeps the results.
+        policy: the policy of the model, with its config; it keeps the results for all that they depend on.
         config: axes and options.
     """
     mode = config.sequence.mode
     if mode is None or policy.sequence_plan() is None:  # which is an error of the policy
         return []
-    known: dict[str, tuple[str | None, bool]] = vars(policy).setdefault("_tried_modes", {})
-    if mode not in known:
-        known[mode] = _tried(model, policy, mode)
-    error, policy.keeps_sequences = known[mode]
+    known: dict[Any, tuple[str | None, bool]] = vars(policy).setdefault("_tried_modes", {})
+    key = (mode, repr(getattr(model, "config", None)), *map(type, model.modules()))
+    if key not in known:
+        known[key] = _tried(model, policy, mode)
+    error, policy.keeps_sequences = known[key]
     return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
 
 
@@ -63,7 +64,7 @@ def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, boo
     kind = type(model).__name__
     try:
         with isolated():
-            copies = _copies(model)
+            copies = _copies(policy)
             plan: Any = policy.sequence_plan()
             if unseen := _unseen_classes(map(model.get_submodule, plan.layer_paths(model)), copies[0]):
                 return (
@@ -83,16 +84,16 @@ def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, boo
     return f"a small copy of this {kind} departs from one process: {departures[0]}", True
 
 
-def _copies(model: nn.Module) -> list[Copy]:
+def _copies(policy: Policy) -> list[Copy]:
     """Return a small copy with two samples, and one with three, of which one is padded if the model takes a mask."""
-    copy = copy_of(model)
-    if attention_name(model.config) == EAGER:
+    copy = policy.small_copy()
+    if attention_name(policy.model.config) == EAGER:
         copy = replace(copy, make=partial(_with_eager_attention, copy.make))
     batch = copy.inputs.make(3)
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         mask[0, -3:] = 0
-    return [in_double(copy), in_double(replace(copy, batch=batch))]
+    return [copy, in_double(replace(copy, batch=batch))]
 
 
 def _with_eager_attention(make: Callable[[int], nn.Module], seed: int) -> nn.Module:
@@ -137,9 +138,8 @@ def split_departure(
         ValueError: the policy refuses the model, or its sizes.
     """
     groups = thread_groups(size)
-    sharded = [
-        _shard_over(copy.make(0), policy, group, mode) for group in groups
-    ]  # by rank, with equal weights
+    # By rank, with equal weights.
+    sharded = [_shard_over(copy.make(0), policy, group, mode) for group in groups]
     unsharded = copy.make(0)
     try:
         loss = _loss(copy, unsharded)

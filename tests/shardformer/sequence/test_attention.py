@@ -21,6 +21,7 @@ from echelon.shardformer.sequence import boundary
 from echelon.shardformer.sequence.attention import all_to_all_attention, ring_attention_of
 from echelon.shardformer.sequence.block_mask import block_mask
 from echelon.shardformer.sequence.config import MODES, TENSOR_MODES, SequenceParallelism
+from echelon.shardformer.shard_config import ShardConfig
 from echelon.shardformer.sharder import stand_in_config
 from echelon.shardformer.split_trial import sequence_errors
 from echelon.verify.model_choice import ModelChoice
@@ -181,9 +182,14 @@ def tried(model: Any, mode: str) -> tuple[list[str], Policy]:
     tp = 2 if mode in TENSOR_MODES else 1
     config = stand_in_config(tp_size=tp, sp_size=2 // tp, sequence=SequenceParallelism(mode=mode))
     policy = policy_for(model)
+    return trial_of(model, policy, config), policy
+
+
+def trial_of(model: Any, policy: Policy, config: ShardConfig) -> list[str]:
+    """Return the errors of the trial of a model with this policy."""
     policy.set_model(model)
     policy.set_shard_config(config)
-    return sequence_errors(model, policy, config), policy
+    return sequence_errors(model, policy, config)
 
 
 def test_modules_that_the_small_copy_does_not_have_are_refused() -> None:
@@ -250,3 +256,12 @@ def test_modes_that_depart_are_refused(mode: str) -> None:
     with patch.object(boundary, "gather_sequence", unscaled):
         (error,) = tried(build("BertForMaskedLM"), mode)[0]
     assert "departs from one process" in error
+
+
+def test_a_policy_of_several_models_tries_each_of_them() -> None:
+    model: Any = build("LlamaForCausalLM")
+    config = stand_in_config(sp_size=2, sequence=SequenceParallelism(mode="all_to_all"))
+    policy = policy_for(model)
+    assert trial_of(model, policy, config) == []
+    model.model.layers[1].mlp.mixer = nn.Conv1d(4, 4, 3)
+    assert len(trial_of(model, policy, config)) == 1
