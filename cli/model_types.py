@@ -177,8 +177,7 @@ def types_of(coverage: Mapping[str, Sequence[Row]]) -> list[ModelType]:
         for row in coverage.get(record, ()):
             if row["transformers"] in release:
                 model_type, _, head = row["type"].partition("/")
-                told = outcomes.setdefault(model_type, {}).setdefault(head, [])
-                told += _outcomes(row, columns)
+                outcomes.setdefault(model_type, {}).setdefault(head, []).extend(_outcomes(row, columns))
     for record, (field, _) in SOURCES.items():
         for row in coverage.get(record, ()):
             if row[field] != "refused":
@@ -187,7 +186,7 @@ def types_of(coverage: Mapping[str, Sequence[Row]]) -> list[ModelType]:
         ModelType(
             plain=plain.get(name, {"type": name, "family": "other"}),
             outcomes=tuple(outcomes.get(name, {}).get("", ())),
-            heads={head: tuple(told) for head, told in outcomes.get(name, {}).items() if head},
+            heads={head: tuple(tried) for head, tried in outcomes.get(name, {}).items() if head},
             sources=sources.get(name, {}),
         )
         for name in sorted({*plain, *outcomes})
@@ -196,12 +195,12 @@ def types_of(coverage: Mapping[str, Sequence[Row]]) -> list[ModelType]:
 
 def _outcomes(row: Row, columns: tuple[str, ...]) -> list[Outcome]:
     """Return the outcomes of a row of a record; `columns` are those that the record is about."""
-    told = [(each["layout"], each["outcome"], each.get("why", "")) for each in row.get("layouts", ())]
-    told += [(layout, "refused", why) for layout, why in row.get("refused", {}).items()]
-    told = told or [("", row["parity"], row.get("why", ""))]
+    results = [(each["layout"], each["outcome"], each.get("why", "")) for each in row.get("layouts", ())]
+    results += [(layout, "refused", why) for layout, why in row.get("refused", {}).items()]
+    results = results or [("", row["parity"], row.get("why", ""))]
     return [
         Outcome(layout=layout, columns=columns_of(layout) if layout else columns, outcome=outcome, why=why)
-        for layout, outcome, why in told
+        for layout, outcome, why in results
     ]
 
 
@@ -257,9 +256,9 @@ def reason_lines(types: Sequence[ModelType]) -> list[str]:
     lines = []
     for each in types:
         columns_by_why: dict[str, list[str]] = {}
-        for column, told in each.results.items():
-            if told.outcome != "agrees":
-                why = f"{told.outcome}: {told.why}"
+        for column, result in each.results.items():
+            if result.outcome != "agrees":
+                why = f"{result.outcome}: {result.why}"
                 columns_by_why.setdefault(why, []).append(column)
         if not each.is_built:
             columns_by_why = {f"{NOT_BUILT}: {each.reason}": []}
@@ -272,7 +271,7 @@ def reason_lines(types: Sequence[ModelType]) -> list[str]:
 
 def show_type(model_type: ModelType) -> None:
     """Print all results of a model type: columns with their reasons, layouts, and further classes."""
-    results = [_cells(column, told) for column, told in model_type.results.items()]
+    results = [_cells(column, result) for column, result in model_type.results.items()]
     if not model_type.is_built:
         results = [(NOT_BUILT, model_type.reason)]
     layouts = [(CELLS[each.outcome], each.layout) for each in model_type.outcomes if each.layout]
@@ -288,5 +287,5 @@ def show_type(model_type: ModelType) -> None:
     )
 
 
-def _cells(name: str, told: Outcome) -> tuple[str, str]:
-    return CELLS[told.outcome], f"{name}: {told.why}" if told.why else name
+def _cells(name: str, result: Outcome) -> tuple[str, str]:
+    return CELLS[result.outcome], f"{name}: {result.why}" if result.why else name

@@ -16,9 +16,7 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 
-_TIMEOUT = (
-    300.0  # seconds: of a busy host; small tensors arrive at once, unless ranks call different collectives
-)
+_TIMEOUT = 300.0  # seconds, on a busy host: it passes only if ranks call different collectives
 
 
 class _Meeting:

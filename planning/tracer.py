@@ -143,7 +143,7 @@ class Tracer:
                 setattr(config, name, 0)
         self._traces: dict[Any, Trace | ValueError] = {}
         self._recordings: dict[Any, dict[int, Recording]] = {}  # by layout but for ep_size, and by that
-        self._policies: dict[bool, Policy] = {}
+        self._policies: dict[bool, Policy] = {}  # a policy that has sharded tensors keeps their table
 
     def trace(self, config: HybridConfig, samples: int) -> Trace:
         """Trace a microbatch under the tensor, sequence, weight and expert axes of a config.

@@ -84,7 +84,7 @@ def refuse_what_one_rank_cannot_wrap(plugin: str) -> str:
     with pytest.raises(ValueError) as refused:
         booster.boost(CHOICE.build() if torch.distributed.get_rank() == 0 else CHOICE.build_on_meta())
     with pytest.raises(ValueError, match="optimizer") as wrong_type:
-        booster.boost(CHOICE.build(), "adam" if torch.distributed.get_rank() == 1 else None)  # type: ignore[arg-type]
+        booster.boost(CHOICE.build(), "adam" if torch.distributed.get_rank() == 1 else None)  # type: ignore[arg-type]  # the mistake
     assert str(wrong_type.value).endswith("(rank 1)")
     booster.boost(CHOICE.build())
     return str(refused.value)

@@ -35,7 +35,7 @@ def message_of(row: Row) -> str:
     """Call what a row refuses, and return the name and text of its error."""
     try:
         row[0]()
-    except Exception as error:
+    except Exception as error:  # also one of another kind than the row expects, whose words are then missing
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
 

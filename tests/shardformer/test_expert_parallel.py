@@ -240,9 +240,8 @@ def outputs_kept() -> bool:
     assert group is not None
     mixture = sharded(block("qwen3_moe", "grouped_mm"), group)
     outputs: list[ReferenceType[Tensor]] = []
-    mixture.experts.register_forward_hook(  # type: ignore[operator, union-attr]
-        lambda module, args, output: outputs.append(ref(output)), prepend=True
-    )
+    experts: Any = mixture.experts
+    experts.register_forward_hook(lambda module, args, output: outputs.append(ref(output)), prepend=True)
     result = output_of(mixture, torch.randn(2, 6, HIDDEN, requires_grad=True))
     is_kept = outputs[0]() is not None
     result.sum().backward()
