@@ -317,6 +317,8 @@ def _dead(rank: int, worker: _Worker) -> _Failure:
     code = worker.process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
     text = f"rank {rank}: its process ended in the middle of the test ({how})"
+    if stacks := worker.stacks.read_text():
+        text += f". It stood at:\n{stacks}"
     return _Failure(rank=rank, error=RankDied(text), text=text, when=time.monotonic())
 
 

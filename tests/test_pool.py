@@ -36,8 +36,8 @@ def refuse() -> None:
 
 def die_on(rank: int, how: str) -> None:
     if dist.get_rank() == rank:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how != "exit":
+            os.kill(os.getpid(), getattr(signal, how))
         os._exit(7)
     dist.all_reduce(torch.zeros(1))
 
@@ -102,7 +102,14 @@ def test_run_failing_gives_the_exception_of_every_rank(pool: Pool) -> None:
     assert pool.run_failing(2, process_id) == [None, None]
 
 
-@pytest.mark.parametrize(("how", "reported"), [("kill", "killed by SIGKILL"), ("exit", "exit code 7")])
+@pytest.mark.parametrize(
+    ("how", "reported"),
+    [
+        ("SIGKILL", "killed by SIGKILL"),
+        ("SIGSEGV", r"killed by SIGSEGV[\s\S]*in die_on"),
+        ("exit", "exit code 7"),
+    ],
+)
 def test_a_worker_that_dies_is_named_and_replaced(pool: Pool, how: str, reported: str) -> None:
     before = pool.run(3, process_id)
     start = time.monotonic()

@@ -58,7 +58,9 @@ def warning_filters() -> list[tuple[str, str, type[Warning], str, int]]:
 
 
 def serve(connection: Connection, stacks: str) -> None:
-    """Run tasks from the connection until it closes or sends None. SIGUSR1 writes the stacks of all threads.
+    """Run tasks from the connection until it closes or sends None.
+
+    SIGUSR1 and fatal signals write the stacks of all threads to the file `stacks`.
 
     Per task the worker sends an `Outcome`, waits for the message that all ranks have ended, cleans up and sends
     "clean". It waits because a group that one rank destroys early would fail the others. After an exception it leaves
@@ -70,6 +72,7 @@ def serve(connection: Connection, stacks: str) -> None:
     gc.freeze()  # objects imported before the fork are excluded from garbage collection after each test
     environment = dict(os.environ)
     with open(stacks, "w") as file:
+        faulthandler.enable(file)  # of a fatal signal
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         try:
             while (task := pickle.loads(connection.recv_bytes())) is not None:
@@ -84,6 +87,7 @@ def serve(connection: Connection, stacks: str) -> None:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass  # the parent has ended
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
 
 
 def _end_with_parent() -> None:
