@@ -190,12 +190,22 @@ def _report(choice: Any, layout: Any) -> Any:
 
 
 def _derive_once() -> None:
-    """Let all policies of a model class in this process, and in ranks forked from it, share what is derived.
+    """Let all policies of a model class in this process, and in ranks forked from it, share what is derived and tried.
 
     Every rank of a real run derives the same for itself, from copies of equal seeds.
     """
+    from echelon.shardformer import split_trial
     from echelon.shardformer.derived_policy import DerivedPolicy
 
+    tried, errors = split_trial._tried, dict[tuple[type, str], tuple[str | None, bool]]()
+
+    def tried_once(model: Any, policy: Any, mode: str) -> tuple[str | None, bool]:
+        key = (type(model), mode)
+        if key not in errors:
+            errors[key] = tried(model, policy, mode)
+        return errors[key]
+
+    split_trial._tried = tried_once
     kept: dict[tuple[type, str], tuple[Any, bool]] = {}
 
     def shared(name: str, derive: Any) -> property:
