@@ -1,5 +1,6 @@
 """Attention through transformers' interface with sharded sequences, and refusals of models."""
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +40,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any = None) -> None:
         super().__init__()
         self.num_key_value_groups, self.is_causal, self.config = 2, True, config
+        self.out = nn.Linear(1, 1)
 
 
 def tensors(length: int) -> list[Tensor]:
@@ -190,6 +192,12 @@ def trial_of(model: Any, policy: Policy, config: ShardConfig) -> list[str]:
     policy.set_model(model)
     policy.set_shard_config(config)
     return sequence_errors(model, policy, config)
+
+
+def test_a_trial_leaves_nothing_in_modules_that_all_models_share() -> None:
+    model: Any = ModelChoice(model_type="xlm").build()
+    tried(model, "split_gather")
+    deepcopy(model)  # fails with a process group
 
 
 def test_modules_that_the_small_copy_does_not_have_are_refused() -> None:
