@@ -7,6 +7,7 @@ copy but for rounding; a plan with which they depart is not used, and a mode of 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy as shallow_copy
 from dataclasses import replace
 from functools import partial
@@ -85,15 +86,29 @@ def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, boo
 
 
 def _copies(policy: Policy) -> list[Copy]:
-    """Return a small copy with two samples, and one with three, of which one is padded if the model takes a mask."""
+    """Return a small copy with two samples, and one with three of a length that ranks do not divide.
+
+    One of the three is padded, if the model takes a mask.
+    """
     copy = policy.small_copy()
     if attention_name(policy.model.config) == EAGER:
         copy = replace(copy, make=partial(_with_eager_attention, copy.make))
-    batch = copy.inputs.make(3)
+    batch = _uneven_batch(copy)
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         mask[0, -3:] = 0
     return [copy, in_double(replace(copy, batch=batch))]
+
+
+def _uneven_batch(copy: Copy) -> dict[str, Any]:
+    """Return three samples, whose length is odd if the model takes it."""
+    inputs = shallow_copy(copy.inputs)
+    inputs.length -= 1
+    with suppress(Exception):  # of any model class
+        batch = inputs.make(3)
+        copy.model(**batch)
+        return batch
+    return copy.inputs.make(3)
 
 
 def _with_eager_attention(make: Callable[[int], nn.Module], seed: int) -> nn.Module:
