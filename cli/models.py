@@ -244,6 +244,10 @@ SHORT = {
     "a2a": "all_to_all",
     "ra": "ring_attn",
 }
+NEXT = (
+    "What is refused (–), or not tried: `echelon verify --model {name} --tp 2`, with your layout, gives the full "
+    "reason, and docs/policies.md says what to do."
+)
 LEGEND = """\
 by    table: Echelon's own (shardformer/tables); plan: transformers' own
 hd    heads (classes) of the model type that were tried
@@ -322,6 +326,7 @@ def _show_named(name: str, *, from_all: bool) -> None:
         show_type(each)
     if named_types:
         typer.echo(about(coverage))
+    typer.echo(NEXT.format(name=min(chosen)))
 
 
 def _show_all() -> None:
@@ -346,8 +351,8 @@ def _unknown(name: str, names: Sequence[str]) -> str:
     close = get_close_matches(name.lower(), names)
     meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
     return (
-        f"no model type {name!r} was tried: {meant}`echelon verify --model {name}` tries one of transformers, and "
-        "docs/policies.md describes the table of any other"
+        f"no model type {name!r} was tried: {meant}give the `model_type` of its config.json. `echelon verify --model "
+        f"{name}` tries one of transformers, and docs/policies.md is about all others"
     )
 
 

@@ -159,7 +159,7 @@ def split_departure(
 
 def _loss(copy: Copy, model: nn.Module) -> Tensor:
     """Compute loss and gradients of a model, with random numbers that are the same for all; return the loss."""
-    torch.default_generator.manual_seed(1)  # torch.manual_seed would seed those of CUDA, too
+    torch.default_generator.manual_seed(1)  # of the CPU alone
     with StaysDouble():
         loss = loss_of(model(**copy.batch))
         loss.backward()

@@ -303,7 +303,7 @@ MODELS = {
         "sequence_parallelism_mode": "split_gather"}}, **SEQ, sp_size=2, sequence_parallelism_mode="ring_attn"),
     "all-to-all with relative positions": model("cross-attention", "leave enable_sequence_parallelism out",
         {"choice": choice("t5")}, {"options": {}}, **SEQ, **MODES),
-    "tp without a table": model("'xglm' has no table", "leave tp_size at 1", {"choice": choice("xglm")},
+    "tp without a table": model("no split of a XGLMForCausalLM gives", "leave tp_size at 1", {"choice": choice("xglm")},
         {"options": {}}, tp_size=2),
     "sequences of a state space": model("of this MambaForCausalLM departs", "leave enable_sequence_parallelism out",
         {"choice": choice("mamba")}, {"options": {}}, **SEQ, **MODES),

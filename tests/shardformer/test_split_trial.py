@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BioGptConfig, BioGptForCausalLM
 
 from echelon.cluster.collectives import all_gather, all_reduce, exchange_rows, exchange_slices, sum_slice
 from echelon.cluster.placement import Replicated
@@ -12,6 +13,7 @@ from echelon.cluster.threads import ThreadGroup, run_threads, thread_groups
 from echelon.shardformer import layer_split, policy_for
 from echelon.shardformer.derived_policy import DerivedPolicy
 from echelon.shardformer.layers import linear
+from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.split_trial import split_departure
 
@@ -52,6 +54,30 @@ def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -
         "no split of a Exaone4ForCausalLM gives the numbers of one process: " in none
         and "tp_size at 1" in none
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp_size": 2}, "no split of a Broken gives the numbers of one process: "),
+        ({"num_stages": 2}, "no pipeline stages of a Broken are known: "),
+        (
+            {"sp_size": 2, "sequence": SequenceParallelism(mode="all_to_all")},
+            "sequence_parallelism_mode='all_to_all': no layers of a Broken are known: ",
+        ),
+    ],
+)
+def test_a_model_without_a_small_copy_is_refused_once_with_the_reason(
+    sizes: dict[str, Any], words: str
+) -> None:
+    class Broken(BioGptForCausalLM):
+        def forward(self, input_ids: Any) -> Any:
+            raise KeyError("its code")
+
+    with torch.device("meta"):
+        model = Broken(BioGptConfig(num_hidden_layers=2))
+    (error,) = split_errors(model, DerivedPolicy(model), **sizes)
+    assert error.startswith(f"{words}no small copy of its config trains (KeyError: 'its code')")
 
 
 @pytest.mark.parametrize(
