@@ -286,7 +286,8 @@ def show_type(model_type: ModelType) -> None:
         [*results, *layouts, *heads],
         sections=[len(results), len(results) + len(layouts)],
     )
-    if untried := [column for column in COLUMNS if column not in model_type.results]:
+    untried = [column for column in COLUMNS if column not in model_type.results]
+    if model_type.is_built and untried:
         typer.echo(f"Not tried: {', '.join(untried)}.")
 
 

@@ -266,7 +266,8 @@ def models(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Show this model type in full, or all that start with this prefix.", show_default=False
+            help="Show this model type, or that of this class, in full, or all that start with this prefix.",
+            show_default=False,
         ),
     ] = None,
     every: Annotated[
@@ -312,9 +313,11 @@ def _show_named(name: str, *, from_all: bool) -> None:
     kept, coverage = kept_matrix(), kept_coverage()
     rows = [] if from_all else rows_of(kept)
     known = {row.model_type for row in rows}
-    others = [each for each in types_of(coverage) if each.name not in known]
+    types = types_of(coverage)
+    others = [each for each in types if each.name not in known]
     names = [*known, *(each.name for each in others)]
-    chosen = _named(name, names)
+    by_class = {each.plain.get("class"): each.name for each in types}
+    chosen = _named(by_class.get(name, name), names)
     refuse("models", [] if chosen else [_unknown(name, names)])
     named_rows = [row for row in rows if row.model_type in chosen]
     for row in named_rows:
