@@ -471,7 +471,7 @@ CALLS = {
 # A model that transformers does not have.
 SEQUENTIAL = {"model": lambda: nn.Sequential(nn.Linear(4, 4)), "train": lambda *_: None}
 MODELS["tp of a module of one's own"] = model(
-    "the config of a Sequential", "leave tp_size and pp_size at 1", SEQUENTIAL, {"options": {}}, tp_size=2
+    "a Sequential has no config", "leave tp_size and pp_size at 1", SEQUENTIAL, {"options": {}}, tp_size=2
 )
 
 MISUSES = {**OPTIONS, **MODELS, **CALLS}
