@@ -98,7 +98,8 @@ def described(error: Exception) -> str:
         if "/models/" in file:
             place = f" ({file.rpartition('/')[2]}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{place}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 160 else f'{text[:159]}…'}{place}"
 
 
 def _of_class(config: PreTrainedConfig, kind: type[nn.Module]) -> PreTrainedConfig:
@@ -118,4 +119,7 @@ def _require_small(kind: type[nn.Module], config: PreTrainedConfig) -> None:
     except (NotImplementedError, RuntimeError):  # a constructor that reads values
         return
     if count > LARGEST:
-        raise ValueError(f"the smallest config has {count:,} parameters")
+        raise ValueError(
+            f"the smallest config has {count:,} parameters: only settings with names as in transformers (hidden_size, "
+            "num_hidden_layers, vocab_size) are made small"
+        )

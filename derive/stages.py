@@ -342,7 +342,7 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
     sent: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for stage in stages:
         try:
-            torch.manual_seed(1)
+            torch.default_generator.manual_seed(1)  # of the CPU alone
             output = stage.forward(tree_map_only(Tensor, Tensor.clone, copy.batch), received)
         except Exception as error:
             return f"the stage of layer {stage.index} fails: {described(error)}"
@@ -364,7 +364,7 @@ def _departure(copy: Copy, plan: StagePlan) -> str | None:
 
 def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the loss of a batch; random numbers are those of the stages."""
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)  # of the CPU alone
     return loss_of(model(**batch))
 
 

@@ -60,6 +60,31 @@ def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
 
 
+def own_code_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
+    """List how a table for tensor parallelism departs for a class that is not of transformers, by trial.
+
+    Tables are tried by the tests, with the classes of transformers; a class of a script or a checkpoint that has their
+    `model_type` may compute something else. Empty if no small copy trains, which tells nothing.
+
+    Args:
+        model: the full model; may be on the meta device.
+        policy: the policy of the model, with its config.
+        config: axes and options.
+    """
+    kind = type(model)
+    if config.tensor_parallel_size == 1 or kind.__module__.startswith("transformers."):
+        return []
+    try:
+        with isolated():
+            departure = split_departure(policy.small_copy(), lambda _: shallow_copy(policy), 2)
+    except Exception:  # of any model's constructor, or sizes of the copy that the table does not take
+        return []
+    advice = "give a table for this class as custom_policy (docs/policies.md), or leave tp_size at 1"
+    return (
+        [] if departure is None else [f"the table of a {kind.__name__}'s type departs: {departure}: {advice}"]
+    )
+
+
 def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, bool]:
     """Return why a mode is refused, or None; and True if sequences may stay sharded up to the loss."""
     kind = type(model).__name__
@@ -174,7 +199,7 @@ def split_departure(
 
 def _loss(copy: Copy, model: nn.Module) -> Tensor:
     """Compute loss and gradients of a model, with random numbers that are the same for all; return the loss."""
-    torch.default_generator.manual_seed(1)  # torch.manual_seed would seed those of CUDA, too
+    torch.default_generator.manual_seed(1)  # of the CPU alone
     with StaysDouble():
         loss = loss_of(model(**copy.batch))
         loss.backward()
