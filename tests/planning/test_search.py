@@ -1,6 +1,7 @@
 """The search: what it finds, what it leaves out, and the nearest layouts."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,11 @@ from torch import nn
 
 from echelon.cluster.gpus import GPUS
 from echelon.planning.meta_model import build_on_meta, load_config
+from echelon.planning.recording import Recording
 from echelon.planning.search import Job, Planner
 from echelon.planning.sections import Trace
 from echelon.planning.shortened import _kind, shorten, stage_plan
+from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.layout_choice import Layout
 
 
@@ -71,15 +74,27 @@ def test_a_mixture_is_planned_with_expert_parallelism() -> None:
     assert distributed.memory[0].states == pytest.approx(alone.memory[0].states, rel=0.01)  # ZeRO shards both
 
 
+def mixture_under(ep: int) -> HybridConfig:
+    return Layout(dp=16, ep=ep, precision="bf16", microbatches=1).config
+
+
+@cache
+def recordings_of_a_mixture() -> dict[int, Recording]:
+    """Return what is traced of a mixture, by size of the expert axis."""
+    tracer = planner(1.0, kind="mixtral", num_local_experts=16)._tracer
+    return {size: tracer._record(mixture_under(size), 1) for size in (2, 4, 8, 16)}
+
+
 @pytest.mark.parametrize(("ep", "is_derived"), [(2, True), (4, True), (8, True), (16, False)])
 def test_a_trace_of_a_mixture_follows_from_those_under_two_other_sizes(ep: int, is_derived: bool) -> None:
     known = sorted({2, 4, 8} - {ep})[:2]
-    tracer = planner(1.0, kind="mixtral", num_local_experts=16)._tracer
-    configs = {size: Layout(dp=16, ep=size, precision="bf16", microbatches=1).config for size in (*known, ep)}
-    with mock.patch.object(tracer, "_record", wraps=tracer._record) as record:
-        traces = {size: tracer.trace(config, 1) for size, config in configs.items()}
+    tracer, recordings = planner(1.0, kind="mixtral", num_local_experts=16)._tracer, recordings_of_a_mixture()
+    with mock.patch.object(
+        tracer, "_record", side_effect=lambda config, _: recordings[config.ep_size]
+    ) as record:
+        traces = {size: tracer.trace(mixture_under(size), 1) for size in (*known, ep)}
     assert record.call_count == 3 - is_derived  # one expert per rank is traced
-    traced = tracer._record(configs[ep], 1).trace(tracer._traced_of)
+    traced = recordings[ep].trace(tracer._traced_of)
     assert as_values(traced) == as_values(traces[ep])
 
 
@@ -193,5 +208,5 @@ def test_a_model_with_images_is_planned_with_the_tokens_of_one(kind: str) -> Non
 
 def test_a_text_that_is_shorter_than_an_image_is_refused_with_its_tokens() -> None:
     layout = Layout(dp=2, zero=1, microbatches=1, precision="bf16")
-    (error,) = planner_of_images("qwen2_5_vl", 128).errors(layout, 1)
-    assert "accepts no sample of 128 tokens with an image (more: --seq)" in error and "features: 256" in error
+    (error,) = planner_of_images("llava_next", 128).errors(layout, 1)
+    assert "accepts no sample of 128 tokens with an image (more: --seq)" in error and "features: 136" in error
