@@ -21,7 +21,7 @@ from echelon.verify.layout_choice import Layout
 
 
 def planner(
-    memory: float, *, kind: str = "llama", world: int = 4, length: int = 64, **others: Any
+    memory: float, *, kind: str = "llama", world: int = 4, length: int = 64, batch: int = 16, **others: Any
 ) -> Planner:
     sizes: dict[str, Any] = others | dict(
         vocab_size=512,
@@ -33,13 +33,13 @@ def planner(
     )
     config: Any = transformers.CONFIG_MAPPING[kind](**sizes)
     model, task = build_on_meta(config, None)
-    job = Job(world=world, memory=memory, global_batch=16, device=GPUS["h100"], precision="bf16")
+    job = Job(world=world, memory=memory, global_batch=batch, device=GPUS["h100"], precision="bf16")
     return Planner(model, task, length, job)
 
 
 @pytest.mark.parametrize(("world", "tried"), [(2, 10), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_what_fits_is_sorted_by_time_and_within_memory(world: int, tried: int) -> None:
-    found = planner(1.0, world=world).search(6)
+    found = planner(1.0, world=world, batch=8).search(6)
     assert len(found.plans) == 6 and found.num_tried > tried
     times = [plan.time.total for plan in found.plans]
     assert times == sorted(times)
@@ -56,9 +56,9 @@ def test_without_memory_the_nearest_is_the_one_with_the_smallest_peak() -> None:
 
 
 def test_layers_are_recomputed_only_as_far_as_memory_asks() -> None:
-    layout = Layout(microbatches=2, precision="bf16")
-    whole = planner(80, world=1, length=512).predict(layout, 8)
-    tight = planner(whole.peak * 0.8, world=1, length=512).search(40).plans
+    layout = Layout(microbatches=1, precision="bf16")
+    whole = planner(80, world=1, length=512, batch=8).predict(layout, 8)
+    tight = planner(whole.peak * 0.8, world=1, length=512, batch=8).search(40).plans
     assert {plan.layout.recompute for plan in tight if plan.samples == 8} <= {0.5, 1.0}
     assert all(plan.peak <= whole.peak * 0.8 for plan in tight)
 
