@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.cli.model_types import REASONS, about, family_rows, types_of
 
-from ..matrix import ROOT
+from ..commit import ROOT
 from .parity import CAUSES, LISTED, SEEDS, listed_layouts
 
 DATA = ROOT / "cli" / "coverage.json"  # shipped, for `echelon models --all`

@@ -27,9 +27,8 @@ from ..shardformer.sequence.test_boundary import batch
 from ..shardformer.sequence.test_boundary import boosted as boosted_sequence
 from ..shardformer.test_lora import adapted, in_peft
 from ..shardformer.test_shard_model import Choosy, formed
-from .plain_rows import Stream
 from .plugin_rows import PLUGINS
-from .rows import Row, table
+from .rows import Row, Stream, table
 
 
 def llama(**settings: Any) -> nn.Module:

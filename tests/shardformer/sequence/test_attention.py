@@ -15,7 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from echelon.cli.verify import sharding_errors
 from echelon.plugins.hybrid_config import HybridConfig
-from echelon.shardformer import policy_for
+from echelon.shardformer import policy_for, split_trial
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.policy import Policy
 from echelon.shardformer.sequence import boundary
@@ -24,7 +24,7 @@ from echelon.shardformer.sequence.block_mask import block_mask
 from echelon.shardformer.sequence.config import MODES, TENSOR_MODES, SequenceParallelism
 from echelon.shardformer.shard_config import ShardConfig
 from echelon.shardformer.sharder import stand_in_config
-from echelon.shardformer.split_trial import sequence_errors
+from echelon.shardformer.split_trial import RESULTS, sequence_errors
 from echelon.verify.model_choice import ModelChoice
 
 from ...derive.copies import copy_of
@@ -261,9 +261,29 @@ def test_modes_that_depart_are_refused(mode: str) -> None:
     def unscaled(shard: Tensor, axis: SequenceAxis, length: int, **_: Any) -> Tensor:
         return axis.gather(shard, 1, length)
 
-    with patch.object(boundary, "gather_sequence", unscaled):
+    with patch.object(boundary, "gather_sequence", unscaled), patch.dict(RESULTS, clear=True):
         (error,) = tried(build("BertForMaskedLM"), mode)[0]
     assert "departs from one process" in error
+
+
+def test_models_of_a_type_are_tried_once_unless_they_differ() -> None:
+    def number_of_trials(*models: Any) -> int:
+        with (
+            patch.dict(RESULTS, clear=True),
+            patch.object(split_trial, "_tried", wraps=split_trial._tried) as trial,
+        ):
+            for model in models:
+                tried(model, "all_to_all")
+        return trial.call_count
+
+    model: Any = build("LlamaForCausalLM")
+    assert number_of_trials(model, build("LlamaForCausalLM")) == 1
+    assert number_of_trials(model, build("LlamaForCausalLM", num_hidden_layers=4)) == 2
+    eager: Any = build("LlamaForCausalLM")
+    eager.set_attn_implementation("eager")
+    changed: Any = build("LlamaForCausalLM")
+    changed.model.norm = Centering()
+    assert number_of_trials(model, eager, changed) == 3
 
 
 def test_a_policy_of_several_models_tries_each_of_them() -> None:
