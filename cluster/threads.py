@@ -4,13 +4,10 @@ A trial thus executes the layers that boost makes, with their collectives, in fo
 group is used. torch's collectives call methods of the group that they are given, so a `ThreadGroup` stands in for one.
 
 The threads take turns: one computes until its next collective. So each has a random state of its own on the CPU, like a
-process, and ranks of equal seeds draw equal numbers. Garbage is collected at the end: a collection in a thread that
-waits would visit tensors that another computes with, which torch does without the interpreter's lock.
+process, and ranks of equal seeds draw equal numbers.
 """
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from threading import Barrier, BrokenBarrierError, Lock, Thread
 from typing import Any, TypeVar
 
@@ -170,11 +167,10 @@ def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Res
                     group.meeting.barrier.abort()
 
     threads = [Thread(target=run, args=(group,), daemon=True) for group in groups]
-    with _no_collection():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0]
     if len(results) < len(groups):
@@ -182,14 +178,3 @@ def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Res
             f"rank(s) {sorted(results)} of {len(groups)} made fewer collective calls than the others"
         )
     return [results[rank] for rank in range(len(groups))]
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

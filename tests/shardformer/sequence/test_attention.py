@@ -233,7 +233,7 @@ class Scaled(LlamaForCausalLM):
 def test_what_the_trial_cannot_build_is_refused() -> None:
     (error,) = tried(Scaled(build("LlamaForCausalLM").config, 2.0), "split_gather")[0]
     assert (
-        "built from the config of this Scaled: TypeError" in error
+        "config of this Scaled: no small copy of its config trains (TypeError" in error
         and error.count("sequence_parallelism_mode=") == 1
     )
 
