@@ -274,7 +274,8 @@ def show_type(model_type: ModelType) -> None:
     results = [_cells(column, result) for column, result in model_type.results.items()]
     if not model_type.is_built:
         results = [(NOT_BUILT, model_type.reason)]
-    layouts = [(CELLS[each.outcome], each.layout) for each in model_type.outcomes if each.layout]
+    # A layout may be in several records.
+    layouts = dict.fromkeys((CELLS[each.outcome], each.layout) for each in model_type.outcomes if each.layout)
     heads = [_cells(head, deciding(outcomes)) for head, outcomes in model_type.heads.items()]
     kind = model_type.plain.get("class", "a class of another package")
     sources = "".join(f", {SOURCES[record][1]}: {source}" for record, source in model_type.sources.items())
@@ -285,6 +286,9 @@ def show_type(model_type: ModelType) -> None:
         [*results, *layouts, *heads],
         sections=[len(results), len(results) + len(layouts)],
     )
+    untried = [column for column in COLUMNS if column not in model_type.results]
+    if model_type.is_built and untried:
+        typer.echo(f"Not tried: {', '.join(untried)}.")
 
 
 def _cells(name: str, result: Outcome) -> tuple[str, str]:

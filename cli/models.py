@@ -244,6 +244,10 @@ SHORT = {
     "a2a": "all_to_all",
     "ra": "ring_attn",
 }
+NEXT = (
+    "What is refused (–), or not tried: `echelon verify --model {name} --tp 2`, with your layout, gives the full "
+    "reason, and docs/policies.md says what to do."
+)
 LEGEND = """\
 by    table: Echelon's own (shardformer/tables); plan: transformers' own
 hd    heads (classes) of the model type that were tried
@@ -262,7 +266,8 @@ def models(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Show this model type in full, or all that start with this prefix.", show_default=False
+            help="Show this model type, or that of this class, in full, or all that start with this prefix.",
+            show_default=False,
         ),
     ] = None,
     every: Annotated[
@@ -308,9 +313,11 @@ def _show_named(name: str, *, from_all: bool) -> None:
     kept, coverage = kept_matrix(), kept_coverage()
     rows = [] if from_all else rows_of(kept)
     known = {row.model_type for row in rows}
-    others = [each for each in types_of(coverage) if each.name not in known]
+    types = types_of(coverage)
+    others = [each for each in types if each.name not in known]
     names = [*known, *(each.name for each in others)]
-    chosen = _named(name, names)
+    by_class = {each.plain.get("class"): each.name for each in types}
+    chosen = _named(by_class.get(name, name), names)
     refuse("models", [] if chosen else [_unknown(name, names)])
     named_rows = [row for row in rows if row.model_type in chosen]
     for row in named_rows:
@@ -322,6 +329,7 @@ def _show_named(name: str, *, from_all: bool) -> None:
         show_type(each)
     if named_types:
         typer.echo(about(coverage))
+    typer.echo(NEXT.format(name=min(chosen)))
 
 
 def _show_all() -> None:
@@ -346,8 +354,8 @@ def _unknown(name: str, names: Sequence[str]) -> str:
     close = get_close_matches(name.lower(), names)
     meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
     return (
-        f"no model type {name!r} was tried: {meant}`echelon verify --model {name}` tries one of transformers, and "
-        "docs/policies.md describes the table of any other"
+        f"no model type {name!r} was tried: {meant}give the `model_type` of its config.json. `echelon verify --model "
+        f"{name}` tries one of transformers, and docs/policies.md is about all others"
     )
 
 

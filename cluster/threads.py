@@ -139,6 +139,12 @@ def thread_groups(size: int) -> list[ThreadGroup]:
     return [ThreadGroup(rank, meeting) for rank in range(size)]
 
 
+def _of_collective(error: Exception) -> Exception:
+    """Return the error of a collective in place of that of torch's log, which looks up its group among real ones."""
+    context = error.__context__
+    return context if isinstance(context, Exception) and "world group map" in str(error) else error
+
+
 def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Result]) -> list[Result]:
     """Run `work` in a thread for every rank of a group; return the results by rank.
 
@@ -154,11 +160,11 @@ def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Res
             try:
                 results[group.rank()] = work(group)
                 group.meeting.exchange(group.rank(), None)
-            except BrokenBarrierError:  # another rank raised, or has ended
-                pass
-            except Exception as error:
-                errors.append(error)
-                group.meeting.barrier.abort()
+            except Exception as raised:
+                error = _of_collective(raised)
+                if not isinstance(error, BrokenBarrierError):  # another rank raised, or has ended
+                    errors.append(error)
+                    group.meeting.barrier.abort()
 
     threads = [Thread(target=run, args=(group,), daemon=True) for group in groups]
     for thread in threads:

@@ -3,13 +3,19 @@
 Nothing is recorded in advance. The watch thread reads the stack of a thread that has been in one call for longer than
 a second, so a warm step pays nothing. Objects whose methods wait or run one of several actions describe themselves
 (`Described`). Communication that a stack does not show, because it was started before, is named by torch's recorder.
+
+The thread that is read keeps running. Under the interpreter's lock its frames stay as they are; but in Python 3.11 the
+allocation of a frame object may collect garbage, which gives the lock away: the process then deadlocks (cpython issue
+106883) or reads freed memory. So nothing is collected meanwhile. Nor is anything read that changes without the lock, as
+autograd's graph.
 """
 
+import gc
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -17,14 +23,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d
 
 from . import group_sum
 from .flight_recorder import Recorded, in_flight
 
 _COLLECTIVES = (distributed_c10d.__file__, group_sum.__file__)
-_MOST_NODES = 1000  # of a graph, in which a parameter is looked for
 _MODULE_CALL = nn.Module._call_impl.__code__
 _DATA = ("torch.utils.data.", "echelon.data.")
 _NOT_OF_SCRIPTS = ("echelon.", "torch.", "importlib.")
@@ -100,7 +104,19 @@ class Place(NamedTuple):
 
 def place_of(thread_id: int) -> Place:
     """Read the place of a thread of this process from its stack. No communication, no wait for a device."""
-    return _place(list(_outward(sys._current_frames().get(thread_id))))
+    with _no_collection():
+        return _place(list(_outward(sys._current_frames().get(thread_id))))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def place_of_error(error: BaseException) -> Place:
@@ -114,7 +130,7 @@ def _place(frames: Sequence[FrameType]) -> Place:
     collective, sizes, ranks = _collective(frames)
     owners = {id(owner): owner for frame in frames if isinstance(owner := _owner(frame), Described)}
     described = list(owners.values())
-    module = _module(frames) or _module_in_backward(frames)
+    module = _module(frames)
     steps = [owner.describe() for owner in reversed(described)]
     if module:
         steps.insert(1 if steps else 0, module)
@@ -166,42 +182,32 @@ def _module_name(frame: FrameType) -> str:
     return f"{frame.f_globals.get('__name__', '')}."
 
 
+def _locals(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a function's frame.
+
+    Before Python 3.13 the frame keeps the dictionary that it returns, and with it the tensors of this moment: it is
+    emptied.
+    """
+    kept = frame.f_locals
+    values = dict(kept)
+    if isinstance(kept, dict):
+        kept.clear()
+    return values
+
+
 def _owner(frame: FrameType) -> Any:
     """The object whose method a frame of Echelon runs; None for functions and other frames."""
     is_method = frame.f_code.co_varnames[:1] == ("self",) and _module_name(frame).startswith("echelon.")
-    return frame.f_locals.get("self") if is_method else None
+    return _locals(frame).get("self") if is_method else None
 
 
 def _module(frames: Sequence[FrameType]) -> str:
     """The innermost module whose forward runs, by its path from the outermost one."""
-    modules = [frame.f_locals["self"] for frame in frames if frame.f_code is _MODULE_CALL]
+    modules = [_locals(frame)["self"] for frame in frames if frame.f_code is _MODULE_CALL]
     if not modules:
         return ""
     paths = (path for path, module in modules[-1].named_modules() if module is modules[0])
     return f"module {next(paths, '') or type(modules[0]).__name__}"
-
-
-def _module_in_backward(frames: Sequence[FrameType]) -> str:
-    """The module that backward computes next: that of the nearest parameter in the graph behind the running function.
-
-    Edges of a graph do not change, so that another thread may read them; a run that does not hang pays nothing.
-    """
-    nodes = (frame.f_locals.get("ctx") for frame in frames)
-    running = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
-    models = (getattr(_owner(frame), "module", None) for frame in frames)
-    model = next((model for model in models if isinstance(model, nn.Module)), None)
-    if running is None or model is None:
-        return ""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    nearest, seen = deque([running]), {running}
-    while nearest and len(seen) < _MOST_NODES:
-        node: Any = nearest.popleft()
-        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
-            return f"backward before module {name.rpartition('.')[0]}"
-        following = [edge for edge, _ in node.next_functions if edge is not None and edge not in seen]
-        seen.update(following)
-        nearest.extend(following)
-    return ""
 
 
 def _collective(frames: Sequence[FrameType]) -> tuple[str, str, tuple[int, ...]]:
@@ -210,7 +216,7 @@ def _collective(frames: Sequence[FrameType]) -> tuple[str, str, tuple[int, ...]]
     public = [frame for frame in calls if not frame.f_code.co_name.startswith("_")]
     if not public:
         return "", "", ()
-    values = public[0].f_locals
+    values = _locals(public[0])
     name = public[0].f_code.co_name
     tensors = [
         (str(tensor.dtype).removeprefix("torch."), tensor.shape)

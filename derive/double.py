@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .build import Copy
+from .build import Copy, copying
 
 # Of the loss, and of the largest gradient of a parameter; products are equal, sums may have another order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -44,9 +44,10 @@ def in_double(copy: Copy) -> Copy:
             model.set_experts_implementation("eager")  # grouped products have no kernel for float64
         return model
 
+    made = copying(make)
     try:
         batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, copy.batch)
-        double = replace(copy, make=make, model=make(0), batch=batch)
+        double = replace(copy, make=made, model=made(0), batch=batch)
         with StaysDouble():
             return double if double.loss().dtype is torch.float64 else copy
     except Exception:  # of any model class

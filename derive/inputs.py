@@ -51,6 +51,9 @@ class Inputs:
         self.names = inspect.signature(model.forward).parameters
         self.vision = _inner(_inner(self.config, "vlm_config"), *_VISION)
         self.audio = _inner(self.config, *_AUDIO)
+        # Of a config that does not name its vocabulary, tokens that every embedding has.
+        embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        self.smallest_table = min((module.num_embeddings for module in embeddings), default=256)
         self.generator = torch.Generator()
         self.samples = 0  # set by `make`
         # Answers to errors, which `adapt` changes:
@@ -283,7 +286,7 @@ class Inputs:
     @property
     def _vocabulary(self) -> int:
         sizes = (_first(config, "vocab_size", "n_vocab", default=None) for config in (self.text, self.config))
-        return int(next((size for size in sizes if size), 256))
+        return int(next((size for size in sizes if size), self.smallest_table))
 
     def _ids(self, length: int | None = None, *, placeholders: bool = True) -> Tensor:
         """Return tokens (B, S), of the upper part of the vocabulary, with the placeholders after the second."""

@@ -1,9 +1,11 @@
 """The stage plan of a user's model, derived from a small copy of its config. No communication."""
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -51,18 +53,32 @@ def copy_of(model: nn.Module) -> Copy:
     for section in (config, config.get_text_config()):
         if getattr(section, ROUTER_LOGITS, False):
             setattr(section, ROUTER_LOGITS, False)
-    return small_copy(kind, config, task_of(kind))
+    try:
+        return small_copy(kind, config, task_of(kind))
+    except ValueError as error:
+        raise ValueError(f"no small copy of its config trains ({error})") from error
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Compute on the CPU in float32 with gradients, and leave nothing behind: no random number, no warning."""
+    """Compute on the CPU in float32 with gradients, in whatever context the script boosts; leave nothing behind.
+
+    Random numbers, and warnings that transformers gives once for a process, stay for the script's own model.
+    """
     cpu, dtype, verbosity = (
         torch.device("cpu"),
         torch.get_default_dtype(),
         transformers.logging.get_verbosity(),
     )
-    with generators_put_back(cpu), cpu, torch.enable_grad(), warnings.catch_warnings():
+    with (
+        generators_put_back(cpu),
+        cpu,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(cpu.type, enabled=False),
+        warnings.catch_warnings(),
+        patch.object(logging.Logger, "warning_once", lambda *_, **__: None),
+    ):
         warnings.simplefilter("ignore")
         torch.set_default_dtype(torch.float32)
         transformers.logging.set_verbosity_error()

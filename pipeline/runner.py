@@ -17,7 +17,7 @@ from ..cluster.whereabouts import Described
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
 from .transport import PendingTransfer, Transport, takes_gradient
-from .weight_gradients import WeightGradients
+from .weight_gradients import WeightGradientQueue
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 _StageAndMicrobatch = tuple[int, int]  # stage, microbatch
@@ -83,7 +83,7 @@ class ScheduleRun(Described):
     scale: Callable[[Tensor], Tensor]
     keep_outputs: bool = False
     before_forward: Callable[[int, int], None] | None = None
-    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     around_backward: Callable[[Action, bool], AbstractContextManager] | None = None
     allocated: Callable[[], int | None] = lambda: None
     kept_bytes: dict[int, int] = field(default_factory=dict)

@@ -303,9 +303,9 @@ class Absent(StandIn):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"a microbatch reached {type(self.native).__name__}, which is on another stage, without the layers that "
-            "the pipeline cuts: a batch without images where the vision model is cut, for example. Give batches that "
-            "run these layers, or use pp_size=1"
+            f"a microbatch reached {type(self.native).__name__}, which is on another stage: the model uses it between "
+            "its layers, or the batch has no images for the layers that the pipeline cuts. Give batches that run "
+            "these layers, or use pp_size=1"
         )
 
     forward = _refuse

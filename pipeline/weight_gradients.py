@@ -37,7 +37,7 @@ class WeightGradient(NamedTuple):
     parameter: Parameter
     begin: Callable[[], InFlight[Tensor]]
     add_to: Callable[[Tensor], None] | None
-    store: "WeightGradients | None"
+    store: "WeightGradientQueue | None"
     backward_number: int
 
     def compute(self) -> Tensor | None:
@@ -45,7 +45,7 @@ class WeightGradient(NamedTuple):
         return None if self.store is not None and self.store.add(self) else self.begin().wait()
 
 
-class WeightGradients:
+class WeightGradientQueue:
     """The weight gradients of a rank's linear layers: deferred ones by stage and microbatch, others added at once."""
 
     def __init__(self) -> None:

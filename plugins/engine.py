@@ -39,7 +39,7 @@ from ..pipeline.schedules import forward_only
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_plan import setting_errors
 from ..pipeline.transport import Transport
-from ..pipeline.weight_gradients import WeightGradients
+from ..pipeline.weight_gradients import WeightGradientQueue
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
 from ..shardformer.layers.deferred_linear import track_weight_gradients
 from ..shardformer.layers.vocabulary_loss import ShardedLogits
@@ -100,7 +100,7 @@ class PipelineEngine:
         self.agreement = Agreement(mesh, config.check_every)
         # Compiled layers compute all their gradients themselves; without stages, `booster.backward` may be called.
         tracks = (mesh.size("pp") > 1 or config.splits_backward) and not config.compile_layers
-        self._weight_gradients = track_weight_gradients(module) if tracks else WeightGradients()
+        self._weight_gradients = track_weight_gradients(module) if tracks else WeightGradientQueue()
         uses = Counter(parameter for stage in self._stages.values() for parameter in stage.parameters())
         self.parameters = {
             index: [parameter for parameter in stage.parameters() if uses[parameter] == 1]

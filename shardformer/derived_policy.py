@@ -9,6 +9,7 @@ from ..derive.double import in_double
 from ..derive.plans import copy_of, isolated, stage_plan_of
 from ..pipeline.stage_plan import StagePlan
 from .derived import derived_table
+from .layers.sequence_axis import INSTEAD
 from .proposed import proposed_table
 from .shard_config import ShardConfig
 from .split_trial import split_departure
@@ -28,9 +29,8 @@ class DerivedPolicy(TablePolicy):
     def __init__(self, model: Any) -> None:
         try:
             table = derived_table(model)
-        except ValueError as error:
-            reason = without_table(error, model.config.model_type, "tp_size at 1")
-            table = Table(stage=(), divisible=(), tensor_errors=(reason,))
+        except ValueError:  # transformers has no plan for its layers
+            table = Table(stage=(), divisible=())
         super().__init__(table)
         self._full_model, self._is_proposed = model, False
 
@@ -46,11 +46,22 @@ class DerivedPolicy(TablePolicy):
         return super().stage_plan() if isinstance(self.table.stage, StagePlan) else None
 
     def config_errors(self) -> list[str]:
-        """List errors of `shard_config`; if no stages could be derived for a pipeline, also the reason."""
-        if self._may_have_stages and isinstance(self._derived_stages, str):
-            errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
-            return [*errors, self._derived_stages]
-        return super().config_errors()
+        """List errors of `shard_config`; with the reason if no layers could be derived for stages or sequences."""
+        mode, kind = self.shard_config.sequence.mode, type(self._full_model).__name__
+        has_layers = mode is None or isinstance(self.table.stage, StagePlan)
+        if (has_layers and not self._may_have_stages) or not isinstance(reason := self._derived_stages, str):
+            return super().config_errors()
+        errors = self._tensor_errors() if self.shard_config.tensor_parallel_size > 1 else []
+        if self._may_have_stages:
+            errors.append(
+                f"no pipeline stages of a {kind} are known: {reason}. Use pp_size=1, or write a table with its "
+                "StagePlan (docs/policies.md)"
+            )
+        if not has_layers:
+            errors.append(
+                f"sequence_parallelism_mode={mode!r}: no layers of a {kind} are known: {reason}: {INSTEAD}"
+            )
+        return errors
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Set the requested axes and options; for a tensor axis first derive the table by trial on a small copy."""
@@ -68,7 +79,7 @@ class DerivedPolicy(TablePolicy):
         errors = list(self.table.tensor_errors)
         try:
             with isolated():
-                if not errors:
+                if not errors and isinstance(self.table.stage, StagePlan):
                     error = _table_error(self._copy, self.table)
                     if error is None:
                         return self.table
@@ -104,14 +115,11 @@ class DerivedPolicy(TablePolicy):
 
     @cached_property
     def _derived_stages(self) -> StagePlan | str:
-        """The stage plan derived from the full model, or the error; cached, because a cut model cannot be analyzed."""
+        """The stage plan of the full model, or why there is none; cached, because a cut model cannot be analyzed."""
         try:
             return stage_plan_of(self._full_model, self._copy)
         except ValueError as error:
-            return (
-                f"no pipeline stages of a {type(self._full_model).__name__} are known: {error}. Use pp_size=1, or "
-                "write a table with its StagePlan (docs/policies.md)"
-            )
+            return str(error)
 
 
 def _table_error(copy: Copy, table: Table) -> str | None:
@@ -120,17 +128,3 @@ def _table_error(copy: Copy, table: Table) -> str | None:
         return split_departure(copy, lambda _: TablePolicy(table), _NUM_TRIAL_RANKS)
     except ValueError as error:
         return str(error)
-
-
-def without_table(error: ValueError, model_type: str | None, options: str) -> str:
-    """Return the message for a model type without a table, for which none could be derived.
-
-    Args:
-        error: why none could be derived.
-        model_type: the type.
-        options: advice which options to leave, "tp_size at 1" for example.
-    """
-    return (
-        f"{error}, and model_type={model_type!r} has no table: leave {options}, register a Table of its layers "
-        "(docs/policies.md), or give one as custom_policy"
-    )

@@ -205,6 +205,10 @@ class Policy(ABC):
         """
         return in_double(copy_of(self.model))
 
+    def tables(self) -> str | None:
+        """Return the tables that this policy consists of, as text; None if it is more than tables."""
+        return None
+
     def sequence_plan(self) -> StagePlan | None:
         """Return the stage plan of the layers that compute on shards of sequences.
 

@@ -3,6 +3,7 @@
 from itertools import chain
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor
@@ -106,6 +107,8 @@ def unfit_model_errors(model: object) -> list[str]:
         return [
             "the model is already boosted, or sharded by ShardFormer: give the plain transformers model, once"
         ]
+    if isinstance(torch.empty(0), LazyTensor):  # a small copy of the model would be lazy, too
+        return ["a model is boosted, or sharded, within a LazyInitContext: do it after the block"]
     named = chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, tensor in named if tensor.is_meta and not isinstance(tensor, LazyTensor)]
     if not empty:

@@ -7,6 +7,7 @@ copy but for rounding; a plan with which they depart is not used, and a mode of 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy as shallow_copy
 from dataclasses import replace
 from functools import partial
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedConfig
 
 from ..cluster.placement import PartialGrad, Shard, placement_on
-from ..cluster.threads import run_threads, thread_groups
+from ..cluster.threads import ThreadGroup, run_threads, thread_groups
 from ..cluster.transformers_api import attention_name
 from ..derive.build import Copy, described
-from ..derive.double import StaysDouble, gradient_departure, in_double, loss_departure
+from ..derive.double import StaysDouble, gradient_departure, loss_departure
 from ..derive.inputs import loss_of
 from ..derive.plans import isolated
 from .layers.attention_kernels import EAGER
@@ -30,6 +33,9 @@ from .refusals import mark_all_parallelized
 from .sequence.config import SEQUENCE_MODES
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
+
+# Of this process, by all that a trial depends on: a script may boost several models of a type.
+RESULTS: dict[Any, tuple[str | None, bool]] = {}
 
 # Modules that compute each position independently, which a script may put into layers.
 _HARMLESS = (
@@ -45,18 +51,60 @@ def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
 
     Args:
         model: the full model; may be on the meta device.
-        policy: the policy of the model, with its config; it keeps the results for all that they depend on.
+        policy: the policy of the model, with its config.
         config: axes and options.
     """
     mode = config.sequence.mode
-    if mode is None or policy.sequence_plan() is None:  # which is an error of the policy
+    if mode is None or (plan := policy.sequence_plan()) is None:  # which is an error of the policy
         return []
-    known: dict[Any, tuple[str | None, bool]] = vars(policy).setdefault("_tried_modes", {})
-    key = (mode, repr(getattr(model, "config", None)), *map(type, model.modules()))
+    tables = policy.tables()
+    known: dict[Any, tuple[str | None, bool]] = (
+        vars(policy).setdefault("_tried_modes", {}) if tables is None else RESULTS
+    )
+    kinds: Iterable[Any] = map(type, model.modules())
+    key = (
+        mode,
+        tables,
+        repr(plan),
+        _settings(getattr(model, "config", None)),
+        *((kind, kind.forward) for kind in kinds),
+    )
     if key not in known:
         known[key] = _tried(model, policy, mode)
     error, policy.keeps_sequences = known[key]
     return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
+
+
+def own_code_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
+    """List how a table for tensor parallelism departs for a class that is not of transformers, by trial.
+
+    Tables are tried by the tests, with the classes of transformers; a class of a script or a checkpoint that has their
+    `model_type` may compute something else. Empty if no small copy trains, which tells nothing.
+
+    Args:
+        model: the full model; may be on the meta device.
+        policy: the policy of the model, with its config.
+        config: axes and options.
+    """
+    kind = type(model)
+    if config.tensor_parallel_size == 1 or kind.__module__.startswith("transformers."):
+        return []
+    try:
+        with isolated():
+            departure = split_departure(policy.small_copy(), lambda _: shallow_copy(policy), 2)
+    except Exception:  # of any model's constructor, or sizes of the copy that the table does not take
+        return []
+    advice = "give a table for this class as custom_policy (docs/policies.md), or leave tp_size at 1"
+    return (
+        [] if departure is None else [f"the table of a {kind.__name__}'s type departs: {departure}: {advice}"]
+    )
+
+
+def _settings(config: Any) -> str:
+    """Return all settings of a config and its sections as text, private ones (the attention) too."""
+    if not isinstance(config, PreTrainedConfig):
+        return repr(config)
+    return repr((type(config), {name: _settings(value) for name, value in vars(config).items()}))
 
 
 def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, bool]:
@@ -64,17 +112,19 @@ def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, boo
     kind = type(model).__name__
     try:
         with isolated():
-            copies = _copies(policy)
+            copy, uneven = _copy_and_uneven_batch(policy)
             plan: Any = policy.sequence_plan()
-            if unseen := _unseen_classes(map(model.get_submodule, plan.layer_paths(model)), copies[0]):
+            if unseen := _unseen_classes(map(model.get_submodule, plan.layer_paths(model)), copy):
                 return (
                     f"it is tried on a small copy, built from the config, whose layers have no {', '.join(unseen)}",
                     True,
                 )
-            may_keep = not _unseen_classes([model], copies[0])
+            may_keep = not _unseen_classes([model], copy)
             departures: list[str] = []
             for policy.keeps_sequences in (True, False) if may_keep else (False,):
-                departure = _departure_of_all(copies, policy, mode)
+                departure = split_departure(
+                    copy, lambda _: shallow_copy(policy), 2, mode=mode, batches=[copy.batch, uneven]
+                )
                 if departure is None:
                     return None, policy.keeps_sequences
                 departures.append(departure)
@@ -84,16 +134,27 @@ def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, boo
     return f"a small copy of this {kind} departs from one process: {departures[0]}", True
 
 
-def _copies(policy: Policy) -> list[Copy]:
-    """Return a small copy with two samples, and one with three, of which one is padded if the model takes a mask."""
+def _copy_and_uneven_batch(policy: Policy) -> tuple[Copy, dict[str, Any]]:
+    """Return a small copy, and three samples of a length that ranks do not divide, if the model takes it.
+
+    One of the three is padded, if the model takes a mask.
+    """
     copy = policy.small_copy()
     if attention_name(policy.model.config) == EAGER:
         copy = replace(copy, make=partial(_with_eager_attention, copy.make))
-    batch = copy.inputs.make(3)
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        mask[0, -3:] = 0
-    return [copy, in_double(replace(copy, batch=batch))]
+    dtype = next(copy.model.parameters()).dtype
+    odd = shallow_copy(copy.inputs)
+    odd.length -= 1
+    for inputs in (odd, copy.inputs):
+        with suppress(Exception), StaysDouble():  # of any model class
+            batch = inputs.make(3)
+            batch = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+            mask = batch.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 2:
+                mask[0, -3:] = 0
+            copy.model(**batch)
+            return copy, batch
+    return copy, copy.batch
 
 
 def _with_eager_attention(make: Callable[[int], nn.Module], seed: int) -> nn.Module:
@@ -101,12 +162,6 @@ def _with_eager_attention(make: Callable[[int], nn.Module], seed: int) -> nn.Mod
     model.set_attn_implementation(EAGER)
     eager: nn.Module = model
     return eager
-
-
-def _departure_of_all(copies: Sequence[Copy], policy: Policy, mode: str) -> str | None:
-    """Return how one of the copies departs under a mode; None if all agree."""
-    tried = (split_departure(copy, lambda _: shallow_copy(policy), 2, mode=mode) for copy in copies)
-    return next(filter(None, tried), None)
 
 
 def _unseen_classes(modules: Iterable[nn.Module], copy: Copy) -> list[str]:
@@ -124,7 +179,12 @@ def _unseen_classes(modules: Iterable[nn.Module], copy: Copy) -> list[str]:
 
 
 def split_departure(
-    copy: Copy, policy: Callable[[nn.Module], Policy], size: int, *, mode: str | None = None
+    copy: Copy,
+    policy: Callable[[nn.Module], Policy],
+    size: int,
+    *,
+    mode: str | None = None,
+    batches: Sequence[dict[str, Any]] = (),
 ) -> str | None:
     """Return how loss or gradients of a small copy on `size` ranks differ from the unsharded copy; None if they agree.
 
@@ -133,6 +193,7 @@ def split_departure(
         policy: returns a policy for a model that the copy makes.
         size: number of ranks.
         mode: of sequence parallelism; None shards tensors alone.
+        batches: are compared one after the other; by default that of the copy.
 
     Raises:
         ValueError: the policy refuses the model, or its sizes.
@@ -141,9 +202,26 @@ def split_departure(
     # By rank, with equal weights.
     sharded = [_shard_over(copy.make(0), policy, group, mode) for group in groups]
     unsharded = copy.make(0)
+    for batch in batches or [copy.batch]:
+        if departure := _batch_departure(unsharded, sharded, groups, batch, mode):
+            return departure
+        for model in (unsharded, *sharded):
+            model.zero_grad()
+    return None
+
+
+def _batch_departure(
+    unsharded: nn.Module,
+    sharded: Sequence[nn.Module],
+    groups: Sequence[ThreadGroup],
+    batch: dict[str, Any],
+    mode: str | None,
+) -> str | None:
+    """Return how loss or gradients of a batch differ; None if they agree."""
+    size = len(groups)
     try:
-        loss = _loss(copy, unsharded)
-        losses = run_threads(groups, lambda group: _loss(copy, sharded[group.rank()]))
+        loss = _loss(unsharded, batch)
+        losses = run_threads(groups, lambda group: _loss(sharded[group.rank()], batch))
     except Exception as error:  # the code of any model, given tensors of another width, may raise anything
         return described(error)
     for sharded_loss in losses:
@@ -157,11 +235,11 @@ def split_departure(
     return None
 
 
-def _loss(copy: Copy, model: nn.Module) -> Tensor:
-    """Compute loss and gradients of a model, with random numbers that are the same for all; return the loss."""
-    torch.default_generator.manual_seed(1)  # torch.manual_seed would seed those of CUDA, too
+def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Compute loss and gradients of a batch, with random numbers that are the same for all; return the loss."""
+    torch.default_generator.manual_seed(1)  # of the CPU alone
     with StaysDouble():
-        loss = loss_of(model(**copy.batch))
+        loss = loss_of(model(**batch))
         loss.backward()
     return loss.detach()
 

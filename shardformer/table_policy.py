@@ -95,6 +95,12 @@ class TablePolicy(Policy):
             errors = [*self._tensor_errors(), *errors]
         return [*errors, *super().config_errors()]
 
+    def tables(self) -> str | None:
+        """Return the tables of the model and its parts, as text; None for classes of other packages."""
+        if not type(self).__module__.startswith(f"{__package__}."):
+            return None
+        return repr([self.table, *((path, part.tables()) for path, part in self._parts.items())])
+
     def stage_plan(self) -> StagePlan:
         """Return the table's stage plan, with paths from the full model."""
         if isinstance(self.table.stage, StagePlan):

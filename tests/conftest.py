@@ -5,6 +5,7 @@ import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # For each TCPStore connection torch looks up the host name of the peer, by IPv6, unless /etc/hosts has its address.
 # One query in about 200 gets no answer and then takes 5 s. No test needs a name server, so none is asked.
@@ -17,17 +18,11 @@ runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "checkout.py"))["r
 
 import pytest
 
-from . import foreign_warnings, matrix, releases
-from .matrix import pytest_collection_modifyitems, pytest_runtest_makereport
-from .pool import Pool
+from . import foreign_warnings, releases
 
-__all__ = [
-    "pool",
-    "pytest_collection_finish",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_runtest_makereport",
-]
+if TYPE_CHECKING:
+    from .pool import Pool
+
 foreign_warnings.install()
 
 
@@ -35,8 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register what other files do in a session."""
     config.pluginmanager.register(foreign_warnings, "warnings of other packages")
     foreign_warnings.pytest_configure(config)
-    matrix.pytest_configure(config)
     releases.pytest_configure(config)
+    distributes = bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
+    # The process that distributes tests needs torch and transformers, which take seconds to import, for results alone.
+    if "KEEP_RESULTS" in os.environ or not distributes:
+        from . import matrix
+
+        config.pluginmanager.register(matrix, "rows of results")
 
 
 def pytest_collection_finish() -> None:
@@ -45,7 +45,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator["Pool"]:
     """Worker processes for the whole session: `pool.run(world_size, function, ...)`."""
+    from .pool import Pool
+
     with Pool() as workers:
         yield workers

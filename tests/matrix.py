@@ -9,7 +9,6 @@ calls `record_property("refused", reason)` and passes. A row that no part ran is
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -27,12 +26,7 @@ from echelon.shardformer.tables import table
 from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "tests" / "results"
-MATRIX = ROOT / "cli" / "matrix.json"
-PAGE = ROOT / "docs" / "models.md"
-# Generated from results: a commit that changes only these files does not count as another commit.
-MADE = (RESULTS, MATRIX, PAGE, ROOT / "cli" / "coverage.json", ROOT / "docs" / "coverage.md")
+from .commit import MATRIX, PAGE, RESULTS, current_commit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +131,6 @@ def types_with_a_table() -> list[str]:
     return sorted({*model_types(), *libraries} - {"tests"})
 
 
-def current_commit() -> str:
-    """Return the last commit that changed more than results, followed by "+" if files differ from it."""
-    paths = [".", *(f":!{path.relative_to(ROOT)}" for path in MADE)]
-    commit = _git("log", "-1", "--format=%h", "--", *paths)
-    return commit + "+" * bool(_git("status", "--porcelain", "--", *paths))
-
-
 def complete_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the parts of one commit, release and number of parts; an empty list if parts are missing."""
     groups: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
@@ -216,11 +203,6 @@ def _outcome(report: pytest.TestReport) -> str:
     if not report.passed:
         return FAILED
     return f"{REFUSED}{refused[0]}" if refused else PASSED
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 def _write(path: Path, kept: Mapping[str, Any]) -> None:

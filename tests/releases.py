@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from .matrix import ROOT, current_commit
+from .commit import ROOT, current_commit
 
 ROWS = ROOT / "build" / "releases"
 DATA = ROOT / "docs" / "releases.json"

@@ -332,7 +332,8 @@ class ModelChoice:
         errors = []
         if self.model_type not in transformers.CONFIG_MAPPING:
             errors.append(
-                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}"
+                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}: give the "
+                "`model_type` of a config.json, one of `echelon models --all`"
             )
         elif self.is_generic:
             try:

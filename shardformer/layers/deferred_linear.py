@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ...cluster.collectives import InFlight, once_differentiable
 from ...cluster.device import is_cuda
 from ...cluster.transformers_api import Conv1D
-from ...pipeline.weight_gradients import WeightGradient, WeightGradients
+from ...pipeline.weight_gradients import WeightGradient, WeightGradientQueue
 from .class_change import change_class
 
 # N rows of all other dimensions together, I input features, O output features
@@ -167,7 +167,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     is_transposed: bool = False,
-    store: WeightGradients | None = None,
+    store: WeightGradientQueue | None = None,
     later_product: LaterProduct | None = None,
     input_shard: tuple[Tensor, Regather] | None = None,
 ) -> Tensor:
@@ -238,7 +238,7 @@ class _Linear(Function):
         routed: Tensor,
         bias: Tensor | None,
         options: tuple[
-            Parameter, bool, WeightGradients | None, Deferred | None, tuple[Tensor, Regather] | None
+            Parameter, bool, WeightGradientQueue | None, Deferred | None, tuple[Tensor, Regather] | None
         ],
     ) -> Tensor:
         """Compute the product; save x, or this rank's shard of it, from which it is gathered again.
@@ -311,7 +311,7 @@ class WeightProduct(NamedTuple):
 
 
 def gradient_or_deferred(
-    weight: Parameter, store: WeightGradients | None, later: Deferred | None, product: WeightProduct
+    weight: Parameter, store: WeightGradientQueue | None, later: Deferred | None, product: WeightProduct
 ) -> Tensor | None:
     """Return a weight's gradient, or None if it is deferred or in `weight.grad` already; called in backward.
 
@@ -364,7 +364,7 @@ def needs_all_uses(module: nn.Embedding) -> bool:
 class DeferrableLinear(nn.Linear):
     """A linear layer whose weight gradient a schedule may defer, or add by its product."""
 
-    weight_gradients: WeightGradients | None = None
+    weight_gradients: WeightGradientQueue | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, store=self.weight_gradients)
@@ -373,7 +373,7 @@ class DeferrableLinear(nn.Linear):
 class _DeferrableConv1D(Conv1D):
     """A Conv1D of transformers whose weight gradient a schedule may defer, or add by its product."""
 
-    weight_gradients: WeightGradients | None = None
+    weight_gradients: WeightGradientQueue | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, is_transposed=True, store=self.weight_gradients)
@@ -382,13 +382,13 @@ class _DeferrableConv1D(Conv1D):
 _DEFERRABLE = {nn.Linear: DeferrableLinear, Conv1D: _DeferrableConv1D}
 
 
-def track_weight_gradients(model: nn.Module) -> WeightGradients:
+def track_weight_gradients(model: nn.Module) -> WeightGradientQueue:
     """Let a schedule defer and add the weight gradients of a model's linear layers, plain and parallel; return them.
 
     The class of a plain layer becomes a subclass with the attribute of parallel layers, `weight_gradients`. Weights of
     other modules leave their gradients to autograd.
     """
-    store = WeightGradients()
+    store = WeightGradientQueue()
     for module in model.modules():
         if type(module) in _DEFERRABLE:
             change_class(module, _DEFERRABLE[type(module)])

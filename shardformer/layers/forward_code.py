@@ -1,4 +1,4 @@
-"""All reading of the models' source code: what no trace or trial tells yet.
+"""All parsing of the models' source code: what no trace or trial tells yet.
 
 [Note: code that is read] Whether a layer returns a tuple differs between releases of transformers, for the same table:
 a trace would need a small copy at every boost. Which forwards add to the result of a dropout must be known before the

@@ -32,7 +32,7 @@ from ...cluster.collectives import (
 )
 from ...cluster.placement import Shard, place
 from ...cluster.transformers_api import Conv1D
-from ...pipeline.weight_gradients import WeightGradient, WeightGradients
+from ...pipeline.weight_gradients import WeightGradient, WeightGradientQueue
 from .deferred_linear import Crossing, Deferred, LaterProduct, enter_overlapped, weight_gradient
 from .parallel_module import ParallelModule, require_native
 
@@ -55,7 +55,7 @@ class ShardedLinear(ParallelModule):
         pool: gathers the weights of all layers of the group; None makes one for this layer, without prefetch.
     """
 
-    weight_gradients: WeightGradients | None = None  # the queue of a schedule that defers them
+    weight_gradients: WeightGradientQueue | None = None  # the queue of a schedule that defers them
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from ...cluster.collectives import (
 from ...cluster.forward_random import SplitRandom
 from ...cluster.placement import PartialGrad, Replicated, place
 from ...cluster.transformers_api import Conv1D
-from ...pipeline.weight_gradients import WeightGradients
+from ...pipeline.weight_gradients import WeightGradientQueue
 from .deferred_linear import (
     Crossing,
     LaterProduct,
@@ -52,7 +52,7 @@ class ProductLayer(ParallelModule):
     weight: Parameter
     bias: Parameter | None
     output_dim = 0  # nn.Linear holds (O, I)
-    weight_gradients: WeightGradients | None = None  # queue of the schedule
+    weight_gradients: WeightGradientQueue | None = None  # queue of the schedule
     later_product: LaterProduct | None = None
     input_shard: tuple[Tensor, Regather] | None = None
 

@@ -135,9 +135,13 @@ class SequenceAxis:
             self.length = previous_length
 
     def mark(self, module: nn.Module) -> None:
-        """Mark a layer, and all modules in it, as computing on a sequence shard; see `axis_of`."""
+        """Mark a layer, and the modules in it, as computing on a sequence shard; see `axis_of`.
+
+        Not modules without parameters and submodules: an activation may be that of all models of a class (XLM's is).
+        """
         for submodule in module.modules():
-            setattr(submodule, _ATTRIBUTE, self)
+            if [*submodule.parameters(recurse=False), *submodule.children()]:
+                setattr(submodule, _ATTRIBUTE, self)
 
 
 def axis_of(module: Any) -> SequenceAxis | None:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, once_differentiable, paired
-from ...pipeline.weight_gradients import WeightGradients
+from ...pipeline.weight_gradients import WeightGradientQueue
 from .deferred_linear import Crossing, WeightProduct, gradient_or_deferred
 from .parallel_module import change_inputs, name_of_first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
@@ -121,7 +121,7 @@ def row_product(
     sequence: RegionSequence,
     *,
     is_transposed: bool,
-    store: WeightGradients | None,
+    store: WeightGradientQueue | None,
 ) -> Tensor:
     """Compute the row-parallel product that ends a region, and reduce-scatter it over the sequence.
 

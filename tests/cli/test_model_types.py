@@ -143,13 +143,13 @@ def test_the_page_has_the_same_percentages() -> None:
         assert f"| {' | '.join(cells)} |\n" in text
 
 
-def test_a_type_that_only_this_record_knows_is_shown_by_its_name() -> None:
-    for arguments in (["apertus", "--all"], ["biogpt"]):
+def test_a_type_that_only_this_record_knows_is_shown_by_its_name_or_class() -> None:
+    for arguments in (["apertus", "--all"], ["biogpt"], ["BioGptForCausalLM"]):
         result = CliRunner().invoke(app, ["models", *arguments])
         assert result.exit_code == 0 and "layers sharded: " in result.output, result.output
-        assert "tp2·pp2" in result.output
+        assert "tp2·pp2" in result.output and "gives the full reason" in result.output
     result = CliRunner().invoke(app, ["models", "detr"])
-    assert f"{NOT_BUILT} │ ImportError" in result.output
+    assert f"{NOT_BUILT} │ ImportError" in result.output and "Not tried" not in result.output
 
 
 def test_no_type_departs_from_one_process() -> None:

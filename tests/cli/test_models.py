@@ -234,7 +234,7 @@ def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
             ["lama"],
             "echelon models: no model type 'lama' was tried: did you mean llama or mllama or llama4? If not, ",
         ),
-        (["zzz"], "no model type 'zzz' was tried: `echelon verify --model zzz` tries one"),
+        (["zzz"], "no model type 'zzz' was tried: give the `model_type` of its config.json. `echelon verify"),
         (["llama", "--markdown"], "--markdown prints all types of docs/models.md: leave 'llama' out"),
     ):
         result = CliRunner().invoke(app, ["models", *arguments])

@@ -175,7 +175,7 @@ def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.Monke
         (("--model", "t5", "--head", "causal", "--tp", "2"), ("no 't5' with head 'causal'", "seq2seq")),
         (
             ("--model", "xglm", "--tp", "2"),
-            ("the config of a XGLMForCausalLM has no base_model_tp_plan",),
+            ("no split of a XGLMForCausalLM gives the numbers of one process",),
         ),
         (("--microbatches", "0"), ("num_microbatches=0",)),
         (("--tp", "two"), ("'--tp'", "integer")),

@@ -1,20 +1,24 @@
 """A run that hangs says where every rank is, for how long, and the likely cause; see echelon/cluster/hang_report.py."""
 
+import gc
+import sys
 import time
 from dataclasses import replace
 from threading import get_ident
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.cluster.collectives import paired, reduce_from
+from echelon.cluster import whereabouts
+from echelon.cluster.collectives import reduce_from
 from echelon.cluster.errors import RankFailure
 from echelon.cluster.failures import naming_failures
 from echelon.cluster.hang_report import hang_report, likely_cause, named
 from echelon.cluster.heartbeats import Event, Heartbeat
-from echelon.cluster.whereabouts import Place, place_of
+from echelon.cluster.whereabouts import Place, _locals, place_of
 
 from ..pool import Pool
 from .helpers import with_short_timeout
@@ -71,27 +75,24 @@ def test_ranks_of_one_place_share_a_line() -> None:
     assert named([0, 1, 2, 5]) == "ranks 0-2, 5"
 
 
-class Holder:
-    """Stands for the engine, which has the model and calls backward."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.places = module, []
-
-    def backward(self) -> None:
-        def look(gradient: torch.Tensor) -> torch.Tensor:
-            self.places.append(str(place_of(get_ident())))
-            return gradient
-
-        first, second = self.module
-        second(paired(first(torch.ones(2, 4)), torch.relu, look)).sum().backward()
+def test_no_garbage_is_collected_while_the_stack_of_a_thread_is_read() -> None:
+    collects: list[bool] = []
+    with patch.object(whereabouts, "_place", lambda _: collects.append(gc.isenabled())):
+        place_of(get_ident())
+    assert collects == [False]
+    assert gc.isenabled()
 
 
-def test_a_place_in_backward_names_the_module_whose_gradients_come_next() -> None:
-    holder = Holder(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-    with patch.dict(globals(), __name__="echelon.holder"):  # as a frame of Echelon
-        holder.backward()
-    (place,) = holder.places
-    assert "backward before module 0" in place
+def test_a_stack_that_was_read_keeps_no_tensor() -> None:
+    def kept() -> bool:
+        tensor = torch.ones(2)
+        reference = ref(tensor)
+        frame = sys._getframe()
+        assert _locals(frame)["tensor"] is tensor
+        del tensor
+        return reference() is not None
+
+    assert not kept()
 
 
 def sleep_in_a_script() -> None:

@@ -303,7 +303,7 @@ MODELS = {
         "sequence_parallelism_mode": "split_gather"}}, **SEQ, sp_size=2, sequence_parallelism_mode="ring_attn"),
     "all-to-all with relative positions": model("cross-attention", "leave enable_sequence_parallelism out",
         {"choice": choice("t5")}, {"options": {}}, **SEQ, **MODES),
-    "tp without a table": model("'xglm' has no table", "leave tp_size at 1", {"choice": choice("xglm")},
+    "tp without a table": model("no split of a XGLMForCausalLM gives", "leave tp_size at 1", {"choice": choice("xglm")},
         {"options": {}}, tp_size=2),
     "sequences of a state space": model("of this MambaForCausalLM departs", "leave enable_sequence_parallelism out",
         {"choice": choice("mamba")}, {"options": {}}, **SEQ, **MODES),
@@ -471,7 +471,7 @@ CALLS = {
 # A model that transformers does not have.
 SEQUENTIAL = {"model": lambda: nn.Sequential(nn.Linear(4, 4)), "train": lambda *_: None}
 MODELS["tp of a module of one's own"] = model(
-    "the config of a Sequential", "leave tp_size and pp_size at 1", SEQUENTIAL, {"options": {}}, tp_size=2
+    "a Sequential has no config", "leave tp_size and pp_size at 1", SEQUENTIAL, {"options": {}}, tp_size=2
 )
 
 MISUSES = {**OPTIONS, **MODELS, **CALLS}

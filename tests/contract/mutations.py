@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from echelon.shardformer import transforms
+from echelon.shardformer import split_trial, transforms
 from echelon.shardformer.tables.table import Table
 from echelon.verify.layout_choice import Layout, Training
 from echelon.verify.model_choice import ModelChoice
@@ -123,7 +123,7 @@ class Mutation:
             with patch.object(owner, name, static):
                 return tried(*arguments)
 
-        with patch.object(owner, name, broken):
+        with patch.object(owner, name, broken), patch.dict(split_trial.RESULTS, clear=True):
             if self.row is None:
                 yield
             else:

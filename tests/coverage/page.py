@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.cli.model_types import REASONS, about, family_rows, types_of
 
-from ..matrix import ROOT
+from ..commit import ROOT
 from .parity import CAUSES, LISTED, SEEDS, listed_layouts
 
 DATA = ROOT / "cli" / "coverage.json"  # shipped, for `echelon models --all`
@@ -101,6 +101,9 @@ def _page(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         "the reasons. % of the types that are built here and were tried, with the numbers of one process:",
         "",
         *_table(headings, families),
+        "",
+        "sg: `split_gather`, a2a: `all_to_all`, ra: `ring_attn` ([sequence.md](sequence.md)). What to do with a type",
+        "that is refused: [policies.md](policies.md).",
         "",
         "## Model types that train at all",
         "",
@@ -408,7 +411,7 @@ def _reasons(row: Mapping[str, Any], outcome: str) -> list[tuple[str, str]]:
     """Return where a type has this outcome, and why: under layouts, or as a whole."""
     if not row.get("layouts") and row.get("refused"):
         return []  # before the ranks start
-    cause = f": {CAUSES[row['type']]}" if outcome == "fails" and row["type"] in CAUSES else ""
+    cause = f": {CAUSES[row['type']]}" if outcome != "refused" and row["type"] in CAUSES else ""
     layouts = row.get("layouts") or [{"outcome": row["parity"], "why": row.get("why", "")}]
     return [
         (f", {layout['layout']}" if "layout" in layout else "", layout["why"] + cause)

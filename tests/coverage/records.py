@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..matrix import ROOT, current_commit
+from ..commit import ROOT, current_commit
 
 # The field of a record's rows that says how a type is supported, or one of `UNSUPPORTED`.
 FIELDS = {

@@ -81,6 +81,24 @@ def test_a_class_that_no_small_config_builds_is_refused_with_all_errors() -> Non
         small_copy(Broken, transformers.LlamaConfig(), "CAUSAL_LM")
 
 
+def test_tokens_of_a_config_without_a_vocab_size_are_in_every_embedding() -> None:
+    class OwnConfig(transformers.PreTrainedConfig):
+        model_type, entries = "own_names", 40
+
+    class Own(transformers.PreTrainedModel):
+        config_class = OwnConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.words, self.head = torch.nn.Embedding(config.entries, 8), torch.nn.Linear(8, config.entries)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": torch.nn.functional.cross_entropy(self.head(self.words(input_ids)).mT, labels)}
+
+    batch = small_copy(Own, OwnConfig(), "").batch
+    assert all(int(values.min()) >= 0 and int(values.max()) < 40 for values in batch.values())
+
+
 def test_the_task_of_a_class_is_that_of_its_base_class() -> None:
     class Own(transformers.BertForMaskedLM):
         pass

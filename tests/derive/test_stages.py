@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -90,6 +91,26 @@ def test_outputs_of_layers_travel_where_hidden_states_alone_depart(
     plan = stage_plan_of(small_model(model_type))
     assert plan.carried is not None
     assert ((*plan.sent,), plan.carried.num_tensors) == (sent, num_carried)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_derivation_leaves_the_process_as_it_is_and_is_the_same_in_any_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, logger = small_model("gpt2"), transformers.utils.logging.get_logger("transformers.own")
+    expected, state = stage_plan_of(model), torch.get_rng_state()
+    seeded: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)  # would seed the generators of all devices
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stage_plan_of(model) == expected
+        assert torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()
+    assert not seeded and torch.equal(torch.get_rng_state(), state)
+    with isolated():
+        logger.warning_once("for the script")
+    calls: list[str] = []
+    monkeypatch.setattr(logger, "warning", calls.append)
+    logger.warning_once("for the script")
+    assert calls == ["for the script"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -246,7 +267,7 @@ def test_the_departure_of_a_wrong_plan_is_named() -> None:
     right = derived_plan(copy, copy.model)
     assert departure(copy, right) is None
     wrong = StagePlan(layers=right.layers, entry=())
-    assert ", which is on another stage, without the layers" in str(departure(copy, wrong))
+    assert ", which is on another stage: the model uses it" in str(departure(copy, wrong))
     with_a_tuple = StagePlan(layers=right.layers, entry=right.entry, arity=2)
     assert "the stage of layer" in str(departure(copy, with_a_tuple))
 

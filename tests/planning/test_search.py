@@ -1,6 +1,7 @@
 """The search: what it finds, what it leaves out, and the nearest layouts."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -11,14 +12,16 @@ from torch import nn
 
 from echelon.cluster.gpus import GPUS
 from echelon.planning.meta_model import build_on_meta, load_config
+from echelon.planning.recording import Recording
 from echelon.planning.search import Job, Planner
 from echelon.planning.sections import Trace
 from echelon.planning.shortened import _kind, shorten, stage_plan
+from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.layout_choice import Layout
 
 
 def planner(
-    memory: float, *, kind: str = "llama", world: int = 4, length: int = 64, **others: Any
+    memory: float, *, kind: str = "llama", world: int = 4, length: int = 64, batch: int = 16, **others: Any
 ) -> Planner:
     sizes: dict[str, Any] = others | dict(
         vocab_size=512,
@@ -30,13 +33,13 @@ def planner(
     )
     config: Any = transformers.CONFIG_MAPPING[kind](**sizes)
     model, task = build_on_meta(config, None)
-    job = Job(world=world, memory=memory, global_batch=16, device=GPUS["h100"], precision="bf16")
+    job = Job(world=world, memory=memory, global_batch=batch, device=GPUS["h100"], precision="bf16")
     return Planner(model, task, length, job)
 
 
 @pytest.mark.parametrize(("world", "tried"), [(2, 10), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_what_fits_is_sorted_by_time_and_within_memory(world: int, tried: int) -> None:
-    found = planner(1.0, world=world).search(6)
+    found = planner(1.0, world=world, batch=8).search(6)
     assert len(found.plans) == 6 and found.num_tried > tried
     times = [plan.time.total for plan in found.plans]
     assert times == sorted(times)
@@ -53,9 +56,9 @@ def test_without_memory_the_nearest_is_the_one_with_the_smallest_peak() -> None:
 
 
 def test_layers_are_recomputed_only_as_far_as_memory_asks() -> None:
-    layout = Layout(microbatches=2, precision="bf16")
-    whole = planner(80, world=1, length=512).predict(layout, 8)
-    tight = planner(whole.peak * 0.8, world=1, length=512).search(40).plans
+    layout = Layout(microbatches=1, precision="bf16")
+    whole = planner(80, world=1, length=512, batch=8).predict(layout, 8)
+    tight = planner(whole.peak * 0.8, world=1, length=512, batch=8).search(40).plans
     assert {plan.layout.recompute for plan in tight if plan.samples == 8} <= {0.5, 1.0}
     assert all(plan.peak <= whole.peak * 0.8 for plan in tight)
 
@@ -71,15 +74,27 @@ def test_a_mixture_is_planned_with_expert_parallelism() -> None:
     assert distributed.memory[0].states == pytest.approx(alone.memory[0].states, rel=0.01)  # ZeRO shards both
 
 
+def mixture_under(ep: int) -> HybridConfig:
+    return Layout(dp=16, ep=ep, precision="bf16", microbatches=1).config
+
+
+@cache
+def recordings_of_a_mixture() -> dict[int, Recording]:
+    """Return what is traced of a mixture, by size of the expert axis."""
+    tracer = planner(1.0, kind="mixtral", num_local_experts=16)._tracer
+    return {size: tracer._record(mixture_under(size), 1) for size in (2, 4, 8, 16)}
+
+
 @pytest.mark.parametrize(("ep", "is_derived"), [(2, True), (4, True), (8, True), (16, False)])
 def test_a_trace_of_a_mixture_follows_from_those_under_two_other_sizes(ep: int, is_derived: bool) -> None:
     known = sorted({2, 4, 8} - {ep})[:2]
-    tracer = planner(1.0, kind="mixtral", num_local_experts=16)._tracer
-    configs = {size: Layout(dp=16, ep=size, precision="bf16", microbatches=1).config for size in (*known, ep)}
-    with mock.patch.object(tracer, "_record", wraps=tracer._record) as record:
-        traces = {size: tracer.trace(config, 1) for size, config in configs.items()}
+    tracer, recordings = planner(1.0, kind="mixtral", num_local_experts=16)._tracer, recordings_of_a_mixture()
+    with mock.patch.object(
+        tracer, "_record", side_effect=lambda config, _: recordings[config.ep_size]
+    ) as record:
+        traces = {size: tracer.trace(mixture_under(size), 1) for size in (*known, ep)}
     assert record.call_count == 3 - is_derived  # one expert per rank is traced
-    traced = tracer._record(configs[ep], 1).trace(tracer._traced_of)
+    traced = recordings[ep].trace(tracer._traced_of)
     assert as_values(traced) == as_values(traces[ep])
 
 
@@ -193,5 +208,5 @@ def test_a_model_with_images_is_planned_with_the_tokens_of_one(kind: str) -> Non
 
 def test_a_text_that_is_shorter_than_an_image_is_refused_with_its_tokens() -> None:
     layout = Layout(dp=2, zero=1, microbatches=1, precision="bf16")
-    (error,) = planner_of_images("qwen2_5_vl", 128).errors(layout, 1)
-    assert "accepts no sample of 128 tokens with an image (more: --seq)" in error and "features: 256" in error
+    (error,) = planner_of_images("llava_next", 128).errors(layout, 1)
+    assert "accepts no sample of 128 tokens with an image (more: --seq)" in error and "features: 136" in error

@@ -16,7 +16,7 @@ from transformers import masking_utils as masks
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from echelon import LazyInitContext
+from echelon import LazyInitContext, shard_model
 from echelon.lazy import materialize
 from echelon.pipeline.stage_plan import StagePlan
 from echelon.plugins.adapters import enable_lora
@@ -183,6 +183,7 @@ LAYERS: dict[str, Row] = {
         (lazily(lambda model: model.weight.data.copy_(torch.empty(3, 4, device="meta"))), "one on the meta device",
             "which has no values"),
         (lazily(materialize), "after the block of LazyInitContext"),
+        (lazily(shard_model), "sharded, within a LazyInitContext: do it after the block"),
         (lazily(hold_a_view, ends=True), "weight could not be materialized, since something besides its module"),
         (lazily(lambda model: pickle.dumps(model.weight), ends=True), "TypeError", "has no values to save"),
         (on_another_device, "default device is meta, but", "leave out"),
@@ -306,7 +307,7 @@ LINEAR, EMBEDDING, NORM = (
     (VocabParallelEmbedding1D,),
     (SplitRMSNorm,),
 )
-UNSUPPORTED, NONE = "which a sharded vocabulary does not support", "model_type=None has no table"
+UNSUPPORTED = "which a sharded vocabulary does not support"
 SAM, SWIN_BIAS = table_for("sam"), "attention.relative_position_bias.relative_position_bias_table"
 INSIDE, SIZE, GROUP = "['mlp', 'f', 'down']", "tensor_parallel_size", "tensor_parallel_process_group"
 # fmt: off
@@ -343,8 +344,7 @@ POLICIES: dict[str, Row] = {
             (Former, "Former has a method faults()", "call it config_errors(), without arguments"),
             (Plain, "Plain has no stage_plan, so pp_size must be 1"),
             (Elsewhere, "the stage plan names 'layers', and this Tower has no such module", "plan names 'embed'"))),
-        (without_config, f"{NONE}: leave tp_size and pp_size at 1", "register a Table of its layers (docs/pol",
-            "the config of a Linear has no base_model_tp_plan or"),
+        (without_config, "a Linear has no config of transformers", "leave tp_size and pp_size at 1", "register_class"),
         # Its linear layers, and its embedding, are classes of their own.
         (lambda: proposed(double_copy_of("ibert")), "no linear layers widen and return to their width"),
         # Norms over all features lie between its projections.

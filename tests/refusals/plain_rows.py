@@ -1,7 +1,7 @@
 """Refused calls of pipelines, data, devices, optimizers and configurations, without processes, and words of each."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD
-from torch.utils.data import IterableDataset
 
 from echelon import CombinedOptimizer, Muon
 from echelon.checkpoint.exchange import plan_files
@@ -51,7 +50,7 @@ from ..pipeline.test_stage import ENCODER, STATES
 from ..pipeline.test_timeline import panel
 from ..shardformer.test_stages import RankAlone
 from ..zero.test_kinds import Unusual, kind, matrix
-from .rows import Row, entered, table
+from .rows import Row, Stream, entered, table
 
 
 def cut(batch: Any, number: int | None = 2, size: int | None = None) -> Callable[[], Any]:
@@ -173,14 +172,6 @@ def loaded(state: Any, **changes: Any) -> Callable[[], Any]:
 
 def loaded_by_user(**changes: Any) -> Callable[[], Any]:
     return lambda: (loader := sharded()).load_state_dict({**loader.state_dict(), **changes})
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-    def __len__(self) -> int:
-        return 3
 
 
 POSITION = "the position in the data"

@@ -1,14 +1,25 @@
 """Rows of the table of refusals: a refused call, and words that its error must hold."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 Row = tuple[Any, ...]  # the refused call, and words of its message
 OF_RANK = ""  # among the words: every rank has a message of its own
+
+
+class Stream(IterableDataset):
+    """Data of known length without indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
 
 
 def entered(*contexts: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:

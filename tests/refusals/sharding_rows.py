@@ -27,9 +27,8 @@ from ..shardformer.sequence.test_boundary import batch
 from ..shardformer.sequence.test_boundary import boosted as boosted_sequence
 from ..shardformer.test_lora import adapted, in_peft
 from ..shardformer.test_shard_model import Choosy, formed
-from .plain_rows import Stream
 from .plugin_rows import PLUGINS
-from .rows import Row, table
+from .rows import Row, Stream, table
 
 
 def llama(**settings: Any) -> nn.Module:
@@ -247,10 +246,9 @@ TWO: dict[str, Row] = {
             vision_config=HIDDEN),
         *boosting(at(tp=2), "there is no table to shard language_model of this Blip2ForConditionalGeneration",
             model="blip-2", text_config={"model_type": "xglm"}),
-        *boosting(at(tp=2), "has plans for ['L_module.layers', 'H_module.layers']", "no table", model="hrm_text"),
+        *boosting(at(tp=2), "no split of a HrmTextForCausalLM", "register a Table of its layers", model="hrm_text"),
         *([] if ARE_PLANS_OLDER else [
-            *boosting(at(tp=2), "has no base_model_tp_plan", "no split of a MambaForCausalLM gives the numbers of one",
-                model="mamba"),
+            *boosting(at(tp=2), "no split of a MambaForCausalLM gives the numbers of one", model="mamba"),
             *boosting(at(pp=2), "model.H_module.layers: its layers run up to 2 times", model="hrm_text")]),
     ),
 }

@@ -138,9 +138,7 @@ def test_any_dropout_of_a_region_needs_other_numbers_on_every_rank(probability: 
 
 def test_a_type_without_such_layers_is_refused_with_the_reason() -> None:
     copy = double_copy_of("mamba")
-    (error,) = [
-        each for each in split_errors(copy.model, DerivedPolicy(copy.model), tp_size=2) if "no split" in each
-    ]
+    (error,) = split_errors(copy.model, DerivedPolicy(copy.model), tp_size=2)
     assert (
         "no split of a MambaForCausalLM gives the numbers of one process: the layers backbone.layers: "
         in error

@@ -1,10 +1,14 @@
 """Splits that are tried on threads: right ones agree with the whole copy, wrong ones depart or are refused."""
 
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import BioGptConfig, BioGptForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from echelon.cluster.collectives import all_gather, all_reduce, exchange_rows, exchange_slices, sum_slice
 from echelon.cluster.placement import Replicated
@@ -12,8 +16,10 @@ from echelon.cluster.threads import ThreadGroup, run_threads, thread_groups
 from echelon.shardformer import layer_split, policy_for
 from echelon.shardformer.derived_policy import DerivedPolicy
 from echelon.shardformer.layers import linear
-from echelon.shardformer.sharder import split_errors
+from echelon.shardformer.sequence.config import SequenceParallelism
+from echelon.shardformer.sharder import split_errors, stand_in_config
 from echelon.shardformer.split_trial import split_departure
+from echelon.shardformer.transforms import ModelPlan, TransformOptions
 
 from ..derive.copies import double_copy_of
 
@@ -52,6 +58,61 @@ def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -
         "no split of a Exaone4ForCausalLM gives the numbers of one process: " in none
         and "tp_size at 1" in none
     )
+
+
+class SoftmaxMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_proj(x).softmax(-1) * self.up_proj(x))  # over a rank's own features
+
+
+class SoftmaxLlama(LlamaForCausalLM):
+    mlp: type[nn.Module] = SoftmaxMLP
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = self.mlp(config)
+
+
+class OwnLlama(SoftmaxLlama):
+    mlp = LlamaMLP
+
+
+@pytest.mark.parametrize("kind", [SoftmaxLlama, OwnLlama])
+def test_the_table_of_a_type_is_tried_with_a_class_of_ones_own(kind: type[LlamaForCausalLM]) -> None:
+    with torch.device("meta"):
+        model = kind(LlamaConfig(num_hidden_layers=2))
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "shards": True}
+    plan = partial(ModelPlan, model, TransformOptions(shard_config=stand_in_config(tp_size=2), **options), [])
+    if kind is OwnLlama:
+        plan()
+        return
+    with pytest.raises(ValueError, match="table of a SoftmaxLlama's type departs: the loss on 2 ranks is"):
+        plan()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp_size": 2}, "no split of a Broken gives the numbers of one process: "),
+        ({"num_stages": 2}, "no pipeline stages of a Broken are known: "),
+        (
+            {"sp_size": 2, "sequence": SequenceParallelism(mode="all_to_all")},
+            "sequence_parallelism_mode='all_to_all': no layers of a Broken are known: ",
+        ),
+    ],
+)
+def test_a_model_without_a_small_copy_is_refused_once_with_the_reason(
+    sizes: dict[str, Any], words: str
+) -> None:
+    class Broken(BioGptForCausalLM):
+        def forward(self, input_ids: Any) -> Any:
+            raise KeyError("its code")
+
+    with torch.device("meta"):
+        model = Broken(BioGptConfig(num_hidden_layers=2))
+    (error,) = split_errors(model, DerivedPolicy(model), **sizes)
+    assert error.startswith(f"{words}no small copy of its config trains (KeyError: 'its code')")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +185,13 @@ def test_every_thread_draws_random_numbers_as_a_process_does() -> None:
     assert torch.equal(torch.stack(first), expected) and torch.equal(torch.stack(second), expected)
 
 
-def test_threads_that_call_different_collectives_are_named() -> None:
+@pytest.mark.parametrize("has_world", [False, True])
+def test_threads_that_call_different_collectives_are_named(
+    has_world: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a default group, as at boost, torch looks the group of threads up in order to log the error."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: has_world)
+
     def uneven(group: ThreadGroup) -> None:
         if group.rank() == 0:
             torch.distributed.all_reduce(torch.ones(1), group=group)  # type: ignore[arg-type]
@@ -133,6 +200,18 @@ def test_threads_that_call_different_collectives_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] of 2 made fewer collective calls"):
         run_threads(thread_groups(2), uneven)
     assert perf_counter() - start < 30  # the timeout of a barrier is 60
+
+
+def test_the_error_of_a_collective_is_raised_in_a_process_with_a_default_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def of_other_shapes(group: ThreadGroup) -> None:
+        torch.distributed.all_reduce(torch.ones(1 + group.rank()), group=group)  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        run_threads(thread_groups(2), of_other_shapes)
 
 
 def test_the_first_error_of_a_thread_is_raised() -> None:

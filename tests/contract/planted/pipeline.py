@@ -86,7 +86,7 @@ FAULTS = {
         notice="normalized_shape",
     ),
     "deferred weight gradients are forgotten": fault(
-        "pipeline.runner:WeightGradients.compute",
+        "pipeline.runner:WeightGradientQueue.compute",
         returning(None),
         "llama",
         Layout(pp=2, schedule="zbh1"),
@@ -99,7 +99,7 @@ FAULTS = {
         PP2,
     ),
     "autograd adds a weight gradient that was added": fault(
-        "pipeline.runner:WeightGradients.add",
+        "pipeline.runner:WeightGradientQueue.add",
         around(lambda add: lambda self, gradient: add(self, gradient) and False),
         "gpt2",
         Layout(pp=2, schedule="interleaved", chunks=2),

@@ -81,7 +81,7 @@ def unenforced(target: str, name: str, change: Any = NO_ERRORS, *, quick: bool =
 
 FAULTS = {
     "departures of sharded sequences are not looked at": fault(
-        "shardformer.split_trial:_departure_of_all", NOTHING, check=refused_sequences, num_ranks=1
+        "shardformer.split_trial:split_departure", NOTHING, check=refused_sequences, num_ranks=1
     ),
     "ties are not checked": unenforced("shardformer.sharder:_report_ties", "a second head", NOTHING),
     "unsharded parameters among sharded ones are accepted": unenforced(

@@ -1,5 +1,6 @@
 """Attention through transformers' interface with sharded sequences, and refusals of models."""
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from echelon.cli.verify import sharding_errors
 from echelon.plugins.hybrid_config import HybridConfig
-from echelon.shardformer import policy_for
+from echelon.shardformer import policy_for, split_trial
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.policy import Policy
 from echelon.shardformer.sequence import boundary
@@ -23,7 +24,7 @@ from echelon.shardformer.sequence.block_mask import block_mask
 from echelon.shardformer.sequence.config import MODES, TENSOR_MODES, SequenceParallelism
 from echelon.shardformer.shard_config import ShardConfig
 from echelon.shardformer.sharder import stand_in_config
-from echelon.shardformer.split_trial import sequence_errors
+from echelon.shardformer.split_trial import RESULTS, sequence_errors
 from echelon.verify.model_choice import ModelChoice
 
 from ...derive.copies import copy_of
@@ -39,6 +40,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any = None) -> None:
         super().__init__()
         self.num_key_value_groups, self.is_causal, self.config = 2, True, config
+        self.out = nn.Linear(1, 1)
 
 
 def tensors(length: int) -> list[Tensor]:
@@ -192,6 +194,12 @@ def trial_of(model: Any, policy: Policy, config: ShardConfig) -> list[str]:
     return sequence_errors(model, policy, config)
 
 
+def test_a_trial_leaves_nothing_in_modules_that_all_models_share() -> None:
+    model: Any = ModelChoice(model_type="xlm").build()
+    tried(model, "split_gather")
+    deepcopy(model)  # fails with a process group
+
+
 def test_modules_that_the_small_copy_does_not_have_are_refused() -> None:
     model: Any = build("LlamaForCausalLM")
     model.model.layers[0].input_layernorm = nn.LayerNorm(32)  # computes each position independently
@@ -225,7 +233,7 @@ class Scaled(LlamaForCausalLM):
 def test_what_the_trial_cannot_build_is_refused() -> None:
     (error,) = tried(Scaled(build("LlamaForCausalLM").config, 2.0), "split_gather")[0]
     assert (
-        "built from the config of this Scaled: TypeError" in error
+        "config of this Scaled: no small copy of its config trains (TypeError" in error
         and error.count("sequence_parallelism_mode=") == 1
     )
 
@@ -253,9 +261,29 @@ def test_modes_that_depart_are_refused(mode: str) -> None:
     def unscaled(shard: Tensor, axis: SequenceAxis, length: int, **_: Any) -> Tensor:
         return axis.gather(shard, 1, length)
 
-    with patch.object(boundary, "gather_sequence", unscaled):
+    with patch.object(boundary, "gather_sequence", unscaled), patch.dict(RESULTS, clear=True):
         (error,) = tried(build("BertForMaskedLM"), mode)[0]
     assert "departs from one process" in error
+
+
+def test_models_of_a_type_are_tried_once_unless_they_differ() -> None:
+    def number_of_trials(*models: Any) -> int:
+        with (
+            patch.dict(RESULTS, clear=True),
+            patch.object(split_trial, "_tried", wraps=split_trial._tried) as trial,
+        ):
+            for model in models:
+                tried(model, "all_to_all")
+        return trial.call_count
+
+    model: Any = build("LlamaForCausalLM")
+    assert number_of_trials(model, build("LlamaForCausalLM")) == 1
+    assert number_of_trials(model, build("LlamaForCausalLM", num_hidden_layers=4)) == 2
+    eager: Any = build("LlamaForCausalLM")
+    eager.set_attn_implementation("eager")
+    changed: Any = build("LlamaForCausalLM")
+    changed.model.norm = Centering()
+    assert number_of_trials(model, eager, changed) == 3
 
 
 def test_a_policy_of_several_models_tries_each_of_them() -> None:
