@@ -143,7 +143,12 @@ class ModelType:
     @property
     def kind_of_reason(self) -> str:
         """The kind of the reason why it is not built."""
-        return next(kind for kind, pattern in REASONS if re.search(pattern, self.plain.get("reason", "")))
+        return kind_of_reason(self.plain)
+
+
+def kind_of_reason(plain: Row) -> str:
+    """Return the kind of the reason in a row of the record of plain loops."""
+    return next(kind for kind, pattern in REASONS if re.search(pattern, plain.get("reason", "")))
 
 
 def deciding(outcomes: Iterable[Outcome]) -> Outcome:

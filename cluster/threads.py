@@ -160,7 +160,7 @@ def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Res
             try:
                 results[group.rank()] = work(group)
                 group.meeting.exchange(group.rank(), None)
-            except Exception as raised:
+            except Exception as raised:  # of any model's code; `run_threads` raises it
                 error = _of_collective(raised)
                 if not isinstance(error, BrokenBarrierError):  # another rank raised, or has ended
                     errors.append(error)

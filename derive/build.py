@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -42,8 +42,7 @@ class Copy:
     def trained(self) -> tuple[nn.Module, Tensor]:
         """A model with its gradients, and the loss of the batch."""
         model = self.make(0)
-        torch.default_generator.manual_seed(1)
-        loss = loss_of(model(**self.batch))
+        loss = replace(self, model=model).loss()
         loss.backward()
         return model, loss.detach()
 

@@ -46,12 +46,19 @@ def in_double(copy: Copy) -> Copy:
 
     made = copying(make)
     try:
-        batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, copy.batch)
-        double = replace(copy, make=made, model=made(0), batch=batch)
+        double = replace(copy, make=made, model=made(0), batch=in_dtype(copy.batch, torch.float64))
         with StaysDouble():
             return double if double.loss().dtype is torch.float64 else copy
     except Exception:  # of any model class
         return copy
+
+
+def in_dtype(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a batch with its floating-point tensors in a dtype."""
+    converted: dict[str, Any] = tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch
+    )
+    return converted
 
 
 def loss_departure(reference: Tensor, other: Tensor, where: str) -> str | None:

@@ -11,19 +11,18 @@ from contextlib import suppress
 from copy import copy as shallow_copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
 from ..cluster.placement import PartialGrad, Shard, placement_on
 from ..cluster.threads import ThreadGroup, run_threads, thread_groups
 from ..cluster.transformers_api import attention_name
 from ..derive.build import Copy, described
-from ..derive.double import StaysDouble, gradient_departure, loss_departure
+from ..derive.double import StaysDouble, gradient_departure, in_dtype, loss_departure
 from ..derive.inputs import loss_of
 from ..derive.plans import isolated
 from .layers.attention_kernels import EAGER
@@ -35,7 +34,8 @@ from .shard_config import ShardConfig
 from .sharder import ModelSharder
 
 # Of this process, by all that a trial depends on: a script may boost several models of a type.
-RESULTS: dict[Any, tuple[str | None, bool]] = {}
+RESULTS: dict[Any, Any] = {}
+_Result = TypeVar("_Result")
 
 # Modules that compute each position independently, which a script may put into layers.
 _HARMLESS = (
@@ -57,21 +57,9 @@ def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     mode = config.sequence.mode
     if mode is None or (plan := policy.sequence_plan()) is None:  # which is an error of the policy
         return []
-    tables = policy.tables()
-    known: dict[Any, tuple[str | None, bool]] = (
-        vars(policy).setdefault("_tried_modes", {}) if tables is None else RESULTS
+    error, policy.keeps_sequences = _once(
+        model, policy, (mode, repr(plan)), lambda: _tried(model, policy, mode)
     )
-    kinds: Iterable[Any] = map(type, model.modules())
-    key = (
-        mode,
-        tables,
-        repr(plan),
-        _settings(getattr(model, "config", None)),
-        *((kind, kind.forward) for kind in kinds),
-    )
-    if key not in known:
-        known[key] = _tried(model, policy, mode)
-    error, policy.keeps_sequences = known[key]
     return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
 
 
@@ -89,15 +77,38 @@ def own_code_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     kind = type(model)
     if config.tensor_parallel_size == 1 or kind.__module__.startswith("transformers."):
         return []
-    try:
-        with isolated():
-            departure = split_departure(policy.small_copy(), lambda _: shallow_copy(policy), 2)
-    except Exception:  # of any model's constructor, or sizes of the copy that the table does not take
-        return []
+
+    def tried() -> str | None:
+        try:
+            with isolated():
+                return split_departure(policy.small_copy(), lambda _: shallow_copy(policy), 2)
+        except Exception:  # of any model's constructor, or sizes of the copy that the table does not take
+            return None
+
+    departure = _once(model, policy, ("tensors",), tried)
     advice = "give a table for this class as custom_policy (docs/policies.md), or leave tp_size at 1"
     return (
         [] if departure is None else [f"the table of a {kind.__name__}'s type departs: {departure}: {advice}"]
     )
+
+
+def _once(model: nn.Module, policy: Policy, what: tuple[str, ...], trial: Callable[[], _Result]) -> _Result:
+    """Return the result of a trial; it is made once for all that it depends on.
+
+    Args:
+        model, policy: the full model, and its policy; a policy that is more than tables keeps its results itself.
+        what: is tried, besides the tables.
+        trial: makes the result.
+    """
+    tables = policy.tables()
+    known: dict[Any, Any] = vars(policy).setdefault("_results", {}) if tables is None else RESULTS
+    kinds: Iterable[Any] = map(type, model.modules())
+    settings = _settings(getattr(model, "config", None))
+    key = (what, tables, settings, *((kind, kind.forward) for kind in kinds))
+    if key not in known:
+        known[key] = trial()
+    result: _Result = known[key]
+    return result
 
 
 def _settings(config: Any) -> str:
@@ -147,8 +158,7 @@ def _copy_and_uneven_batch(policy: Policy) -> tuple[Copy, dict[str, Any]]:
     odd.length -= 1
     for inputs in (odd, copy.inputs):
         with suppress(Exception), StaysDouble():  # of any model class
-            batch = inputs.make(3)
-            batch = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+            batch = in_dtype(inputs.make(3), dtype)
             mask = batch.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 2:
                 mask[0, -3:] = 0

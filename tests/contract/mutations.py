@@ -119,7 +119,7 @@ class Mutation:
         tried = transforms.sequence_errors
 
         def tried_without_it(*arguments: Any) -> list[str]:
-            """The trial at boost notices faults of sequence modes, too; a row is about the parity check."""
+            """The trial at boost notices wrong sequence modes, too; a row is about the parity check."""
             with patch.object(owner, name, static):
                 return tried(*arguments)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.cli.model_types import REASONS, about, family_rows, types_of
+from echelon.cli.model_types import REASONS, about, family_rows, kind_of_reason, types_of
 
 from ..commit import ROOT
 from .parity import CAUSES, LISTED, SEEDS, listed_layouts
@@ -127,8 +127,7 @@ def _page(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     ]
     kinds: dict[str, list[str]] = {}
     for row in missing:
-        kind = next(kind for kind, pattern in REASONS if re.search(pattern, row.get("reason", "")))
-        kinds.setdefault(kind, []).append(row["type"])
+        kinds.setdefault(kind_of_reason(row), []).append(row["type"])
     lines += _table(
         ["reason", "types", ""],
         [(kind, str(len(kinds[kind])), ", ".join(kinds[kind])) for kind, _ in REASONS if kind in kinds],
@@ -306,8 +305,7 @@ _LISTED_TEXTS = {
         "",
         "As above, under each mode of sequence parallelism ([sequence.md](sequence.md)) and ZeRO-2, on two ranks",
         "(`python -m tests.coverage.parity --layouts sequences`): the same types, then all others that train, and the",
-        "convolutional ones. The % above are of the types that were tried: those with a table or a plan came first,",
-        "the others follow since every mode is tried on a small copy at boost, and few of them have a row yet.",
+        "convolutional ones. The % above are of the types that were tried.",
     ),
 }
 
