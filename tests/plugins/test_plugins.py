@@ -27,6 +27,7 @@ from echelon.plugins.torch_fsdp import FSDPConfig
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.parity import make_optimizer
 
+from ..freed import still_alive
 from ..pool import Pool
 from .training import BERT, LLAMA, Numbers, boosted, hybrid, share, shares, steps
 
@@ -184,7 +185,7 @@ def boost_in_parts() -> tuple[set[str], float]:
         boosted = booster.boost(model, make_optimizer(model), loss_of)
     gc.collect()
     assert boosted and len(found) == 1
-    return {name for name, parameter in parameters.items() if parameter() is not None}, found[0]
+    return still_alive(parameters, seconds=0.1), found[0]
 
 
 def test_a_model_is_cut_into_stages_before_it_reaches_the_device_and_the_rest_is_freed(

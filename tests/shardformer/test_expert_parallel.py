@@ -16,6 +16,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from echelon.shardformer.layers.expert_parallel import Choices, ExpertParallel, replay_choices
 
+from ..freed import still_alive
 from ..pool import Pool
 
 NUM_EXPERTS, HIDDEN = 8, 16
@@ -243,7 +244,7 @@ def outputs_kept() -> bool:
     experts: Any = mixture.experts
     experts.register_forward_hook(lambda module, args, output: outputs.append(ref(output)), prepend=True)
     result = output_of(mixture, torch.randn(2, 6, HIDDEN, requires_grad=True))
-    is_kept = outputs[0]() is not None
+    is_kept = bool(still_alive({"output": outputs[0]}))
     result.sum().backward()
     return is_kept
 

@@ -6,6 +6,7 @@ import weakref
 import torch
 from torch import nn
 
+from ..freed import still_alive
 from ..pool import Pool
 from .helpers import assert_equal, loss_of, shard, small_model, weights_of
 
@@ -60,7 +61,7 @@ def check_let_go() -> None:
     trace = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert trace() is None
+    assert not still_alive({"optimizer": trace})
     model.zero_grad()
     before = weights_of(model)
     second = shard(model)
