@@ -134,7 +134,14 @@ def errors_of(model_type: str, mode: str, **settings: object) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "model_type", ["llama", "gpt2", "bert", "opt", "mixtral", "vit", "gemma2", "deepseek_v3"]
+    "model_type",
+    [
+        *("llama", "gpt2", "mixtral"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("bert", "opt", "vit", "gemma2", "deepseek_v3")
+        ),
+    ],
 )
 def test_models_of_the_attention_interface_are_supported(model_type: str, mode: str) -> None:
     assert errors_of(model_type, mode) == []
@@ -246,7 +253,7 @@ def test_sequences_stay_sharded_up_to_the_loss_if_the_trial_agrees(
     assert not errors and policy.keeps_sequences is expected
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "shieldgemma2"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", pytest.param("shieldgemma2", marks=pytest.mark.slow)])
 def test_an_encoder_stays_unsharded_on_the_sequence_axis(model_type: str) -> None:
     errors, policy = tried(copy_of(model_type).model, "all_to_all")
     plan, sequence_plan = policy.stage_plan(), policy.sequence_plan()
