@@ -107,8 +107,10 @@ def unfit_model_errors(model: object) -> list[str]:
         return [
             "the model is already boosted, or sharded by ShardFormer: give the plain transformers model, once"
         ]
-    if isinstance(torch.empty(0), LazyTensor):  # a small copy of the model would be lazy, too
-        return ["a model is boosted, or sharded, within a LazyInitContext: do it after the block"]
+    new = torch.empty(0)
+    if isinstance(new, LazyTensor) or new.is_meta:  # a small copy of the model would have no values, either
+        context = "a LazyInitContext" if isinstance(new, LazyTensor) else "torch.device('meta')"
+        return [f"a model is boosted, or sharded, within {context}: do it after the block"]
     named = chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, tensor in named if tensor.is_meta and not isinstance(tensor, LazyTensor)]
     if not empty:

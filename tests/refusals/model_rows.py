@@ -184,6 +184,7 @@ LAYERS: dict[str, Row] = {
             "which has no values"),
         (lazily(materialize), "after the block of LazyInitContext"),
         (lazily(shard_model), "sharded, within a LazyInitContext: do it after the block"),
+        (entered(torch.device("meta"))(partial(shard_model, nn.Linear(4, 3))), "within torch.device('meta'): do it"),
         (lazily(hold_a_view, ends=True), "weight could not be materialized, since something besides its module"),
         (lazily(lambda model: pickle.dumps(model.weight), ends=True), "TypeError", "has no values to save"),
         (on_another_device, "default device is meta, but", "leave out"),
