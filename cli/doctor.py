@@ -77,6 +77,8 @@ def doctor(
 
 def package_findings() -> list[Finding]:
     """Return the releases of Python and of the packages, and what each missing one is for."""
+    import torch
+
     from ..cluster.device import local_devices
 
     findings = [Finding("Python", GOOD, f"{platform.python_version()} at {sys.prefix}")]
@@ -89,7 +91,9 @@ def package_findings() -> list[Finding]:
             text = f"{installed}, newer than tried ({NEWEST_TRIED[name]}): compare a step by `echelon verify`"
             findings.append(Finding(name, HINT, text))
         else:
-            findings.append(Finding(name, GOOD, installed))
+            findings.append(
+                Finding(name, GOOD, torch.__version__ if name == "torch" else installed)
+            )  # with its build
     for name, (purpose, command) in {
         **_OPTIONAL,
         **(_ON_CUDA if local_devices() else {}),
