@@ -16,8 +16,15 @@ from .build import Copy, copying
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
+# Products, which take no tensors of two dtypes.
+_PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm))
+
+
 class StaysDouble(TorchFunctionMode):
-    """Inside, a conversion of float64 to float32 keeps float64. It holds for this thread."""
+    """Inside, a conversion of float64 to float32 keeps float64, and so does a product of both.
+
+    A rotary embedding multiplies its frequencies by positions that it converts to float32. It holds for this thread.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -27,11 +34,16 @@ class StaysDouble(TorchFunctionMode):
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
         asks_for_float32 = any(value is torch.float32 for value in (*args, *kwargs.values()))
-        if asks_for_float32 and any(
+        if not (asks_for_float32 or func in _PRODUCTS) or not any(
             isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in tree_leaves((args, kwargs))
         ):
-            args = tuple(map(_with_double, args))
-            kwargs = {name: _with_double(value) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
+        if func in _PRODUCTS:
+            return func(
+                *(factor.double() if isinstance(factor, Tensor) else factor for factor in args), **kwargs
+            )
+        args = tuple(map(_with_double, args))
+        kwargs = {name: _with_double(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 

@@ -173,7 +173,11 @@ class _Small:
         if stages and max(stages) > LAYERS:
             chosen["out_indices"] = list(range(1, LAYERS + 1))[-len(stages) :]
         _fit_state_space(config, chosen)
-        return type(config)(**chosen)
+        small = type(config)(**chosen)
+        for name, inner in chosen.items():
+            if isinstance(inner, PreTrainedConfig) and not hasattr(small, name):
+                setattr(small, name, inner)  # a class of older releases, which takes it as a dictionary alone
+        return small
 
     def value(self, name: str, value: Any, config: PreTrainedConfig) -> Any:
         """Return a small value of a setting; the same if its name says nothing about a size."""

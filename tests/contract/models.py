@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.models.beit import modeling_beit
 from transformers.models.gptj import modeling_gptj
 
 from echelon.verify.model_choice import ModelChoice
@@ -13,6 +14,7 @@ from echelon.verify.model_choice import ModelChoice
 NARROW_EXPERTS = (("intermediate_size", 48),)
 # Model types that only support attention by their own code.
 _OLDER_GPTJ = set() if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else {"gptj"}  # before 5.24
+_OLDER_BEIT = {"beit"} if hasattr(modeling_beit, "BeitSdpaSelfAttention") else set()  # before 5.24
 OWN_ATTENTION = {"bloom", "gemma2", "gpt_neo", "swinv2"} | _OLDER_GPTJ
 # Model types that choose between their own attention and sdpa at construction.
 BUILT_ATTENTION = {"falcon", "sam", "sam_vision_model"}
@@ -25,7 +27,7 @@ _OWN_CODE = {"bloom", "falcon", "gpt_neo"} | _OLDER_GPTJ
 REFUSED_MODES = {
     "split_gather": _NEVER,
     "ring": _NEVER,
-    "all_to_all": _NEVER | _CROSS | _OWN_CODE,
+    "all_to_all": _NEVER | _CROSS | _OWN_CODE | _OLDER_BEIT,
     "ring_attn": _NEVER | _CROSS | _OWN_CODE | {"beit"},  # its relative positions are added to the mask
 }
 # Model types whose layers are not GradientCheckpointingLayer of transformers.

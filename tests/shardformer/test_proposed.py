@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import transformers
 from torch import nn
+from transformers.models.vit_mae import modeling_vit_mae
 
 from echelon.derive.build import Copy, small_copy
 from echelon.derive.double import in_double
@@ -49,17 +50,28 @@ def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
         ),
         # Its experts stay replicated.
         pytest.param("gpt_oss", ATTENTION, ("self_attn.o_proj",), marks=pytest.mark.slow),
-        ("gpt_bigcode", ("mlp.c_fc",), ("mlp.c_proj",)),  # one key-value head is fused to all query heads
+        pytest.param(  # one key-value head is fused to all query heads
+            "gpt_bigcode",
+            ("mlp.c_fc",),
+            ("mlp.c_proj",),
+            marks=pytest.mark.filterwarnings(
+                "ignore:.torch.jit.script. is:DeprecationWarning"
+            ),  # transformers 5.0's
+        ),
         pytest.param(
             "m2m_100",
             (*ATTENTION, *CROSS, "fc1"),
             ("self_attn.out_proj", "encoder_attn.out_proj", "fc2"),
             marks=pytest.mark.slow,
         ),
-        (  # its masks are random
+        pytest.param(  # its masks are random
             "vit_mae",
             ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1"),
             ("attention.o_proj", "mlp.fc2"),
+            marks=pytest.mark.skipif(
+                hasattr(modeling_vit_mae, "ViTMAEIntermediate"),
+                reason="older releases name its layers otherwise",
+            ),
         ),
     ],
 )
