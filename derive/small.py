@@ -72,7 +72,7 @@ _LIMITS: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         ),
         (r"max_window_layers|first_k_dense_replace", 1),
         (r"index_(topk|kpool)", WINDOW),
-        (r"num_nextn_predict_layers|num_mtp_layers|mtp_num_hidden_layers|num_kv_shared_layers", 0),
+        (r"num_nextn_predict_layers|mtp_num_hidden_layers|num_kv_shared_layers", 0),
         (r"train_num_points", 32),
         (r"upsample_groups|num_conv_pos_embedding_groups", 4),
         (r"num_conv_pos_embeddings|query_pre_attn_scalar", 16),
@@ -184,8 +184,9 @@ class _Small:
                 if small != value or value != defaults.get(name):  # otherwise the class has this default
                     chosen[name] = small
         stages = getattr(config, "_out_indices", None)  # of a backbone, which counts its stem
-        if stages and max(stages) > LAYERS:
-            chosen["out_indices"] = list(range(1, LAYERS + 1))[-len(stages) :]
+        if stages:
+            shifted = list(range(1, LAYERS + 1))[-len(stages) :]
+            chosen["out_indices"] = shifted if max(stages) > LAYERS else stages
         _fit_state_space(config, chosen)
         return type(config)(**chosen)
 

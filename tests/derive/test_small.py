@@ -65,6 +65,12 @@ def test_sizes_of_images_are_small_where_the_class_takes_them_among_other_keywor
     assert tracker.image_size == tracker.vision_config.backbone_config.image_size == 32
 
 
+def test_a_small_config_of_a_small_config_has_the_same_outputs_of_a_backbone() -> None:
+    small: Any = next(small_configs(transformers.CONFIG_MAPPING["maskformer"]()))
+    again: Any = next(small_configs(small))
+    assert again.backbone_config.out_indices == small.backbone_config.out_indices == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     "model_type", ["cvt", "zoedepth", "sam2_video", "fun_asr_nano", "align", "lw_detr_vit", "donut-swin"]
 )
