@@ -87,7 +87,8 @@ _FEATURE_SIZES = re.compile(r".*feat(ure)?_sizes")
 # Widths of hidden states, of heads and of features inside a model, or lists of them.
 _WIDTHS = re.compile(
     r"(?!.*(image|vocab|patch|window|projection)).*(hidden_sizes?|dims?|dim_per_stage|width|channels|channel_list|d_model"
-    r"|d_ff|d_kv|n_embd|n_inner|intermediate_size|output_size|bottleneck_features|head_size|lora_rank)"
+    r"|d_ff|d_kv|n_embd|n_inner|intermediate_size|output_size|bottleneck_features|head_size|lora_rank"
+    r"|coordinate_size|shape_size)"
 )
 WIDTH_DIVISOR = 8
 # Settings that some classes need and leave at None.
