@@ -258,7 +258,8 @@ class _Small:
             isinstance(getattr(config, key, None), (list, tuple)) for key in ("depths", "hidden_sizes")
         )
         if _IMAGE.fullmatch(name):
-            return min(value, 64 if has_groups else 32)
+            is_merged = has_groups and getattr(config, "patch_size", None) != 1  # further from group to group
+            return min(value, 64 if is_merged else 32)
         if _KEY_VALUE.fullmatch(name):
             query_heads = next(
                 (heads for key in _QUERY if isinstance(heads := getattr(config, key, None), int)), value
