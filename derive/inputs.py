@@ -129,7 +129,8 @@ class Inputs:
         if grid := next((name for name in _GRIDS if name in self.names), None):
             merge = _one(_first(self.vision, "spatial_merge_size", "merge_size", default=2))
             patch = _one(_first(self.vision, "patch_size", default=8))
-            size = channels * _one(_first(self.vision, "temporal_patch_size", default=1)) * patch**2
+            times = _one(_first(self.vision, "temporal_patch_size", "patch_temporal", default=1))
+            size = channels * times * patch**2
             side = self.grid_side * merge
             pixels = self._floats(self.samples * side**2, size)
             sides = [[1, side, side]] if grid != "image_grid_hws" else [[side, side]]
@@ -148,8 +149,8 @@ class Inputs:
         """Return spectrograms (B, T, F), or (B, F, T) once transposed, with masks (B, T), or waveforms (B, T)."""
         inputs: dict[str, Any] = {}
         if "input_features" in self.names:
-            bins = _one(_first(self.audio, "num_mel_bins", "n_mels", "num_mels", "feature_size",
-                               "input_feat_per_channel", "input_dim", "feature_projection_input_dim", "input_size",
+            bins = _one(_first(self.audio, "input_size", "num_mel_bins", "n_mels", "num_mels", "feature_size",
+                               "input_feat_per_channel", "input_dim", "feature_projection_input_dim",
                                default=16))  # fmt: skip
             # Whisper takes exactly twice as many frames as positions; Speech2Text any number up to its limit.
             positions = getattr(self.audio, "max_source_positions", None)
@@ -214,7 +215,8 @@ class Inputs:
         if "flattened_patches" in self.names:
             # Pix2Struct: 4 x 4 patches, each with its row, its column and its RGB pixels.
             patch = _one(_first(self.vision, "patch_size", default=16))
-            patches = self._floats(self.samples, 16, 2 + 3 * patch**2)
+            width = _first(self.vision, "patch_embed_hidden_size", default=3 * patch**2)
+            patches = self._floats(self.samples, 16, 2 + width)
             patches[..., 0], patches[..., 1] = torch.arange(16) // 4 + 1, torch.arange(16) % 4 + 1
             inputs["flattened_patches"] = patches
         if "visual_embeds" in self.names and "visual_embedding_dim" in dir(self.config):

@@ -77,11 +77,20 @@ _LIMITS: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"upsample_groups|num_conv_pos_embedding_groups", 4),
         (r"num_conv_pos_embeddings|query_pre_attn_scalar", 16),
         (r"mask_ratio", 0),
+        (r"context_length", INNER),
     )
 )
 _KEY_VALUE = re.compile(r"(.*_)?(num_key_value_heads|n_kv_heads?|num_kv_heads|multi_query_group_num)")
 _QUERY = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
 _IMAGE = re.compile(r"(pretrain_)?image_size|img_size|spatial_size")
+_FEATURE_SIZES = re.compile(r".*feat(ure)?_sizes")
+# Widths of hidden states, of heads and of features inside a model, or lists of them.
+_WIDTHS = re.compile(
+    r"(?!.*(image|vocab|patch|window|projection)).*(hidden_sizes?|dims?|dim_per_stage|width|channels|channel_list|d_model"
+    r"|d_ff|d_kv|n_embd|n_inner|intermediate_size|output_size|bottleneck_features|head_size|lora_rank"
+    r"|coordinate_size|shape_size)"
+)
+WIDTH_DIVISOR = 8
 # Settings that some classes need and leave at None.
 _FILLED = {
     "head_dim": HEAD_DIM,
@@ -105,7 +114,7 @@ def small_configs(
     """Yield small configs of a config's class, or the error of making one.
 
     The first has small values of the settings for which the class has a default. The others are for classes that it
-    does not suit: see `_with_sections` and the arguments of `_Small`.
+    does not suit: see `_with_sections`, the arguments of `_Small`, and `_Proportional`.
 
     Args:
         config: a config of a model; it is not changed.
@@ -116,7 +125,10 @@ def small_configs(
         lambda: _with_sections(_Small(kept).config(config)),
         lambda: _Small(kept, derived=True).config(config),
         lambda: _Small(kept, filled=True).config(config),
-        lambda: _Small(kept, depth_only=True).config(config),
+        lambda: _Proportional(kept, WIDTH_DIVISOR, _divisor_of_images(config)).config(config),
+        lambda: _Proportional(kept, WIDTH_DIVISOR, 1).config(config),
+        lambda: _Proportional(kept, 1, _divisor_of_images(config)).config(config),
+        lambda: _DepthOnly(kept).config(config),
     )
     for attempt in attempts:
         try:
@@ -132,18 +144,17 @@ class _Small:
         kept: names of settings that keep their values.
         derived: also give settings that the class derives from others.
         filled: give some settings that are None a value.
-        depth_only: keep all sizes but those of lists of layers and vocabularies.
     """
 
-    def __init__(
-        self, kept: Collection[str], *, derived: bool = False, filled: bool = False, depth_only: bool = False
-    ) -> None:
-        self.kept, self.derived, self.filled, self.depth_only = kept, derived, filled, depth_only
+    def __init__(self, kept: Collection[str], *, derived: bool = False, filled: bool = False) -> None:
+        self.kept, self.derived, self.filled = kept, derived, filled
         self.tokens: dict[str, int] = {}
 
     def config(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Return a small config of the same class."""
         defaults, values, chosen = _defaults(type(config)), _settings(config), dict[str, Any]()
+        aliases = {name: alias for alias, name in config.attribute_map.items() if alias in defaults}
+        values = {name if name in defaults else aliases.get(name, name): values[name] for name in values}
         layers = _chosen_layers(config)
         for name, value in values.items():
             if name in self.kept:
@@ -155,23 +166,28 @@ class _Small:
             elif self.filled and value is None and name in _FILLED and name in defaults:
                 chosen[name] = _FILLED[name]
             elif layers and isinstance(value, (list, tuple)) and len(value) == _depth(config):
-                chosen[name] = [value[layer] for layer in layers]
+                chosen[name] = self.entries(name, [value[layer] for layer in layers])
             elif (
                 isinstance(value, (list, tuple))
                 and len(value) > LAYERS
                 and len(value) in depths_of(config).values()
             ):
                 chosen[name] = value[:LAYERS]  # of an encoder or a decoder
-            elif self.derived or (
-                name in defaults
-                and (defaults[name] is not None or _TOKEN.fullmatch(name) or _PLACES.fullmatch(name))
+            elif (
+                self.derived
+                or _IMAGE.fullmatch(name)
+                or (
+                    name in defaults
+                    and (defaults[name] is not None or _TOKEN.fullmatch(name) or _PLACES.fullmatch(name))
+                )
             ):
                 small = self.value(name, value, config)
                 if small != value or value != defaults.get(name):  # otherwise the class has this default
                     chosen[name] = small
         stages = getattr(config, "_out_indices", None)  # of a backbone, which counts its stem
-        if stages and max(stages) > LAYERS:
-            chosen["out_indices"] = list(range(1, LAYERS + 1))[-len(stages) :]
+        if stages:
+            shifted = list(range(1, LAYERS + 1))[-len(stages) :]
+            chosen["out_indices"] = shifted if max(stages) > LAYERS else stages
         _fit_state_space(config, chosen)
         small = type(config)(**chosen)
         for name, inner in chosen.items():
@@ -197,6 +213,8 @@ class _Small:
             return small
         if isinstance(value, (list, tuple)):
             return self.sequence(name, value)
+        if name == "depth_coefficient":
+            return min(value, 1.0)
         return self.number(name, value, config) if isinstance(value, int) else value
 
     def token(self, name: str, value: Any) -> Any:
@@ -212,9 +230,15 @@ class _Small:
         }
         return known[key] if key in known else self.tokens.setdefault(key, 3 + len(self.tokens))
 
+    def entries(self, name: str, value: list[Any]) -> Any:
+        """Return a list with an entry for each layer, small if these are depths or widths."""
+        if name in _DEPTHS:
+            return self.sequence(name, value)
+        return _divided(value, WIDTH_DIVISOR) if name == "hidden_sizes" else value
+
     def sequence(self, name: str, value: Any) -> Any:
         """Return a small list: depths of groups of layers, places of layers, sides of an image."""
-        if name in _DEPTHS and not self.depth_only:
+        if name in _DEPTHS:
             return [min(depth, 2) if isinstance(depth, int) else depth for depth in value]
         if name == "backbone_out_indices" and max(value) >= LAYERS:
             return list(range(LAYERS))[-len(value) :]
@@ -222,7 +246,7 @@ class _Small:
             # A deepstack has a feature for each place, and a pipeline sends as many as the small copy has.
             keeps_number = name.startswith("deepstack") and len(value) > LAYERS // 2
             return list(range(1, LAYERS, 1 if keeps_number else 2))[: len(value)]
-        if _IMAGE.fullmatch(name) and all(isinstance(side, int) for side in value) and not self.depth_only:
+        if _IMAGE.fullmatch(name) and all(isinstance(side, int) for side in value):
             return type(value)(min(side, 32) for side in value)
         return value
 
@@ -230,8 +254,6 @@ class _Small:
         """Return a small number."""
         if _DEPTH.fullmatch(name):
             return min(value, LAYERS)
-        if self.depth_only:
-            return min(value, VOCABULARY) if name.endswith("vocab_size") else value
         if _PERIOD.fullmatch(name):
             return min(value, 2)
         if _OFFSET.fullmatch(name):
@@ -240,7 +262,8 @@ class _Small:
             isinstance(getattr(config, key, None), (list, tuple)) for key in ("depths", "hidden_sizes")
         )
         if _IMAGE.fullmatch(name):
-            return min(value, 64 if has_groups else 32)
+            is_merged = has_groups and getattr(config, "patch_size", None) != 1  # further from group to group
+            return min(value, 64 if is_merged else 32)
         if _KEY_VALUE.fullmatch(name):
             query_heads = next(
                 (heads for key in _QUERY if isinstance(heads := getattr(config, key, None), int)), value
@@ -255,6 +278,75 @@ class _Small:
         return min(value, limit)
 
 
+class _DepthOnly(_Small):
+    """All sizes but those of lists of layers and vocabularies are kept."""
+
+    def entries(self, name: str, value: list[Any]) -> Any:
+        return value
+
+    def sequence(self, name: str, value: Any) -> Any:
+        return value if name in _DEPTHS or _IMAGE.fullmatch(name) else super().sequence(name, value)
+
+    def number(self, name: str, value: int, config: PreTrainedConfig) -> int:
+        if _DEPTH.fullmatch(name):
+            return min(value, LAYERS)
+        return min(value, VOCABULARY) if name.endswith("vocab_size") else value
+
+
+class _Proportional(_DepthOnly):
+    """All widths are divided by one number, and all sides of images by another: equal ones stay equal.
+
+    Args:
+        kept: names of settings that keep their values.
+        width_divisor, image_divisor: 1 keeps the widths or the images.
+    """
+
+    def __init__(self, kept: Collection[str], width_divisor: int, image_divisor: int) -> None:
+        super().__init__(kept, derived=True)
+        self.width_divisor, self.image_divisor = width_divisor, image_divisor
+
+    def entries(self, name: str, value: list[Any]) -> Any:
+        return self.sequence(name, value)
+
+    def sequence(self, name: str, value: Any) -> Any:
+        if name in _DEPTHS:
+            # CvT reads the entry of a group's place from a list with an entry for each layer of the group.
+            return [
+                min(depth, max(2, group + 1)) if isinstance(depth, int) else depth
+                for group, depth in enumerate(value)
+            ]
+        divisor = self.divisor(name)
+        return super().sequence(name, value) if divisor is None else _divided(value, divisor)
+
+    def number(self, name: str, value: int, config: PreTrainedConfig) -> int:
+        divisor = self.divisor(name)
+        return super().number(name, value, config) if divisor is None else _divided(value, divisor)
+
+    def divisor(self, name: str) -> int | None:
+        """Return the divisor of a setting; None if it has none."""
+        if _IMAGE.fullmatch(name) or _FEATURE_SIZES.fullmatch(name):
+            return self.image_divisor
+        return self.width_divisor if _WIDTHS.fullmatch(name) else None
+
+
+def _divided(value: Any, divisor: int) -> Any:
+    """Divide the numbers of nested lists by a divisor; the same if that is not possible for all of them."""
+    if isinstance(value, (list, tuple)):
+        small = [_divided(entry, divisor) for entry in value]
+        return value if any(a == b for a, b in zip(small, value, strict=True)) else type(value)(small)
+    return value // divisor if isinstance(value, int) and value % divisor == 0 and value > 32 else value
+
+
+def _divisor_of_images(config: PreTrainedConfig) -> int:
+    """Return the power of 2 by which the largest image has a side of 64 to 127."""
+    sizes = [
+        size for inner in configs_in(config) for name, size in vars(inner).items() if _IMAGE.fullmatch(name)
+    ]
+    sides = [side for size in sizes for side in (size if isinstance(size, (list, tuple)) else [size])]
+    largest = max((side for side in sides if isinstance(side, int)), default=64)
+    return 1 << max(0, (largest // 64).bit_length() - 1)
+
+
 _KEPT_INSIDE = (
     "rope_type",
     "rope_theta",
@@ -263,7 +355,8 @@ _KEPT_INSIDE = (
     "partial_rotary_factor",
 )
 _DEPTHS = (
-    "depths", "num_layers", "stage_numb_of_layers", "layers_per_stage", "blocks_per_stage", "depth", "layers"
+    "depths", "num_layers", "stage_numb_of_layers", "layers_per_stage", "blocks_per_stage", "depth", "layers",
+    "num_block_repeats",
 )  # fmt: skip
 
 

@@ -44,8 +44,6 @@ CAUSES = {
     "owlv2": "rounding in float32 of a small copy whose loss falls from 723 to 50 in a step; in float64 the losses "
     "and gradients of these steps, clipped alike, agree within 1e-9 under this mode",
     "rf_detr": "its loss all-reduces over the world by itself, where rank 0 waits alone as it trains in one process",
-    "swin2sr": "its small copy has 24 layers, whose activations take 2.3 GiB in a forward of two images; the process "
-    "that derives stages and splits reached 18.4 GiB",
 }
 _LONGEST_TEXT = 240
 

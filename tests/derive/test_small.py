@@ -47,6 +47,50 @@ def test_a_small_config_keeps_periods_within_its_layers() -> None:
     assert len(set(small.layers_block_type)) == 2
 
 
+def test_depths_of_groups_are_small_in_a_config_that_counts_its_groups_as_layers() -> None:
+    small = next(small_configs(transformers.CONFIG_MAPPING["swin2sr"]()))
+    assert isinstance(small, transformers.PreTrainedConfig)
+    assert small.num_layers == LAYERS and small.depths == [2] * LAYERS
+
+
+def test_a_setting_is_small_under_the_name_of_the_class_or_of_the_config() -> None:
+    small = next(small_configs(transformers.CONFIG_MAPPING["bailing_hybrid"]()))
+    assert isinstance(small, transformers.PreTrainedConfig)
+    assert (small.num_experts, small.num_experts_per_token) == (4, 2)
+
+
+def test_sizes_of_images_are_small_where_the_class_takes_them_among_other_keywords() -> None:
+    small: Any = next(small_configs(transformers.CONFIG_MAPPING["sam3_video"]()))
+    tracker = small.tracker_config
+    assert tracker.image_size == tracker.vision_config.backbone_config.image_size == 32
+
+
+def test_a_small_config_of_a_small_config_has_the_same_outputs_of_a_backbone() -> None:
+    small: Any = next(small_configs(transformers.CONFIG_MAPPING["maskformer"]()))
+    again: Any = next(small_configs(small))
+    assert again.backbone_config.out_indices == small.backbone_config.out_indices == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "cvt",
+        "zoedepth",
+        "sam2_video",
+        "fun_asr_nano",
+        "align",
+        "lw_detr_vit",
+        "donut-swin",
+        "lilt",
+        "layoutlmv3",
+    ],
+)
+def test_widths_that_depend_on_each_other_are_divided_by_one_number(model_type: str) -> None:
+    copy = copy_of(model_type)
+    assert sum(each.numel() for each in copy.model.parameters()) < 2e7
+    copy.loss().backward()
+
+
 @pytest.mark.parametrize("model_type", ["llama", "t5", "vit", "mixtral", "qwen2_vl", "wav2vec2", "mamba"])
 def test_a_small_copy_trains_and_is_the_same_each_time(model_type: str) -> None:
     copies = [copy_of(model_type) for _ in range(2)]
