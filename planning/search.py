@@ -15,14 +15,11 @@ from tqdm import tqdm
 from ..cluster.errors import errors_of
 from ..cluster.gpus import Gpu
 from ..cluster.layout import MeshLayout, divisors
-from ..pipeline.action import Schedule
 from ..pipeline.stage_manager import assign_layers, layer_bounds, layer_errors
-from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.expert_sharding import interface_of
 from ..verify.layout_choice import Layout
 from ..zero.precision import DTYPES
-from .predict import Memory, Prediction, StepTime
-from .sections import Trace
+from .predict import Memory, PipelineOrder, Prediction, StepTime
 from .tracer import Tracer
 
 GIB = 2**30
@@ -87,7 +84,7 @@ class Plan:
     @cached_property
     def peak(self) -> float:
         """GiB of the fullest rank."""
-        return max(memory.total for memory in self.memory) / GIB
+        return self.prediction.peak / GIB
 
     @cached_property
     def time(self) -> StepTime:
@@ -106,13 +103,11 @@ class _Setting:
         self.config = layout.config
         self.errors = self.config.errors(world)
         self.mesh = MeshLayout(**self.config.sizes)
-        self._schedules: dict[int, Schedule] = {}
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the computations of every rank."""
-        if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = self.config.schedule(num_microbatches)
-        return self._schedules[num_microbatches]
+    @cached_property
+    def num_stages(self) -> int:
+        """The number of pipeline stages."""
+        return len(self.config.stage_ranks)
 
 
 def _same_axes(layout: Layout) -> Layout:
@@ -153,7 +148,7 @@ class Planner:
         takes_text = "input_ids" in signature(model.forward).parameters
         self.tokens = length if takes_text else None  # of a sample
         self._settings: dict[Layout, _Setting] = {}
-        self._scaled_traces: dict[tuple[Trace, int], Trace] = {}
+        self._orders: dict[tuple[Any, ...], PipelineOrder] = {}
         plan = self._tracer.plan
         self.num_layers = 0 if plan is None else plan.num_layers(model)
         self._stage_size = None if plan is None else plan.stage_size(model)
@@ -179,14 +174,15 @@ class Planner:
             ValueError: the layout is impossible for this model; all reasons at once.
         """
         setting = self._setting(_same_axes(layout))
-        trace = (
-            self._scaled(setting.config, samples) if scales else self._tracer.trace(setting.config, samples)
-        )
+        return self._predicted(layout, samples, setting, scales=scales)
+
+    def _predicted(self, layout: Layout, samples: int, setting: _Setting, *, scales: bool) -> Plan:
         prediction = Prediction(
             layout,
-            trace,
-            self._bounds(len(setting.config.stage_ranks)),
-            schedule=setting.schedule(min(layout.microbatches, self.IN_FLIGHT * layout.pp)),
+            self._tracer.trace(setting.config, 1 if scales else samples),
+            self._bounds(setting.num_stages),
+            times=samples if scales else 1,
+            order=self._order(layout),
             mesh=setting.mesh,
             device=self._job.device,
         )
@@ -201,9 +197,7 @@ class Planner:
         setting = self._setting(_same_axes(layout))
         if setting.errors:
             return setting.errors
-        if self.num_layers and (
-            errors := layer_errors(self.num_layers, len(setting.config.stage_ranks), None)
-        ):
+        if self.num_layers and (errors := layer_errors(self.num_layers, setting.num_stages, None)):
             return errors
         if layout.pp > 1 and not self.num_layers:
             return ["no pipeline stages of this model are known: use --pp 1"]
@@ -263,9 +257,9 @@ class Planner:
 
     def _smallest_recomputation(self, layout: Layout, samples: int, *, scales: bool) -> Plan:
         """Predict a layout with the fewest recomputed layers that fit, or with all of them if none fits."""
-        shares = RECOMPUTED if self.num_layers else RECOMPUTED[:1]
-        for share in shares:
-            plan = self.predict(replace(layout, recompute=share), samples, scales=scales)
+        setting = self._setting(_same_axes(layout))
+        for share in RECOMPUTED if self.num_layers else RECOMPUTED[:1]:
+            plan = self._predicted(replace(layout, recompute=share), samples, setting, scales=scales)
             if plan.peak <= self._job.memory:
                 break
         return plan
@@ -275,11 +269,12 @@ class Planner:
             self._settings[layout] = _Setting(layout, self._job.world)
         return self._settings[layout]
 
-    def _scaled(self, config: HybridConfig, samples: int) -> Trace:
-        trace = self._tracer.trace(config, 1)
-        if (trace, samples) not in self._scaled_traces:
-            self._scaled_traces[trace, samples] = trace.scaled(samples)
-        return self._scaled_traces[trace, samples]
+    def _order(self, layout: Layout) -> PipelineOrder:
+        number = min(layout.microbatches, self.IN_FLIGHT * layout.pp)
+        key = (layout.pp, layout.schedule, layout.chunks, number)
+        if key not in self._orders:
+            self._orders[key] = PipelineOrder(actions=layout.config.schedule(number))
+        return self._orders[key]
 
     @cache  # noqa: B019  # the planner lives as long as the command
     def _bounds(self, num_stages: int) -> list[int]:

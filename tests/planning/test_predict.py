@@ -1,5 +1,6 @@
 """Predicted memory, messages and times beside those of real runs and of full simulations."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from torch import nn
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.gpus import GPUS
+from echelon.pipeline.action import Op
+from echelon.pipeline.schedules import build_schedule
 from echelon.planning.cost import LiveBytes
+from echelon.planning.predict import PipelineOrder
 from echelon.planning.search import GIB, Job, Plan, Planner
 from echelon.verify.layout_choice import Layout
 
@@ -151,6 +155,24 @@ def test_operations_are_those_of_torchs_counter() -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     assert plan.time.flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("style", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zbh1", 1), ("zbv", 2)])
+def test_a_rank_is_fullest_at_one_of_few_moments(style: str, chunks: int) -> None:
+    order = PipelineOrder(actions=build_schedule(style, 4, 8, chunks))
+    kept = {stage: 100 + 7 * stage % 5 for stage in range(4 * chunks)}
+    for actions, stages, moments in zip(order.actions, order.stages, order.fullest, strict=True):
+        counts, walked = dict.fromkeys(stages, 0), dict.fromkeys(itertools.product((True, False), stages), 0)
+        for op, stage, _ in actions:
+            if op is not Op.BACKWARD_WEIGHT:
+                now = sum(counts[other] * kept[other] for other in stages)
+                walked[op is Op.FORWARD, stage] = max(walked[op is Op.FORWARD, stage], now)
+            counts[stage] += (op is Op.FORWARD) - (op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
+        fullest = dict.fromkeys(walked, 0)
+        for is_forward, stage, num_kept in moments:
+            now = sum(number * kept[other] for other, number in num_kept)
+            fullest[is_forward, stage] = max(fullest[is_forward, stage], now)
+        assert fullest == walked and len(moments) < len(actions)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbh1", "zbv"])
