@@ -19,7 +19,9 @@ LENGTH, TARGETS = 16, 8  # tokens
 _WIDTH = 64  # of a small text model: errors may count features in numbers
 # B samples, S tokens, F frequencies, T times
 _TEXT = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-_CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION")
+_CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION",
+            "NEXT_SENTENCE_PREDICTION")  # fmt: skip
+CHOICES = 2  # texts of a sample, of which one is right
 _OBJECTS = ("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION")
 _VISION = (
     "vision_config",
@@ -63,6 +65,7 @@ class Inputs:
         self.left_out: set[str] = set()  # names of arguments
         self.is_transposed = False  # spectrograms are (B, F, T) instead of (B, T, F)
         self.is_stacked = False  # time series are one tensor instead of a list
+        self.ends_rows = False  # the last token of a text is that of its end
         self.most_placeholders = 600  # in a row
         self.grid_side = 2  # of an image in a grid of patches, in tokens
         self._tried: set[str] = set()  # names of answers that were given
@@ -84,6 +87,7 @@ class Inputs:
             "left_out",
             "is_transposed",
             "is_stacked",
+            "ends_rows",
             "length",
         )
         for name in (*names, "grid_side"):
@@ -101,6 +105,7 @@ class Inputs:
         answers: tuple[tuple[str, Callable[[], bool]], ...] = (
             ("", lambda: self._fill_placeholders(text)),
             ("side", lambda: self._resize(text)),
+            ("end", lambda: self._end_rows(text)),
             *(
                 (f"frames {count}", lambda count=count: self._add_frames(text, count))
                 for count in (1, 2, 3, 5)
@@ -170,7 +175,10 @@ class Inputs:
         return inputs
 
     def _texts(self) -> dict[str, Any]:
-        """Return token ids (B, S), and the masks, token types and boxes of layouts that the forward takes with them."""
+        """Return token ids (B, S), and the masks, token types and boxes of layouts that the forward takes with them.
+
+        A task of choices has (B, CHOICES, S).
+        """
         inputs: dict[str, Any] = {}
         if "input_ids" in self.names:
             inputs["input_ids"] = ids = self._ids()
@@ -189,6 +197,11 @@ class Inputs:
                 )
         if "qformer_input_ids" in self.names:
             inputs["qformer_input_ids"] = self._ids(placeholders=False)
+        if self.kind == "MULTIPLE_CHOICE":
+            return {
+                name: torch.stack([value, *[value.flip(1)] * (CHOICES - 1)], 1)
+                for name, value in inputs.items()
+            }
         return inputs
 
     def _series(self) -> dict[str, Any]:
@@ -259,6 +272,8 @@ class Inputs:
                 labels[labels == token] = -100
         elif kind in _CLASSES:
             labels = self._ints(0, classes, self.samples)
+        elif kind == "MULTIPLE_CHOICE":
+            labels = self._ints(0, CHOICES, self.samples)
         elif kind == "CTC":
             labels = self._ints(3, min(self._vocabulary, 30), self.samples, 4)
         elif "SEQ" in kind or kind in ("RNNT", "TDT", *_TEXT):
@@ -296,6 +311,9 @@ class Inputs:
         ids = self._ints(min(100, top // 2), top, self.samples, length or self.length)
         for token in self.num_placeholders:
             ids[ids == token] = 1
+        if self.ends_rows and isinstance(end := getattr(self.text, "eos_token_id", None), int):
+            ids[ids == end] = 1
+            ids[:, -1] = end
         for token, count in self.num_placeholders.items() if placeholders else ():
             ids = torch.cat([ids[:, :2], torch.full((self.samples, count), token), ids[:, 2:]], 1)
         return ids
@@ -356,6 +374,11 @@ class Inputs:
         match = re.search(r"\((\d+)\*(\d+)\) doesn't match model \((\d+)\*(\d+)\)", text)
         self.image_size = (int(match[3]), int(match[4])) if match else self.image_size
         return match is not None
+
+    def _end_rows(self, text: str) -> bool:
+        """End every text with the token of its end, of which a classifier takes the state."""
+        self.ends_rows = "<eos> token" in text
+        return self.ends_rows
 
     def _add_frames(self, text: str, count: int) -> bool:
         """Give images a dimension of frames before the channels, if an error is about the number of dimensions."""

@@ -397,7 +397,21 @@ def takes(model: nn.Module, argument: str) -> bool:
         return True
     takes_keywords = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     base = getattr(model, "base_model", model)
-    return takes_keywords and base is not model and argument in inspect.signature(base.forward).parameters
+    return (
+        takes_keywords
+        and base is not model
+        and argument in inspect.signature(base.forward).parameters
+        and not _passes(model, argument)
+    )
+
+
+def _passes(model: nn.Module, argument: str) -> bool:
+    """Return True if the model's forward passes this keyword itself, to which a second one is an error (T5Gemma)."""
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    # The keywords of a call are a tuple among the constants.
+    return code is not None and any(
+        isinstance(names, tuple) and argument in names for names in code.co_consts
+    )
 
 
 def argument(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], name: str) -> Any:

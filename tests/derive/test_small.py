@@ -91,6 +91,20 @@ def test_widths_that_depend_on_each_other_are_divided_by_one_number(model_type: 
     copy.loss().backward()
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("DistilBertForMultipleChoice", (2, 2, 16)),
+        ("FNetForNextSentencePrediction", (2, 16)),
+        ("PLBartForSequenceClassification", (2, 16)),  # takes the state of the token of the end
+    ],
+)
+def test_a_batch_has_the_form_of_the_task(name: str, shape: tuple[int, ...]) -> None:
+    kind = getattr(transformers, name)
+    copy = small_copy(kind, kind.config_class(), task_of(kind))
+    assert copy.batch["input_ids"].shape == shape and copy.batch["labels"].shape == (2,)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "t5", "vit", "mixtral", "qwen2_vl", "wav2vec2", "mamba"])
 def test_a_small_copy_trains_and_is_the_same_each_time(model_type: str) -> None:
     copies = [copy_of(model_type) for _ in range(2)]

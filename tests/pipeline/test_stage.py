@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.stage import Stage, cut_stages, local_stages
+from echelon.pipeline.stage import Stage, cut_stages, local_stages, takes
 from echelon.pipeline.stage_plan import OutputStructure, StagePlan
 from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice, heads_of
@@ -219,6 +219,20 @@ def test_an_uncut_model_is_one_stage_without_a_cache() -> None:
     assert stage.parameters() == list(model.parameters())
     assert model(**batch).past_key_values is not None
     assert stage.forward(batch, ()).past_key_values is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [("llama", True), ("t5gemma", False)],
+    ids=["in keywords", "given by the model itself"],
+)
+def test_a_classifier_takes_the_keywords_of_its_base_that_it_does_not_give_itself(
+    model_type: str, *, expected: bool
+) -> None:
+    model = ModelChoice(
+        model_type=model_type, head=f"{'sequence_' * (not expected)}classification"
+    ).build_on_meta()
+    assert takes(model, "use_cache") is expected
 
 
 def test_a_stand_in_answers_attributes_and_computes_where_the_model_is_moved_next() -> None:
