@@ -391,27 +391,16 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Return True if the model's forward takes this argument, directly or by passing its keywords to its base model."""
-    parameters = inspect.signature(model.forward).parameters
+    """Return True if a forward takes this argument, directly or by its keywords for a base that gets it only so."""
+    parameters, base = inspect.signature(model.forward).parameters, getattr(model, "base_model", model)
     if argument in parameters:
         return True
     takes_keywords = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    base = getattr(model, "base_model", model)
-    return (
-        takes_keywords
-        and base is not model
-        and argument in inspect.signature(base.forward).parameters
-        and not _passes(model, argument)
-    )
-
-
-def _passes(model: nn.Module, argument: str) -> bool:
-    """Return True if the model's forward passes this keyword itself, to which a second one is an error (T5Gemma)."""
     code = getattr(inspect.unwrap(model.forward), "__code__", None)
-    # The keywords of a call are a tuple among the constants.
-    return code is not None and any(
-        isinstance(names, tuple) and argument in names for names in code.co_consts
-    )
+    # T5Gemma's classifiers pass it themselves. The keywords of a call are a tuple among the constants.
+    calls = [names for names in getattr(code, "co_consts", ()) if isinstance(names, tuple)]
+    is_passed = base is not model and argument in inspect.signature(base.forward).parameters
+    return takes_keywords and is_passed and not any(argument in names for names in calls)
 
 
 def argument(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], name: str) -> Any:

@@ -74,15 +74,11 @@ def test_a_small_config_of_a_small_config_has_the_same_outputs_of_a_backbone() -
 @pytest.mark.parametrize(
     "model_type",
     [
-        "cvt",
-        "zoedepth",
-        "sam2_video",
-        "fun_asr_nano",
-        "align",
-        "lw_detr_vit",
-        "donut-swin",
-        "lilt",
-        "layoutlmv3",
+        *("cvt", "zoedepth", "lilt"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("sam2_video", "fun_asr_nano", "align", "lw_detr_vit", "donut-swin", "layoutlmv3")
+        ),
     ],
 )
 def test_widths_that_depend_on_each_other_are_divided_by_one_number(model_type: str) -> None:
