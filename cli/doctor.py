@@ -91,9 +91,8 @@ def package_findings() -> list[Finding]:
             text = f"{installed}, newer than tried ({NEWEST_TRIED[name]}): compare a step by `echelon verify`"
             findings.append(Finding(name, HINT, text))
         else:
-            findings.append(
-                Finding(name, GOOD, torch.__version__ if name == "torch" else installed)
-            )  # with its build
+            with_build = torch.__version__ if name == "torch" else installed
+            findings.append(Finding(name, GOOD, with_build))
     for name, (purpose, command) in {
         **_OPTIONAL,
         **(_ON_CUDA if local_devices() else {}),

@@ -15,7 +15,6 @@ from .build import Copy, copying
 # Of the loss, and of the largest gradient of a parameter; products are equal, sums may have another order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
-
 # Products, which take no tensors of two dtypes.
 _PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm))
 
@@ -34,16 +33,12 @@ class StaysDouble(TorchFunctionMode):
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
         asks_for_float32 = any(value is torch.float32 for value in (*args, *kwargs.values()))
-        if not (asks_for_float32 or func in _PRODUCTS) or not any(
+        if (asks_for_float32 or func in _PRODUCTS) and any(
             isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in tree_leaves((args, kwargs))
         ):
-            return func(*args, **kwargs)
-        if func in _PRODUCTS:
-            return func(
-                *(factor.double() if isinstance(factor, Tensor) else factor for factor in args), **kwargs
-            )
-        args = tuple(map(_with_double, args))
-        kwargs = {name: _with_double(value) for name, value in kwargs.items()}
+            convert = _double if func in _PRODUCTS else _with_double
+            args = tuple(map(convert, args))
+            kwargs = {name: convert(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -105,6 +100,10 @@ def gradient_departure(name: str, reference: Tensor, others: Sequence[Tensor]) -
 
 def _tolerance(tensor: Tensor) -> float:
     return TOLERANCES.get(tensor.dtype, TOLERANCES[torch.float32])
+
+
+def _double(factor: Any) -> Any:
+    return factor.double() if isinstance(factor, Tensor) else factor
 
 
 def _with_double(value: Any) -> Any:

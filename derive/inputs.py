@@ -21,7 +21,6 @@ _WIDTH = 64  # of a small text model: errors may count features in numbers
 _TEXT = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 _CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION",
             "NEXT_SENTENCE_PREDICTION")  # fmt: skip
-CHOICES = 2  # texts of a sample, of which one is right
 _OBJECTS = ("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION")
 _VISION = (
     "vision_config",
@@ -177,7 +176,7 @@ class Inputs:
     def _texts(self) -> dict[str, Any]:
         """Return token ids (B, S), and the masks, token types and boxes of layouts that the forward takes with them.
 
-        A task of choices has (B, CHOICES, S).
+        A task of choices has (B, 2, S): a text, and its tokens backwards.
         """
         inputs: dict[str, Any] = {}
         if "input_ids" in self.names:
@@ -198,10 +197,7 @@ class Inputs:
         if "qformer_input_ids" in self.names:
             inputs["qformer_input_ids"] = self._ids(placeholders=False)
         if self.kind == "MULTIPLE_CHOICE":
-            return {
-                name: torch.stack([value, *[value.flip(1)] * (CHOICES - 1)], 1)
-                for name, value in inputs.items()
-            }
+            return {name: torch.stack([value, value.flip(1)], 1) for name, value in inputs.items()}
         return inputs
 
     def _series(self) -> dict[str, Any]:
@@ -273,7 +269,7 @@ class Inputs:
         elif kind in _CLASSES:
             labels = self._ints(0, classes, self.samples)
         elif kind == "MULTIPLE_CHOICE":
-            labels = self._ints(0, CHOICES, self.samples)
+            labels = self._ints(0, 2, self.samples)
         elif kind == "CTC":
             labels = self._ints(3, min(self._vocabulary, 30), self.samples, 4)
         elif "SEQ" in kind or kind in ("RNNT", "TDT", *_TEXT):

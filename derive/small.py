@@ -90,7 +90,7 @@ _WIDTHS = re.compile(
     r"|d_ff|d_kv|n_embd|n_inner|intermediate_size|output_size|bottleneck_features|head_size|lora_rank"
     r"|coordinate_size|shape_size)"
 )
-WIDTH_DIVISOR = 8
+_WIDTH_DIVISOR = 8
 # Settings that some classes need and leave at None.
 _FILLED = {
     "head_dim": HEAD_DIM,
@@ -125,8 +125,8 @@ def small_configs(
         lambda: _with_sections(_Small(kept).config(config)),
         lambda: _Small(kept, derived=True).config(config),
         lambda: _Small(kept, filled=True).config(config),
-        lambda: _Proportional(kept, WIDTH_DIVISOR, _divisor_of_images(config)).config(config),
-        lambda: _Proportional(kept, WIDTH_DIVISOR, 1).config(config),
+        lambda: _Proportional(kept, _WIDTH_DIVISOR, _divisor_of_images(config)).config(config),
+        lambda: _Proportional(kept, _WIDTH_DIVISOR, 1).config(config),
         lambda: _Proportional(kept, 1, _divisor_of_images(config)).config(config),
         lambda: _DepthOnly(kept).config(config),
     )
@@ -234,7 +234,7 @@ class _Small:
         """Return a list with an entry for each layer, small if these are depths or widths."""
         if name in _DEPTHS:
             return self.sequence(name, value)
-        return _divided(value, WIDTH_DIVISOR) if name == "hidden_sizes" else value
+        return _divided(value, _WIDTH_DIVISOR) if name == "hidden_sizes" else value
 
     def sequence(self, name: str, value: Any) -> Any:
         """Return a small list: depths of groups of layers, places of layers, sides of an image."""

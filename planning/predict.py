@@ -159,7 +159,7 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank."""
+        """Bytes of the fullest rank, which a search asks of every layout, where few need the `memory` of each rank."""
         return max(
             memory.total + nbytes
             for memory, nbytes in zip(self._between_steps, self._peak_activations, strict=True)

@@ -222,16 +222,14 @@ def test_an_uncut_model_is_one_stage_without_a_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "expected"),
-    [("llama", True), ("t5gemma", False)],
+    ("model_type", "head", "expected"),
+    [("llama", "classification", True), ("t5gemma", "sequence_classification", False)],
     ids=["in keywords", "given by the model itself"],
 )
 def test_a_classifier_takes_the_keywords_of_its_base_that_it_does_not_give_itself(
-    model_type: str, *, expected: bool
+    model_type: str, head: str, *, expected: bool
 ) -> None:
-    model = ModelChoice(
-        model_type=model_type, head=f"{'sequence_' * (not expected)}classification"
-    ).build_on_meta()
+    model = ModelChoice(model_type=model_type, head=head).build_on_meta()
     assert takes(model, "use_cache") is expected
 
 
