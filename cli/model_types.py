@@ -200,7 +200,7 @@ def types_of(coverage: Mapping[str, Sequence[Row]]) -> list[ModelType]:
 
 def _outcomes(row: Row, columns: tuple[str, ...]) -> list[Outcome]:
     """Return the outcomes of a row of a record; `columns` are those that the record is about."""
-    results = [(each["layout"], each["outcome"], each.get("why", "")) for each in row.get("layouts", ())]
+    results = [(tried["layout"], tried["outcome"], tried.get("why", "")) for tried in row.get("layouts", ())]
     results += [(layout, "refused", why) for layout, why in row.get("refused", {}).items()]
     results = results or [("", row["parity"], row.get("why", ""))]
     return [
@@ -212,14 +212,14 @@ def _outcomes(row: Row, columns: tuple[str, ...]) -> list[Outcome]:
 def type_lines(types: Sequence[ModelType]) -> list[str]:
     """Return a line of at most 80 characters for each type, below a line of headings."""
     headings = ["model type", *COLUMNS.values(), "heads"]
-    cells = ([each.name, *map(each.cell, COLUMNS), each.head_cell] for each in types)
+    cells = ([model_type.name, *map(model_type.cell, COLUMNS), model_type.head_cell] for model_type in types)
     first, *lines = aligned([headings, *cells], between="  ")
-    width = max(len(each.name) for each in types)
+    width = max(len(model_type.name) for model_type in types)
     return [
         first,
         *(
-            line if each.is_built else f"{line.ljust(width)}  {NOT_BUILT}: {each.kind_of_reason}"
-            for each, line in zip(types, lines, strict=True)
+            line if model_type.is_built else f"{line.ljust(width)}  {NOT_BUILT}: {model_type.kind_of_reason}"
+            for model_type, line in zip(types, lines, strict=True)
         ),
         first,
     ]
@@ -231,17 +231,22 @@ def family_rows(types: Sequence[ModelType]) -> list[tuple[str, ...]]:
     In % of the types that are built here, and were tried; the number of these, if not all were.
     """
     families: dict[str, list[ModelType]] = {}
-    for each in types:
-        families.setdefault(each.family, []).append(each)
+    for model_type in types:
+        families.setdefault(model_type.family, []).append(model_type)
     ordered = sorted(
         families.items(), key=lambda family: (family[0] == CONVOLUTIONAL, -len(family[1]), family[0])
     )
-    everything = [each for each in types if each.family != CONVOLUTIONAL]
+    everything = [model_type for model_type in types if model_type.family != CONVOLUTIONAL]
     ordered.insert(len(ordered) - (CONVOLUTIONAL in families), ("all", everything))
     return [
         ("family", "types", "built", *COLUMNS.values()),
         *(
-            (name, str(len(members)), str(sum(each.is_built for each in members)), *_shares(members))
+            (
+                name,
+                str(len(members)),
+                str(sum(model_type.is_built for model_type in members)),
+                *_shares(members),
+            )
             for name, members in ordered
         ),
     ]
@@ -251,7 +256,11 @@ def _shares(types: Sequence[ModelType]) -> list[str]:
     """Return for each column the % of yes of the types that are built."""
     cells = []
     for column in COLUMNS:
-        tried = [each.cell(column) for each in types if each.is_built and column in each.results]
+        tried = [
+            model_type.cell(column)
+            for model_type in types
+            if model_type.is_built and column in model_type.results
+        ]
         cells.append(f"{100 * tried.count('yes') // len(tried)}%" if tried else "")
     return cells
 
@@ -259,16 +268,16 @@ def _shares(types: Sequence[ModelType]) -> list[str]:
 def reason_lines(types: Sequence[ModelType]) -> list[str]:
     """Return a line for each reason of a type for which a cell is not yes, with its columns."""
     lines = []
-    for each in types:
+    for model_type in types:
         columns_by_why: dict[str, list[str]] = {}
-        for column, result in each.results.items():
+        for column, result in model_type.results.items():
             if result.outcome != "agrees":
                 why = f"{result.outcome}: {result.why}"
                 columns_by_why.setdefault(why, []).append(column)
-        if not each.is_built:
-            columns_by_why = {f"{NOT_BUILT}: {each.reason}": []}
+        if not model_type.is_built:
+            columns_by_why = {f"{NOT_BUILT}: {model_type.reason}": []}
         lines += [
-            f"- {', '.join([each.name, *columns])} {' '.join(why.split())}"
+            f"- {', '.join([model_type.name, *columns])} {' '.join(why.split())}"
             for why, columns in columns_by_why.items()
         ]
     return lines
@@ -280,7 +289,9 @@ def show_type(model_type: ModelType) -> None:
     if not model_type.is_built:
         results = [(NOT_BUILT, model_type.reason)]
     # A layout may be in several records.
-    layouts = dict.fromkeys((CELLS[each.outcome], each.layout) for each in model_type.outcomes if each.layout)
+    layouts = dict.fromkeys(
+        (CELLS[outcome.outcome], outcome.layout) for outcome in model_type.outcomes if outcome.layout
+    )
     heads = [_cells(head, deciding(outcomes)) for head, outcomes in model_type.heads.items()]
     kind = model_type.plain.get("class", "a class of another package")
     sources = "".join(f", {SOURCES[record][1]}: {source}" for record, source in model_type.sources.items())

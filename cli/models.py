@@ -314,9 +314,9 @@ def _show_named(name: str, *, from_all: bool) -> None:
     rows = [] if from_all else rows_of(kept)
     known = {row.model_type for row in rows}
     types = types_of(coverage)
-    others = [each for each in types if each.name not in known]
-    names = [*known, *(each.name for each in others)]
-    by_class = {each.plain.get("class"): each.name for each in types}
+    others = [model_type for model_type in types if model_type.name not in known]
+    names = [*known, *(model_type.name for model_type in others)]
+    by_class = {model_type.plain.get("class"): model_type.name for model_type in types}
     chosen = _named(by_class.get(name, name), names)
     refuse("models", [] if chosen else [_unknown(name, names)])
     named_rows = [row for row in rows if row.model_type in chosen]
@@ -324,9 +324,9 @@ def _show_named(name: str, *, from_all: bool) -> None:
         show_row(row, layouts_of(rows))
     if named_rows:
         typer.echo(f"{versions(kept)}.")
-    named_types = [each for each in others if each.name in chosen]
-    for each in named_types:
-        show_type(each)
+    named_types = [model_type for model_type in others if model_type.name in chosen]
+    for model_type in named_types:
+        show_type(model_type)
     if named_types:
         typer.echo(about(coverage))
     typer.echo(NEXT.format(name=min(chosen)))
@@ -345,8 +345,8 @@ def _show_all() -> None:
 def _named(name: str, names: Sequence[str]) -> set[str]:
     """Return the name itself if there is such a model type, or else all that start with it."""
     wanted = name.lower()
-    exact = {each for each in names if each.lower() == wanted}
-    return exact or {each for each in names if each.lower().startswith(wanted)}
+    exact = {known for known in names if known.lower() == wanted}
+    return exact or {known for known in names if known.lower().startswith(wanted)}
 
 
 def _unknown(name: str, names: Sequence[str]) -> str:

@@ -38,32 +38,32 @@ def packages() -> list[str]:
 
 def imported(package: str) -> set[str]:
     """Return the other packages that the files of a package import relatively."""
-    found = set()
+    imports = set()
     for path in (ROOT / package).rglob("*.py"):
         depth = len(path.relative_to(ROOT).parts) - 1
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level > depth:
                 names = [node.module] if node.module else [alias.name for alias in node.names]
-                found |= {name.split(".")[0] for name in names}
-    return found & {*packages()} - {package}
+                imports |= {name.split(".")[0] for name in names}
+    return imports & {*packages()} - {package}
 
 
 def heights(graph: Mapping[str, set[str]]) -> dict[str, int]:
     """Return the number of imports on the longest path from each package down."""
-    found: dict[str, int] = {}
+    height_of: dict[str, int] = {}
 
     def height(package: str, above: tuple[str, ...] = ()) -> int:
         if package in above:
             raise ValueError(f"an import circle: {' → '.join([*above, package])}")
-        if package not in found:
-            found[package] = max(
+        if package not in height_of:
+            height_of[package] = max(
                 (1 + height(below, (*above, package)) for below in graph[package]), default=0
             )
-        return found[package]
+        return height_of[package]
 
     for package in graph:
         height(package)
-    return found
+    return height_of
 
 
 def direct(graph: Mapping[str, set[str]]) -> set[tuple[str, str]]:

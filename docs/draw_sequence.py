@@ -84,7 +84,7 @@ def stretches(rank: int) -> tuple[int, int]:
 
 def zigzag(rank: int) -> list[Patch]:
     """Return a rank's first and last blocks in zigzag order, with all features."""
-    return [Patch(top=each / NUM_STRETCHES, height=1 / NUM_STRETCHES) for each in stretches(rank)]
+    return [Patch(top=stretch / NUM_STRETCHES, height=1 / NUM_STRETCHES) for stretch in stretches(rank)]
 
 
 def keys_by_step(rank: int) -> list[Patch]:
@@ -110,13 +110,13 @@ def weights(*, gathered: tuple[int, ...] = (), arriving: tuple[int, ...] = ()) -
     def holds(rank: int) -> list[Patch]:
         column = 1 / 3
         piece = {"top": rank / NUM_RANKS, "height": 1 / NUM_RANKS, "width": 0.9 * column}
-        found = []
+        patches = []
         for layer in range(3):
             if layer in gathered or layer in arriving:
                 alpha = 0.6 if layer in gathered else 0.22
-                found.append(Patch(left=layer * column, width=0.9 * column, colour=PURPLE, alpha=alpha))
-            found.append(Patch(left=layer * column, colour=PURPLE, **piece))
-        return found
+                patches.append(Patch(left=layer * column, width=0.9 * column, colour=PURPLE, alpha=alpha))
+            patches.append(Patch(left=layer * column, colour=PURPLE, **piece))
+        return patches
 
     return holds
 

@@ -147,10 +147,10 @@ def draw_stage(axes: Axes, stage: Stage, *, top: float) -> None:
 def draw_rank(axes: Axes, places: tuple[Place, ...], rank: int, *, left: float, top: float) -> None:
     """Draw a rank's four kinds beside each other; of a sharded kind its slice, one of NUM_RANKS."""
     for width, (outside, inside), colour in zip(KINDS.values(), places, COLOURS, strict=True):
-        start, each = left, width / NUM_RANKS
+        start, slice_width = left, width / NUM_RANKS
         holds = [inside if index == rank else outside for index in range(NUM_RANKS)]
         for hold, run in groupby(holds):
-            length = each * len(list(run))
+            length = slice_width * len(list(run))
             axes.add_artist(Rectangle((start, top), length, 0.85 * _ROW, **look(hold, colour)))
             start += length
         frame = Rectangle((left, top), width, 0.85 * _ROW, fill=False, edgecolor="#999999", linewidth=0.5)

@@ -31,7 +31,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         projections = [projection(hidden) for projection in (self.query, self.key, self.value)]
         # By the local number of heads: a shard of the projections has fewer features.
-        heads = [each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in projections]
+        heads = [projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for projected in projections]
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
