@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 # Modules that compute each position independently, which a script may put into layers.
 _HARMLESS = (
     *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.Identity),
-    *(nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.ModuleList, nn.ModuleDict, nn.Sequential),
+    *(nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Sequential),
 )
 
 
@@ -182,6 +182,7 @@ def _unseen_classes(modules: Iterable[nn.Module], copy: Copy) -> list[str]:
         kind.__name__
         for kind in classes
         if kind not in seen
+        and kind.forward is not nn.Module.forward  # containers compute nothing
         and not any(issubclass(kind, harmless) and kind.forward is harmless.forward for harmless in _HARMLESS)
         and not kind.__module__.startswith("peft.")
         and not kind.__name__.endswith(SAMPLE_DROPPER)
