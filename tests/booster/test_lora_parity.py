@@ -57,6 +57,7 @@ def departure(choice: Adapted, layout: Layout) -> str | None:
     ("choice", "layout"),
     [
         (LLAMA, Layout(tp=2)),
+        (LLAMA, Layout(sp=2, sequence="all_to_all")),
         *(
             pytest.param(choice, layout, marks=pytest.mark.slow, id=f"{choice.model_type} {name}")
             for choice in (LLAMA, GPT2, BERT)
@@ -84,7 +85,6 @@ def departure(choice: Adapted, layout: Layout) -> str | None:
                 (LLAMA, Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))),
                 (LLAMA, Layout(tp=2, sequence="ring")),
                 (GPT2, Layout(tp=2, sequence="split_gather")),
-                (LLAMA, Layout(sp=2, sequence="all_to_all")),
                 (LLAMA, Layout(tp=2, sp=2, sequence="ring_attn")),
                 (LLAMA, Layout(dp=2, wp=2)),
                 (LLAMA, Layout(dp=2, zero=2, overlap_allgather=True)),
