@@ -49,15 +49,15 @@ def test_every_query_head_is_on_one_rank_with_its_key(query: int, key_value: int
 
     local = []
     for rank in range(ranks):
-        own_keys = number(keys, key_value, rank)
-        own = number(queries, query, rank)
-        assert len(own) * ranks == heads.padded_query
-        per_key = len(own) // len(own_keys)
-        for place, head in enumerate(own):
+        key_heads = number(keys, key_value, rank)
+        query_heads = number(queries, query, rank)
+        assert len(query_heads) * ranks == heads.padded_query
+        per_key = len(query_heads) // len(key_heads)
+        for place, head in enumerate(query_heads):
             if head:
-                assert own_keys[place // per_key] - 1 == (head - 1) // heads.group
-        local += [head for head in own if head]
-        assert heads.query_heads_of(rank) == [max(head - 1, 0) for head in own]
+                assert key_heads[place // per_key] - 1 == (head - 1) // heads.group
+        local += [head for head in query_heads if head]
+        assert heads.query_heads_of(rank) == [max(head - 1, 0) for head in query_heads]
     assert local == list(range(1, query + 1))
 
 

@@ -89,6 +89,6 @@ def test_adapters_with_replicated_inputs_drop_equal_entries(pool: Pool, function
 def test_dropout_of_adapters_is_refused_where_the_tensor_axis_has_sequences(mode: str, tp_size: int) -> None:
     model = adapted(lora={"target_modules": ["q_proj"], "lora_dropout": 0.1})
     sequence = SequenceParallelism(mode=mode)
-    found = split_errors(model, policy_for(model), tp_size=tp_size, sp_size=2 // tp_size, sequence=sequence)
-    assert len(found) == tp_size - 1
-    assert all("use lora_dropout=0" in each and each.startswith("model.layers.0 (and ") for each in found)
+    errors = split_errors(model, policy_for(model), tp_size=tp_size, sp_size=2 // tp_size, sequence=sequence)
+    assert len(errors) == tp_size - 1
+    assert all("use lora_dropout=0" in error and error.startswith("model.layers.0 (and ") for error in errors)
