@@ -152,7 +152,7 @@ def require_equal_on_ranks(tensor: Tensor, what: str) -> None:
         assert bool(((piece - tensor).abs() <= allowed).all()), message
 
 
-def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
+def full_tensor(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
     """Return the full parameter or gradient from the shards of all ranks; partial gradients are summed."""
     tensor = parameter.grad if gradient else parameter.data
     assert tensor is not None
@@ -192,7 +192,7 @@ def require_same_gradients(model: nn.Module, reference: nn.Module) -> None:
         if parameter.grad is None:
             assert parameters[name].grad is None or not parameters[name].grad.any(), f"{name} has a gradient"
             continue
-        gradient = whole_of(parameters[name], gradient=True, name=name)
+        gradient = full_tensor(parameters[name], gradient=True, name=name)
         tolerance = max(1e-5 * parameter.grad.abs().max().item(), 2**-23 * largest)
         departure = (gradient - parameter.grad).abs().max().item()
         assert departure <= tolerance, (

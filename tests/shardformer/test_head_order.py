@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 CONFIG = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4)
-OWN: dict[str, Any] = {"query_heads": "attn.num_queries"}
+QUERY_HEADS: dict[str, Any] = {"query_heads": "attn.num_queries"}
 GROUPED: dict[str, Any] = {"key_value": ("attn.k",)}
 
 
@@ -85,11 +85,11 @@ GROUPED: dict[str, Any] = {"key_value": ("attn.k",)}
     ("named", "query", "key_value"),
     [
         ({}, 8, 8),  # the table gives key-value heads no sharding of their own
-        (OWN, 12, 12),
+        (QUERY_HEADS, 12, 12),
         (GROUPED, 8, 4),
-        (GROUPED | OWN, 12, 4),
+        (GROUPED | QUERY_HEADS, 12, 4),
         (GROUPED | {"key_value_heads": "attn.num_keys"}, 8, 6),
-        (GROUPED | OWN | {"key_value_heads": "attn.num_keys"}, 12, 6),
+        (GROUPED | QUERY_HEADS | {"key_value_heads": "attn.num_keys"}, 12, 6),
     ],
 )
 def test_numbers_of_heads_are_of_the_layer_if_a_table_names_them_else_of_the_config(

@@ -204,10 +204,10 @@ def no_input_gradient() -> Tensor | None:
 
 
 def test_inside_a_region_the_input_gradient_of_a_column_layer_is_partial(pool: Pool) -> None:
-    parts = pool.run(2, no_input_gradient)
-    assert not torch.equal(*parts)
+    partial_gradients = pool.run(2, no_input_gradient)
+    assert not torch.equal(*partial_gradients)
     expected = drawn(nn.Linear(INPUTS, OUTPUTS)).weight.sum(0).expand(B, S, INPUTS)
-    torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(partial_gradients), expected, rtol=1e-5, atol=1e-5)
 
 
 def look_up(ids: list[int], trained: bool = True) -> Tensor:

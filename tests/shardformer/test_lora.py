@@ -60,8 +60,8 @@ def masks_of_adapters() -> None:
         for name, (mask,) in masks.items():
             assert 0.3 < mask.float().mean() < 0.7, name
             first, second = pieces(mask)
-            is_whole = name in ("q_proj", "k_proj", "up_proj")
-            assert torch.equal(first, second) == is_whole, f"{name} with {settings}"
+            is_replicated = name in ("q_proj", "k_proj", "up_proj")
+            assert torch.equal(first, second) == is_replicated, f"{name} with {settings}"
         assert not torch.equal(*masks["q_proj"], *masks["k_proj"]), "two layers drop the same"
         require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
 

@@ -63,7 +63,7 @@ def answers(choice: ModelChoice, model: Any, how: dict[str, Any]) -> tuple[Tenso
     return generated.sequences, torch.stack(generated.logits)
 
 
-def split_and_whole(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
+def split_and_reference(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
     config = ShardConfig(tensor_parallel_size=2, gather_output=True, make_vocab_size_divisible_by=MULTIPLE)
     shard_former = ShardFormer(config)
     shard_former.init_distributed()
@@ -73,7 +73,7 @@ def split_and_whole(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
 
 def generate(name: str) -> None:
     choice = CHOICES[name]
-    split, model = (module.eval() for module in split_and_whole(choice))
+    split, model = (module.eval() for module in split_and_reference(choice))
     for way, how in HOW.items():
         with named(way):
             tokens, logits = answers(choice, model, how)
@@ -86,7 +86,7 @@ def generate(name: str) -> None:
 def evaluate(name: str) -> None:
     """With labels, in evaluation and in training, loss and logits equal those of the unsharded model."""
     choice = CHOICES[name]
-    split, model = split_and_whole(choice)
+    split, model = split_and_reference(choice)
     batch = {**inputs_of(choice), "labels": integers(3, VOCABULARY, 2, 5, seed=4)}
     for training in (False, True):
         expected, outputs = (module.train(training)(**batch) for module in (model, split))
@@ -111,7 +111,7 @@ def test_an_evaluation_has_the_loss_and_logits_of_the_unsharded_model(pool: Pool
 def draw_apart() -> None:
     """Ranks that sample different tokens raise an error instead of mixing them."""
     choice = CHOICES["llama"]
-    split, _ = (module.eval() for module in split_and_whole(choice))
+    split, _ = (module.eval() for module in split_and_reference(choice))
     rank = split.lm_head.group.rank()  # type: ignore[union-attr, operator]
     torch.manual_seed(rank)
     with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of the tensor axis differ"):

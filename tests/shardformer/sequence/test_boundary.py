@@ -195,7 +195,7 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-def is_whole(shape: tuple[int, ...], tp: int) -> bool:
+def has_full_sequence(shape: tuple[int, ...], tp: int) -> bool:
     """Return True if a shape contains the full sequence, with padding or not, or both samples flattened.
 
     40 rows may be the shards of two samples, and 80 numbers the two sums per row in the loss of sharded logits.
@@ -211,7 +211,7 @@ def hold_no_whole_sequence(tp: int) -> None:
         with Shapes() as shapes:
             model(**batch()).loss.backward()
         assert any(20 in shape for shape in shapes.made)
-        full_shapes = [shape for shape in shapes.made if is_whole(shape, tp)]
+        full_shapes = [shape for shape in shapes.made if has_full_sequence(shape, tp)]
         assert not full_shapes, full_shapes
         model.zero_grad()
     if tp == 1:

@@ -313,12 +313,12 @@ def attend_with_sinks(heads: tuple[int, int]) -> None:
         return (weights @ v).transpose(1, 2) * s_aux.exp()[:, None], None
 
     results = []
-    for is_whole in (True, False):
+    for is_unsharded in (True, False):
         module = Attention(heads[0] // heads[1])
         module.sinks = nn.Parameter(torch.linspace(-1, 1, heads[0], dtype=q.dtype))
         handed = module.sinks.detach().flip(0).requires_grad_()
         axis.length = 7
-        if is_whole:
+        if is_unsharded:
             out = axis.shard(attention(module, q, k, v, None, s_aux=handed)[0], 1)
         else:
             shards = [axis.shard(tensor, 2) for tensor in (q, k, v)]
@@ -361,9 +361,9 @@ def drop_by_heads() -> tuple[Tensor, ...]:
 
 
 def test_dropout_differs_between_heads_and_is_equal_when_recomputed(pool: Pool) -> None:
-    parts, _, commons = zip(*pool.run(2, drop_by_heads), strict=True)
+    shards, _, commons = zip(*pool.run(2, drop_by_heads), strict=True)
     assert torch.equal(*commons)
-    weights = torch.cat(parts, 1)
+    weights = torch.cat(shards, 1)
     kept = weights[weights > 0]
     assert_close(kept, torch.full_like(kept, 1 / 16 / 0.6))
     assert abs((weights == 0).float().mean().item() - 0.4) < 0.05

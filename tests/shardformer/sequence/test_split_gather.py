@@ -22,7 +22,7 @@ from ...pool import Pool
 from ..compare import build, pieces, require_equal_on_ranks, require_same_training, split, text
 
 BATCH, LENGTH, HIDDEN = 2, 24, 32
-WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a full sequence
+SEQUENCE_BYTES = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a full sequence
 GATHER = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
 REGATHER = {**GATHER, "enable_sequence_regather": True}
 OVERLAP = {"enable_sequence_overlap": True}
@@ -126,7 +126,10 @@ def test_a_layer_sends_as_much_with_sharded_sequences_as_without(pool: Pool, ran
         (REGATHER, 10),
         (REGATHER | OVERLAP, 10),
     ):
-        assert pool.run(ranks, of_a_layer, bytes_sent, style) == [count * WHOLE * (ranks - 1) / ranks] * ranks
+        assert (
+            pool.run(ranks, of_a_layer, bytes_sent, style)
+            == [count * SEQUENCE_BYTES * (ranks - 1) / ranks] * ranks
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -136,7 +139,7 @@ def test_a_layer_saves_shards_between_regions_and_with_regathering_no_full_input
     plain, gathered, regathered = (
         set(pool.run(ranks, of_a_layer, bytes_kept, style)) for style in ({}, GATHER, REGATHER)
     )
-    others = WHOLE - WHOLE // ranks
+    others = SEQUENCE_BYTES - SEQUENCE_BYTES // ranks
     assert {num_bytes - 2 * others for num_bytes in gathered} == regathered  # for two regions
     ((most,), (less,)) = plain, gathered
     assert most - less >= 4 * others  # norms keep their inputs and outputs
