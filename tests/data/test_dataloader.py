@@ -37,9 +37,9 @@ def loader_of(dataset: Any = range(20), batch_size: int = 2, **settings: Any) ->
 
 def going_on(loader: ShardedLoader, **settings: Any) -> ShardedLoader:
     """Make the loader of another run, at the position of this one."""
-    found = loader_of(**settings)
-    found.load_state_dict(loader.state_dict())
-    return found
+    resumed = loader_of(**settings)
+    resumed.load_state_dict(loader.state_dict())
+    return resumed
 
 
 def place(loader: ShardedLoader) -> tuple[int, int]:
@@ -76,8 +76,8 @@ def each_step(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize("loop", [epochs, unnamed, each_step])
 def test_a_loop_stopped_anywhere_resumes_as_if_uninterrupted(loop: Any) -> None:
-    whole = list(loop(loader_of(collate_fn=drawing), 0, 3))
-    assert len(whole) == 15
+    uninterrupted = list(loop(loader_of(collate_fn=drawing), 0, 3))
+    assert len(uninterrupted) == 15
     for stop in range(1, 15):
         first = loader_of(collate_fn=drawing)
         seen = list(itertools.islice(loop(first, 0, 3), stop))
@@ -85,7 +85,7 @@ def test_a_loop_stopped_anywhere_resumes_as_if_uninterrupted(loop: Any) -> None:
         second = going_on(first, collate_fn=drawing)
         # A loaded complete epoch is an empty pass if `set_epoch` sets it, and is skipped otherwise.
         begun = stop // 5 if loop in (unnamed, each_step) else place(second)[0]
-        assert seen + list(loop(second, begun, 3)) == whole
+        assert seen + list(loop(second, begun, 3)) == uninterrupted
 
 
 def test_an_abandoned_pass_counts_taken_batches_and_the_next_starts_anew() -> None:
@@ -110,8 +110,8 @@ def test_a_loader_has_the_length_of_an_epoch_and_a_pass_that_of_what_is_left() -
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_prefetched_batches_are_not_counted_and_random_numbers_continue(workers: str) -> None:
-    whole = [batch for _ in range(2) for batch in loader_of(collate_fn=drawing)]
-    assert whole[:5] == whole[5:]  # a new loader begins the first epoch
+    batches = [batch for _ in range(2) for batch in loader_of(collate_fn=drawing)]
+    assert batches[:5] == batches[5:]  # a new loader begins the first epoch
     plain = loader_of(collate_fn=drawing)
     expected = [batch for _ in range(3) for batch in plain]
     first = loader_of(collate_fn=drawing, **WORKERS[workers])
@@ -167,7 +167,7 @@ def test_a_batch_that_failed_is_skipped(workers: str) -> None:
     assert [next(batches), next(failing)] == [[8, 10], [9, 11]]
     assert place(first) == place(second) == (0, 12)
     # Finish both: the error keeps the passes alive, and torch is slow to stop workers of abandoned passes.
-    assert [len(list(each)) for each in (batches, failing)] == [2, 2]
+    assert [len(list(iterator)) for iterator in (batches, failing)] == [2, 2]
 
 
 def test_a_pass_whose_persistent_workers_were_taken_raises() -> None:
@@ -246,13 +246,13 @@ class Backwards(Sampler[int]):
     """A user's sampler with an order of its own."""
 
     def __init__(self, dataset: Any, *, num_replicas: int, rank: int, **_: Any) -> None:
-        self.own = list(reversed(range(rank, len(dataset), num_replicas)))
+        self.indices = list(reversed(range(rank, len(dataset), num_replicas)))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.own)
+        return iter(self.indices)
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.indices)
 
 
 class Remembering(Backwards):
@@ -263,9 +263,9 @@ class Remembering(Backwards):
         self.state = {"given": 0}
 
     def __iter__(self) -> Iterator[int]:
-        for number in range(self.state["given"] % len(self.own), len(self.own)):
+        for number in range(self.state["given"] % len(self.indices), len(self.indices)):
             self.state["given"] = number + 1
-            yield self.own[number]
+            yield self.indices[number]
 
     def state_dict(self) -> dict[str, int]:
         return self.state
@@ -292,8 +292,8 @@ def test_a_sampler_without_a_state_has_an_order_and_no_position() -> None:
 def test_a_sampler_with_a_state_resumes_from_it(workers: str, stop: int) -> None:
     settings = {"sampler_class": Remembering, "collate_fn": drawing, **WORKERS[workers]}
     plain = loader_of(sampler_class=Backwards, collate_fn=drawing)
-    whole = [batch for _ in range(3) for batch in plain]
-    assert whole[0] != whole[5]
+    uninterrupted = [batch for _ in range(3) for batch in plain]
+    assert uninterrupted[0] != uninterrupted[5]
     first = loader_of(**settings)
     seen = list(first) if stop > 5 else []
     batches = iter(first)
@@ -308,7 +308,7 @@ def test_a_sampler_with_a_state_resumes_from_it(workers: str, stop: int) -> None
     second.load_state_dict(state)
     while len(seen) < 15:
         seen += list(second)
-    assert seen == whole
+    assert seen == uninterrupted
     with pytest.raises(ValueError, match="lacks batches, sampler"):
         second.load_state_dict({"epoch": 0})
 

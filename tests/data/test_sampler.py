@@ -21,24 +21,24 @@ def samplers(size: int, replicas: int, **settings: Any) -> list[ResumableSampler
 
 def take(ranks: list[ResumableSampler], batch_size: int, most: int | None = None) -> list[list[int]]:
     """Take up to `most` batches of a new pass: of all replicas together, in the order of the samples."""
-    found: list[list[int]] = []
-    for parts in zip(*[each.begin(batch_size).draws for each in ranks], strict=True):
-        if len(found) == most:
+    batches: list[list[int]] = []
+    for draws in zip(*[sampler.begin(batch_size).draws for sampler in ranks], strict=True):
+        if len(batches) == most:
             break
-        for each, (_, position) in zip(ranks, parts, strict=True):
-            each.position = position
-        shares = [draw.indices for draw, _ in parts]
+        for sampler, (_, position) in zip(ranks, draws, strict=True):
+            sampler.position = position
+        shares = [draw.indices for draw, _ in draws]
         assert len(set(map(len, shares))) == 1
-        found.append(list(chain.from_iterable(zip(*shares, strict=True))))
-    assert len({str(each.state_dict()) for each in ranks}) == 1
-    return found
+        batches.append(list(chain.from_iterable(zip(*shares, strict=True))))
+    assert len({str(sampler.state_dict()) for sampler in ranks}) == 1
+    return batches
 
 
 def order(size: int, epoch: int, seed: int = 3) -> list[int]:
     """Return the order of torch's sampler for one process."""
-    whole = DistributedSampler(range(size), num_replicas=1, rank=0, seed=seed)
-    whole.set_epoch(epoch)
-    return list(whole)
+    sampler = DistributedSampler(range(size), num_replicas=1, rank=0, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -46,15 +46,15 @@ def order(size: int, epoch: int, seed: int = 3) -> list[int]:
 def test_a_full_epoch_is_sharded_as_torch_does(drop_last: bool, shuffle: bool) -> None:
     for size, replicas, batch_size in ((24, 3, 4), (25, 4, 3), (3, 5, 2), (2, 8, 1), (17, 1, 5), (0, 2, 2)):
         settings: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
-        for rank, own in enumerate(samplers(size, replicas, **settings)):
+        for rank, sampler in enumerate(samplers(size, replicas, **settings)):
             theirs = DistributedSampler(range(size), num_replicas=replicas, rank=rank, **settings)
             for epoch in (0, 4):
-                own.set_epoch(epoch)
+                sampler.set_epoch(epoch)
                 theirs.set_epoch(epoch)
-                begun = own.begin(batch_size)
+                begun = sampler.begin(batch_size)
                 batches = torch.utils.data.BatchSampler(theirs, batch_size, drop_last)
                 assert [draw.indices for draw, _ in begun.draws] == list(batches)
-                assert (begun.num_batches, begun.epoch, list(own)) == (len(batches), epoch, list(theirs))
+                assert (begun.num_batches, begun.epoch, list(sampler)) == (len(batches), epoch, list(theirs))
 
 
 def test_resuming_anywhere_with_other_sizes_continues_the_uninterrupted_order() -> None:
@@ -65,11 +65,11 @@ def test_resuming_anywhere_with_other_sizes_continues_the_uninterrupted_order() 
         while state is None or (state["epoch"], state["samples"]) < (epoch, size):
             replicas, batch_size = draw.randint(1, 5), draw.randint(1, 5)
             ranks = samplers(size, replicas)
-            for each in ranks:
+            for sampler in ranks:
                 if state is None:
-                    each.set_epoch(epoch)
+                    sampler.set_epoch(epoch)
                 else:
-                    each.load_state_dict(state)
+                    sampler.load_state_dict(state)
             seen += chain.from_iterable(take(ranks, batch_size, draw.choice([1, 2, 5, None])))
             state = ranks[0].state_dict()
         expected = order(size, epoch)
@@ -87,8 +87,8 @@ def test_samples_that_fill_no_batch_are_dropped_at_the_end_of_an_epoch() -> None
         ranks = samplers(size, before, drop_last=True)
         seen = take(ranks, batch // before, draw.randint(1, 3))
         resumed = samplers(size, after, drop_last=True)
-        for each in resumed:
-            each.load_state_dict(ranks[0].state_dict())
+        for sampler in resumed:
+            sampler.load_state_dict(ranks[0].state_dict())
         seen += take(resumed, batch // after) if len(seen) < size // batch else []
         assert list(chain.from_iterable(seen)) == order(size, 0)[: size // batch * batch]
         assert resumed[0].state_dict()["samples"] == size
@@ -96,10 +96,10 @@ def test_samples_that_fill_no_batch_are_dropped_at_the_end_of_an_epoch() -> None
 
 
 def samplers_at(epoch: int, size: int, replicas: int) -> list[ResumableSampler]:
-    found = samplers(size, replicas, drop_last=True)
-    for each in found:
-        each.set_epoch(epoch)
-    return found
+    ranks = samplers(size, replicas, drop_last=True)
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    return ranks
 
 
 # The loaded position; then calls: `set_epoch` (a number), or a pass (its epoch and first sample).

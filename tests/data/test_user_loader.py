@@ -34,9 +34,9 @@ def test_workers_see_the_order_of_a_plain_loop_and_their_draws_continue(workers:
     plain: DataLoader = DataLoader(range(SIZE), 4, shuffle=True, **settings)  # type: ignore[arg-type]
     expected = [list(plain) for _ in range(3)]
     first = sharded(**WORKERS[workers])
-    whole = [list(first) for _ in range(3)]
-    assert [indices(epoch) for epoch in whole] == expected
-    numbers = [sample[1] for epoch in whole for batch in epoch for sample in batch]
+    epochs = [list(first) for _ in range(3)]
+    assert [indices(epoch) for epoch in epochs] == expected
+    numbers = [sample[1] for epoch in epochs for batch in epoch for sample in batch]
     assert len(set(numbers)) == 3 * SIZE
     stopped = sharded(**WORKERS[workers])
     taken = [*stopped, *itertools.islice(stopped, 2)]
@@ -46,7 +46,7 @@ def test_workers_see_the_order_of_a_plain_loop_and_their_draws_continue(workers:
     rest = iter(resumed)
     assert len(rest) == 3
     taken += [*rest, *resumed]
-    assert taken == [batch for epoch in whole for batch in epoch]
+    assert taken == [batch for epoch in epochs for batch in epoch]
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -77,7 +77,7 @@ def test_a_generator_continues_after_an_epoch_with_workers(workers: str, stop: i
 
 def test_an_abandoned_pass_is_followed_by_the_next_one() -> None:
     loader = sharded()
-    whole = [list(loader) for _ in range(2)]
+    epochs = [list(loader) for _ in range(2)]
     loader = sharded()
     list(itertools.islice(loader, 2))
-    assert list(loader) == whole[1]
+    assert list(loader) == epochs[1]

@@ -19,26 +19,28 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def differences(found: nn.Module, expected: nn.Module) -> list[str]:
+def differences(model: nn.Module, expected: nn.Module) -> list[str]:
     """Return differences of the tensors of two models: names, ties, classes, memory layouts, or any bit."""
-    own, others = tensors_of(found), tensors_of(expected)
-    if own.keys() != others.keys():
-        return [f"names: {sorted(own.keys() ^ others.keys())}"]
+    tensors, others = tensors_of(model), tensors_of(expected)
+    if tensors.keys() != others.keys():
+        return [f"names: {sorted(tensors.keys() ^ others.keys())}"]
     errors = [
-        f"{name}: {_look(own[name])}, not {_look(others[name])}"
-        for name in own
-        if not _alike(own, others, name)
+        f"{name}: {_look(tensors[name])}, not {_look(others[name])}"
+        for name in tensors
+        if not _alike(tensors, others, name)
     ]
-    ties = [[{name for name in all_ if all_[name] is one} for one in all_.values()] for all_ in (own, others)]
+    ties = [
+        [{name for name in all_ if all_[name] is one} for one in all_.values()] for all_ in (tensors, others)
+    ]
     return errors + ([] if ties[0] == ties[1] else ["ties"])
 
 
-def _alike(own: dict[str, Tensor], others: dict[str, Tensor], name: str) -> bool:
+def _alike(tensors: dict[str, Tensor], others: dict[str, Tensor], name: str) -> bool:
     bits = [
         tensor.detach().clone().contiguous().view(torch.uint8)
-        for tensor in (own[name][None], others[name][None])
+        for tensor in (tensors[name][None], others[name][None])
     ]
-    return _look(own[name]) == _look(others[name]) and torch.equal(*bits)
+    return _look(tensors[name]) == _look(others[name]) and torch.equal(*bits)
 
 
 def _look(tensor: Tensor) -> str:
@@ -60,6 +62,10 @@ def built_in_both_ways(
     with LazyInitContext():
         lazy = build()
     drawn_after_lazy = torch.rand(7)
-    real = {name: each for name, each in lazy.named_parameters() if not isinstance(each, LazyTensor)}
-    assert [name for name, each in real.items() if each.numel() > 1] == []
+    real = {
+        name: parameter
+        for name, parameter in lazy.named_parameters()
+        if not isinstance(parameter, LazyTensor)
+    }
+    assert [name for name, parameter in real.items() if parameter.numel() > 1] == []
     return lazy, eager, drawn_after_lazy, drawn_after_eager

@@ -81,17 +81,17 @@ def sharded_in_both_ways(model_type: str) -> list[str]:
     lazy, eager = boosted
     assert isinstance(eager, HybridParallelModule) and isinstance(lazy, HybridParallelModule)
     left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
-    own, others = (
+    lazy_attributes, eager_attributes = (
         {
-            name: vars(each) | {"_echelon_parallelized": None, "_echelon_trained": None}
-            for name, each in model.local_parameters.items()
+            name: vars(parameter) | {"_echelon_parallelized": None, "_echelon_trained": None}
+            for name, parameter in model.local_parameters.items()
         }
         for model in (lazy, eager)
     )
     return [
         *differences(lazy.module, eager.module),
         *left,
-        *(name for name in others if others[name] != own[name]),
+        *(name for name in eager_attributes if eager_attributes[name] != lazy_attributes[name]),
     ]
 
 
@@ -138,7 +138,7 @@ def stepped_in_both_ways(name: str | None, path: Path, plugin: str) -> list[str]
     torch.manual_seed(2)
     with LazyInitContext():
         lazy = make()
-    assert all(isinstance(each, LazyTensor) for each in lazy.parameters())
+    assert all(isinstance(parameter, LazyTensor) for parameter in lazy.parameters())
     return differences(stepped(lazy, plugin), eager)
 
 
@@ -217,9 +217,9 @@ def most_bytes(action: Callable[[], Any]) -> tuple[int, int, Any]:
 
     All allocations and releases of torch are counted.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         result = action()
-    events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
     present = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         present += event.nbytes()
@@ -252,8 +252,8 @@ def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
     measured = most_bytes if path is None else most_anonymous
 
     def counted(model: nn.Module) -> nn.Module:
-        *found, made = measured(lambda: original(model))
-        taken.append((found[0], found[1]))
+        *sizes, made = measured(lambda: original(model))
+        taken.append((sizes[0], sizes[1]))
         return made
 
     def make() -> nn.Module:
@@ -263,22 +263,22 @@ def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG))
 
     built, left, model = measured(make)
-    whole = sum(each.numel() * 4 for each in model.parameters())
-    largest = max(each.numel() * 4 for each in model.parameters())
+    total = sum(parameter.numel() * 4 for parameter in model.parameters())
+    largest = max(parameter.numel() * 4 for parameter in model.parameters())
     plugin = HybridParallelPlugin(pp_size=2, tp_size=2, precision="fp32", num_microbatches=2)
     transforms.materialize = counted
     try:
         model, *_ = Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
     finally:
         transforms.materialize = original
-    share = sum(each.numel() * 4 for each in model.parameters())
+    share = sum(parameter.numel() * 4 for parameter in model.parameters())
     ((most, kept),) = taken
     spare = 2**19 if path is None else 2**22  # states of the generator and small objects; code, pages
     drawn = largest if path is None else 0
     return [
         (f"{built} in building, {drawn} the largest drawn", drawn <= max(built, 0) < drawn + spare),
         (f"{left} left of building", left < spare),
-        (f"{share} is a quarter of {whole}", 0.24 < share / whole < 0.27),
+        (f"{share} is a quarter of {total}", 0.24 < share / total < 0.27),
         (f"{kept} kept, {share} share", abs(kept - share) < spare or path is not None),
         (f"{most} in materializing, {share} share", most < share + 1.6 * largest + spare),
     ]
@@ -290,5 +290,5 @@ def test_no_rank_has_more_than_its_shards_and_about_one_tensor(
 ) -> None:
     if is_read:
         AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG)).save_pretrained(tmp_path)
-    found = pool.run(4, memory_of_boosting, tmp_path if is_read else None)
-    assert [each for bounds in found for each, is_kept in bounds if not is_kept] == []
+    reports = pool.run(4, memory_of_boosting, tmp_path if is_read else None)
+    assert [bound for bounds in reports for bound, is_kept in bounds if not is_kept] == []

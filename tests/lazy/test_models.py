@@ -167,11 +167,11 @@ def test_a_model_is_built_as_its_users_build_it_and_generates() -> None:
     config = ModelChoice(model_type="llama").config()
     lazy, eager, *_ = built_in_both_ways(lambda: AutoModelForCausalLM.from_config(config))
     ids = torch.tensor([[1, 5, 7]])
-    found, expected = (
+    tokens, expected = (
         model.eval().generate(ids, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
         for model in (materialize(lazy), eager)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(tokens, expected)
 
 
 def test_the_hubs_own_format_of_experts_is_what_was_read(tmp_path: Path) -> None:
@@ -190,12 +190,14 @@ def patched() -> list[str]:
 
 def test_replaced_functions_are_restored_and_affect_this_thread_only(tmp_path: Path) -> None:
     of("llama").choice.build(3).save_pretrained(tmp_path)
-    found: list[Any] = []
+    loaded: list[Any] = []
     with LazyInitContext():
         with LazyInitContext():
             assert patched() == ["safe_open", "load_state_dict"]
         assert patched() == ["safe_open", "load_state_dict"]
-        thread = threading.Thread(target=lambda: found.append(AutoModelForCausalLM.from_pretrained(tmp_path)))
+        thread = threading.Thread(
+            target=lambda: loaded.append(AutoModelForCausalLM.from_pretrained(tmp_path))
+        )
         thread.start()
         thread.join()
     with pytest.raises(OSError, match="nowhere"), LazyInitContext():
@@ -203,8 +205,8 @@ def test_replaced_functions_are_restored_and_affect_this_thread_only(tmp_path: P
     with pytest.raises(ValueError, match="default device"), torch.device("meta"), LazyInitContext():
         pass
     assert patched() == []
-    for model in (found[0], AutoModelForCausalLM.from_pretrained(tmp_path)):
-        assert not any(isinstance(each, LazyTensor) for each in model.parameters())
+    for model in (loaded[0], AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert not any(isinstance(parameter, LazyTensor) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("is_torch", [False, True])

@@ -246,37 +246,37 @@ def sources() -> list[Tensor]:
 
 
 OF_FILES: dict[str, Callable[[list[Tensor]], Tensor]] = {
-    "a slice": lambda given: given[0][1:3, ::2, 1].clone(),
-    "experts": lambda given: torch.cat([torch.stack(given), torch.stack(given[::-1])], 2)[
+    "a slice": lambda tensors: tensors[0][1:3, ::2, 1].clone(),
+    "experts": lambda tensors: torch.cat([torch.stack(tensors), torch.stack(tensors[::-1])], 2)[
         2:, 1:3, 5:8
     ].clone(),
-    "turned and kept so": lambda given: (
-        given[0].transpose(0, 1).clone()[2:4, 1:].transpose(0, 1).contiguous()
+    "turned and kept so": lambda tensors: (
+        tensors[0].transpose(0, 1).clone()[2:4, 1:].transpose(0, 1).contiguous()
     ),
-    "padded": lambda given: torch.nn.functional.pad(given[0], (1, 2, 0, 3, 2, 1), value=7.0)[
+    "padded": lambda tensors: torch.nn.functional.pad(tensors[0], (1, 2, 0, 3, 2, 1), value=7.0)[
         1:4, 5:8
     ].clone(),
-    "expanded": lambda given: given[0].to(torch.float64)[1].expand(3, 6, 2)[:, 1:3].clone(),
-    "written over": lambda given: torch.cat(given[:2])[:5].clone().copy_(given[2][:1].repeat(5, 1, 1)),
-    "of two formats": lambda given: torch.cat([given[0], given[1].bfloat16()])[5:].clone(),
-    "of none": lambda given: torch.cat(given)[3:3].clone(),
-    "its bits": lambda given: given[0].to(torch.float64).view(torch.int64)[1:, 2:4].clone(),
-    "shards": lambda given: Shard(size=2, dim=1, blocks=(4, 8), padded=(4, 10)).local(
-        torch.cat(given[:2], 1), 1
+    "expanded": lambda tensors: tensors[0].to(torch.float64)[1].expand(3, 6, 2)[:, 1:3].clone(),
+    "written over": lambda tensors: torch.cat(tensors[:2])[:5].clone().copy_(tensors[2][:1].repeat(5, 1, 1)),
+    "of two formats": lambda tensors: torch.cat([tensors[0], tensors[1].bfloat16()])[5:].clone(),
+    "of none": lambda tensors: torch.cat(tensors)[3:3].clone(),
+    "its bits": lambda tensors: tensors[0].to(torch.float64).view(torch.int64)[1:, 2:4].clone(),
+    "shards": lambda tensors: Shard(size=2, dim=1, blocks=(4, 8), padded=(4, 10)).local(
+        torch.cat(tensors[:2], 1), 1
     ),
-    "twice": lambda given: (lambda one: torch.cat([one[1:2], one[3:], one[1:2]]))(given[0].exp()),
-    "a copy of a copy": lambda given: given[0].clone().clone().add_(1),
+    "twice": lambda tensors: (lambda one: torch.cat([one[1:2], one[3:], one[1:2]]))(tensors[0].exp()),
+    "a copy of a copy": lambda tensors: tensors[0].clone().clone().add_(1),
 }
 
 
 @pytest.mark.parametrize("name", OF_FILES)
 def test_calls_on_tensors_of_files_are_replayed_to_the_bit(name: str) -> None:
-    given, before = sources(), sources()
-    found = OF_FILES[name]([lazily(each) for each in given])
-    assert isinstance(found, LazyTensor)
+    tensors, before = sources(), sources()
+    lazy = OF_FILES[name]([lazily(tensor) for tensor in tensors])
+    assert isinstance(lazy, LazyTensor)
     expected = OF_FILES[name](sources())
-    assert torch.equal(real(found), expected) and real(found).dtype == expected.dtype
-    assert all(torch.equal(each, other) for each, other in zip(given, before, strict=True))
+    assert torch.equal(real(lazy), expected) and real(lazy).dtype == expected.dtype
+    assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, before, strict=True))
 
 
 def test_files_are_neither_written_to_nor_needed_once_a_tensor_is_materialized(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class CoreAttention(nn.Module):
         self.attention_dropout = nn.Dropout(config.attention_dropout)
 
     def forward(self, query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor, mask_B1SS: Tensor) -> Tensor:
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query_SBND, key_SBND, value_SBND))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBND, key_SBND, value_SBND))
         assert query.shape[1] == self.num_attention_heads_per_partition
         scores = (query @ key.transpose(-1, -2)) * query.shape[-1] ** -0.5
         weights = self.attention_dropout(scores.masked_fill(~mask_B1SS, -1e9).softmax(-1))
@@ -91,7 +91,7 @@ class SelfAttention(nn.Module):
             [count * self.hidden_size_per_attention_head for count in counts], -1
         )
         query, key, value = (
-            each.unflatten(-1, (count, -1)) for each, count in zip(mixed, counts, strict=True)
+            tensor.unflatten(-1, (count, -1)) for tensor, count in zip(mixed, counts, strict=True)
         )
         key = rotated(key, rotary_pos_emb).repeat_interleave(heads // groups, 2)
         value = value.repeat_interleave(heads // groups, 2)

@@ -79,7 +79,7 @@ def flash_attn_func(
         "key-value heads do not divide the queries'"
     )
     assert alibi_slopes is None and not return_attn_probs
-    k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v))
+    k, v = (tensor.repeat_interleave(q.shape[2] // k.shape[2], 2) for tensor in (k, v))
     scores = torch.einsum("bqnd,bknd->bnqk", q, k) * (
         q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     )
@@ -119,7 +119,9 @@ def flash_attn_varlen_func(
     settings: dict[str, Any] = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
     settings |= dict(softcap=softcap, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     samples = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    return torch.cat([flash_attn_func(*(each[None] for each in sample), **settings)[0] for sample in samples])
+    return torch.cat(
+        [flash_attn_func(*(tensor[None] for tensor in sample), **settings)[0] for sample in samples]
+    )
 
 
 @contextmanager
@@ -165,8 +167,8 @@ def installed_flash_attn() -> Iterator[list[str]]:
         @wraps(function)  # transformers reads the signature
         def call(*args: Any, **kwargs: Any) -> Tensor:
             called.append(function.__name__)
-            found: Tensor = function(*args, **kwargs)
-            return found
+            output: Tensor = function(*args, **kwargs)
+            return output
 
         return call
 
@@ -176,7 +178,7 @@ def installed_flash_attn() -> Iterator[list[str]]:
         "flash_attn_with_kvcache": None,
     }
     padding = {"pad_input": flash_utils._pad_input, "unpad_input": flash_utils._unpad_input}
-    found = {
+    availability = {
         "general_availability_check": lambda: True,
         "supported_devices": ((lambda: True, "cpu"),),
     }
@@ -186,7 +188,7 @@ def installed_flash_attn() -> Iterator[list[str]]:
     with (
         installed(flash_attn=functions, flash_attn__bert_padding=padding),
         mock.patch.multiple(flash_utils, is_flash_attn_2_available=lambda **_: True, **unloaded),
-        mock.patch.dict(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], found),
+        mock.patch.dict(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], availability),
         # transformers would cast float32 inputs, which the package does not support.
         mock.patch.object(flash_integration, "get_target_dtype", lambda query, module: None),
         mock.patch("echelon.shardformer.fused.flash_kernel", lambda device: FLASH_ATTENTION_2),

@@ -73,7 +73,10 @@ def test_a_model_trains_under_tp2_as_with_its_plain_code_or_is_refused(pool: Poo
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(each, marks=() if each == "falcon" else pytest.mark.slow) for each in BUILT],
+    [
+        pytest.param(model_type, marks=() if model_type == "falcon" else pytest.mark.slow)
+        for model_type in BUILT
+    ],
 )
 def test_a_model_that_is_built_with_it_trains_under_tp2_as_in_one_process(
     pool: Pool, model_type: str
@@ -97,7 +100,7 @@ OTHER_LAYOUTS = (
 
 @pytest.mark.parametrize(
     ("choice", "layout"),
-    [OTHER_LAYOUTS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_LAYOUTS[1:])],
+    [OTHER_LAYOUTS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_LAYOUTS[1:])],
     ids=lambda value: value.model_type if isinstance(value, ModelChoice) else str(value),
 )
 def test_a_model_trains_with_it_in_other_layouts(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
@@ -105,9 +108,9 @@ def test_a_model_trains_with_it_in_other_layouts(pool: Pool, choice: ModelChoice
 
 
 def check(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
-    found = pool.run(layout.world_size, train_with_flash_attn, choice, layout, timeout=120.0)
-    assert all(calls for _, calls in found), "a rank did not call it"
-    assert {departure for departure, _ in found} == {None}
+    runs = pool.run(layout.world_size, train_with_flash_attn, choice, layout, timeout=120.0)
+    assert all(calls for _, calls in runs), "a rank did not call it"
+    assert {departure for departure, _ in runs} == {None}
 
 
 def train_with_flash_attn(choice: ModelChoice, layout: Layout) -> tuple[str | None, int]:
@@ -128,8 +131,8 @@ def train_with_flash_attn(choice: ModelChoice, layout: Layout) -> tuple[str | No
 )
 def test_a_model_whose_mask_would_be_lost_is_refused(choice: ModelChoice, words: str) -> None:
     model = choice.build_on_meta()
-    found = attention_errors(model, FLASH_ATTENTION_2, "enable_flash_attention")
-    assert any(words in error and "leave enable_flash_attention out" in error for error in found)
+    errors = attention_errors(model, FLASH_ATTENTION_2, "enable_flash_attention")
+    assert any(words in error and "leave enable_flash_attention out" in error for error in errors)
     assert not any(words in error for error in attention_errors(model, SDPA, "enable_flash_attention"))
 
 
@@ -141,11 +144,11 @@ def test_its_mask_is_lost_in_one_process(model_type: str) -> None:
         pytest.skip("this release refuses flash attention for it")
     batch = make_batch(choice, num_samples=3, seed=1)
     with installed_flash_attn():
-        expected, found = (
+        expected, loss = (
             with_settings(model_type, attn_implementation=kernel, base=ModelChoice)
             .build()
             .eval()(**batch)
             .loss
             for kernel in ("eager", FLASH_ATTENTION_2)
         )
-    assert abs((found - expected).item()) > 1e-5
+    assert abs((loss - expected).item()) > 1e-5

@@ -31,17 +31,17 @@ def test_one_process_gives_the_loss_of_the_plain_call(pool: Pool) -> None:
 def compare_calls() -> None:
     choice = ModelChoice(model_type="llama")
     model, batch = choice.build(), packed(choice, num_samples=3, seed=0)
-    expected = {cache: model(**batch, **given).loss.item() for cache, (_, given) in CACHES.items()}
+    expected = {cache: model(**batch, **arguments).loss.item() for cache, (_, arguments) in CACHES.items()}
     assert expected["as by default"] != expected["none in the call"]
     booster = Booster(plugin=HybridParallelPlugin(precision="fp32", num_microbatches=1))
     boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    for cache, (_, given) in CACHES.items():
-        assert boosted(**batch, **given).loss.item() == expected[cache]
-        found = booster.execute_pipeline(
-            iter([batch | given]), boosted, loss_of, optimizer, return_outputs=True
+    for cache, (_, arguments) in CACHES.items():
+        assert boosted(**batch, **arguments).loss.item() == expected[cache]
+        step = booster.execute_pipeline(
+            iter([batch | arguments]), boosted, loss_of, optimizer, return_outputs=True
         )
-        assert float(found["loss"]) == expected[cache]
-        assert found["outputs"].past_key_values is None
+        assert float(step["loss"]) == expected[cache]
+        assert step["outputs"].past_key_values is None
 
 
 # Masks of every query and key with an effect in eager or fused attention that a ring cannot reproduce.
@@ -57,8 +57,8 @@ WHOLE_MASKS = {
 
 @pytest.mark.parametrize("kind", WHOLE_MASKS)
 def test_a_full_mask_that_a_ring_cannot_apply_is_refused_on_all_ranks(pool: Pool, kind: str) -> None:
-    found = pool.run(2, refusal, kind)
-    assert found[0] == found[1] and WHOLE_MASKS[kind][2] in found[0]
+    messages = pool.run(2, refusal, kind)
+    assert messages[0] == messages[1] and WHOLE_MASKS[kind][2] in messages[0]
 
 
 def refusal(kind: str) -> str:

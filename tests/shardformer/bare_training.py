@@ -65,7 +65,7 @@ def departure(
     replica = 0 if config.replica_group is None else config.replica_group.rank()
     steps = make_steps(config.data_parallel_size, batch)
     optimizer = make_optimizer(split)
-    found = []
+    records = []
     for replicas in steps:
         losses = []
         for microbatch in replicas[replica]:
@@ -74,9 +74,9 @@ def departure(
             losses.append(loss.detach())
             after_backward(split)
         gradients = {
-            name: _whole(each, each.grad, config.split_group, name)
-            for name, each in split.named_parameters()
-            if each.grad is not None
+            name: _whole(parameter, parameter.grad, config.split_group, name)
+            for name, parameter in split.named_parameters()
+            if parameter.grad is not None
         }
         norm = clip_grad_norm_(split, MAX_NORM).item()
         optimizer.step()
@@ -84,12 +84,13 @@ def departure(
         loss = torch.stack(losses).sum()
         dist.all_reduce(loss)
         weights = {
-            name: _whole(each, each.data, config.split_group, name) for name, each in split.named_parameters()
+            name: _whole(parameter, parameter.data, config.split_group, name)
+            for name, parameter in split.named_parameters()
         }
         record = StepRecord(
             loss=loss.item() / dist.get_world_size(), norm=norm, gradients=gradients, weights=weights
         )
-        found.append(record)
+        records.append(record)
     expected = reference.train(
         model,
         steps,
@@ -100,7 +101,7 @@ def departure(
         weigh=lambda *_: 1.0,  # the loop averages its microbatches
     )
     return first_departure(
-        compare_float32(found, expected, learning_rate=RATE, epsilon=EPSILON, bitwise=False)
+        compare_float32(records, expected, learning_rate=RATE, epsilon=EPSILON, bitwise=False)
     )
 
 

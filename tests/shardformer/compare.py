@@ -152,7 +152,7 @@ def require_equal_on_ranks(tensor: Tensor, what: str) -> None:
         assert bool(((piece - tensor).abs() <= allowed).all()), message
 
 
-def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
+def full_tensor(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
     """Return the full parameter or gradient from the shards of all ranks; partial gradients are summed."""
     tensor = parameter.grad if gradient else parameter.data
     assert tensor is not None
@@ -167,32 +167,32 @@ def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
         return placement.full(all_pieces)
     replicas = placement.replicas
     summed = [torch.stack(all_pieces[i : i + replicas]).sum(0) for i in range(0, len(all_pieces), replicas)]
-    whole = placement.full([piece for piece in summed for _ in range(replicas)])
-    _require_no_gradient_of_padding(placement, summed, whole, name)
-    return whole
+    full = placement.full([piece for piece in summed for _ in range(replicas)])
+    _require_no_gradient_of_padding(placement, summed, full, name)
+    return full
 
 
-def _require_no_gradient_of_padding(placement: Shard, summed: list[Tensor], whole: Tensor, name: str) -> None:
+def _require_no_gradient_of_padding(placement: Shard, summed: list[Tensor], full: Tensor, name: str) -> None:
     count = sum(int(piece.count_nonzero()) for piece in summed)
-    assert count == int(whole.count_nonzero()), f"{name}: its padding has a gradient"
+    assert count == int(full.count_nonzero()), f"{name}: its padding has a gradient"
 
 
-def require_same_gradients(model: nn.Module, whole: nn.Module) -> None:
+def require_same_gradients(model: nn.Module, reference: nn.Module) -> None:
     """Require that every gradient of a sharded model equals that of the unsharded one.
 
     Tolerance for float32 sums in another order: 1e-5 of the tensor's largest entry. If the terms cancel (the gradient
     of a key's bias, or of one logit per position, is only noise): the last bit of the model's largest gradient.
     """
-    expected = dict(whole.named_parameters())
-    found = dict(model.named_parameters())
-    assert list(found) == list(expected)
+    expected = dict(reference.named_parameters())
+    parameters = dict(model.named_parameters())
+    assert list(parameters) == list(expected)
     assert any(parameter.grad is not None for parameter in expected.values())
     largest = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None)
     for name, parameter in expected.items():
         if parameter.grad is None:
-            assert found[name].grad is None or not found[name].grad.any(), f"{name} has a gradient"
+            assert parameters[name].grad is None or not parameters[name].grad.any(), f"{name} has a gradient"
             continue
-        gradient = whole_of(found[name], gradient=True, name=name)
+        gradient = full_tensor(parameters[name], gradient=True, name=name)
         tolerance = max(1e-5 * parameter.grad.abs().max().item(), 2**-23 * largest)
         departure = (gradient - parameter.grad).abs().max().item()
         assert departure <= tolerance, (

@@ -65,19 +65,19 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
 def test_layers_that_cannot_be_recomputed_are_reported() -> None:
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 1])
     layers = recomputable_layers(small_llama(4))
-    (found,) = recompute_errors({0: layers[:2], 1: layers[2:]}, config)
-    assert "asks for 3 layers of stage 0, which has 2" in found
-    (found,) = recompute_errors({0: [nn.Linear(2, 2)] * 3, 1: [nn.Linear(2, 2)]}, config)  # reported once
-    assert "Linear cannot be recomputed" in found
+    (error,) = recompute_errors({0: layers[:2], 1: layers[2:]}, config)
+    assert "asks for 3 layers of stage 0, which has 2" in error
+    (error,) = recompute_errors({0: [nn.Linear(2, 2)] * 3, 1: [nn.Linear(2, 2)]}, config)  # reported once
+    assert "Linear cannot be recomputed" in error
 
 
 def test_unknown_modules_to_recompute_are_reported_with_the_known_ones() -> None:
     names = ("mlp", "atention", "model.layers", "self_attn.q_proj")
     config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0, recompute_modules=names)
-    found = recompute_errors({0: recomputable_layers(small_llama(2))}, config)
+    errors = recompute_errors({0: recomputable_layers(small_llama(2))}, config)
     there = "use one or more of self_attn, mlp, mlp.act_fn, input_layernorm, post_attention_layernorm"
-    assert found == [
-        f"recompute_modules: no layer has a {each!r} that can be recomputed: {there}" for each in names[1:]
+    assert errors == [
+        f"recompute_modules: no layer has a {name!r} that can be recomputed: {there}" for name in names[1:]
     ]
     none = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.0, recompute_modules=names)
     assert not recompute_errors({0: recomputable_layers(small_llama(2))}, none)
@@ -119,7 +119,7 @@ def counted_runs(model: nn.Module) -> Counter[nn.Module]:
     """Return a counter of the calls of the first row-parallel layer in each layer."""
     runs: Counter[nn.Module] = Counter()
     for layer in recomputable_layers(model):
-        inside = next(each for each in layer.modules() if isinstance(each, Linear1D_Row))
+        inside = next(module for module in layer.modules() if isinstance(module, Linear1D_Row))
         inside.register_forward_pre_hook(lambda module, _: runs.update([module]))
     return runs
 

@@ -39,11 +39,11 @@ LLAMA = ModelChoice(model_type="llama", tied=True)
 class Largest(TorchDispatchMode):
     """Record the number of elements of the largest tensor that is made inside."""
 
-    found = 0
+    num_elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        self.found = max(self.found, made.numel() if isinstance(made, Tensor) else 0)
+        self.num_elements = max(self.num_elements, made.numel() if isinstance(made, Tensor) else 0)
         return made
 
 
@@ -78,11 +78,11 @@ class LigerKernel:
         num_warps: int,
         **rest: Any,
     ) -> None:
-        assert {*rest, "HAS_GRADIENTS"} >= {each for each in self.arg_names if each.isupper()} - {
+        assert {*rest, "HAS_GRADIENTS"} >= {name for name in self.arg_names if name.isupper()} - {
             "BLOCK_SIZE"
         }
-        scales = (*(each for each in rest if each.isupper()), "lse_square_scale", "label_smoothing")
-        assert reduction == "sum" and not any(rest[each] for each in scales)
+        scales = (*(name for name in rest if name.isupper()), "lse_square_scale", "label_smoothing")
+        assert reduction == "sum" and not any(rest[name] for name in scales)
         assert (
             BLOCK_SIZE & (BLOCK_SIZE - 1) == 0
             and min(n_cols, 32768) <= BLOCK_SIZE <= 32768
@@ -132,30 +132,30 @@ def test_sum_and_gradients_are_torchs_and_no_tensor_is_as_large_as_all_logits(
 ) -> None:
     torch.manual_seed(0)
     length = chunk_length(num_tokens, hidden, vocab_size)
-    given = [torch.randn(shape) for shape in ((num_tokens, hidden), (vocab_size, hidden), (vocab_size,))]
+    tensors = [torch.randn(shape) for shape in ((num_tokens, hidden), (vocab_size, hidden), (vocab_size,))]
     labels_N = torch.randint(vocab_size, (num_tokens,)).index_fill(0, torch.arange(1, num_tokens, 5), -100)
     labels_N[length : 2 * length] = -100
     entries = VocabRange(vocab_size=vocab_size, first=0, width=vocab_size, valid=vocab_size)
     with computed_by(library) as device, Largest() as largest:
-        given, labels_N = [each.to(device, dtype) for each in given], labels_N.to(device)
-        own, plain = ([each.clone().requires_grad_() for each in given] for _ in range(2))
-        loss = chunked_cross_entropy(*own, labels_N, entries=entries)
+        tensors, labels_N = [tensor.to(device, dtype) for tensor in tensors], labels_N.to(device)
+        inputs, plain = ([tensor.clone().requires_grad_() for tensor in tensors] for _ in range(2))
+        loss = chunked_cross_entropy(*inputs, labels_N, entries=entries)
         loss.backward(torch.tensor(0.25, device=device))
-        without_gradients = chunked_cross_entropy(*given, labels_N, entries=entries)
+        without_gradients = chunked_cross_entropy(*tensors, labels_N, entries=entries)
     expected = F.cross_entropy(F.linear(*plain).float(), labels_N, reduction="sum")
     expected.backward(torch.tensor(0.25, device=device))
     assert length * vocab_size < max(2 * num_tokens * hidden, 2 * vocab_size)
     most = 2 * max(num_tokens * hidden, vocab_size * hidden)
-    assert largest.found <= (
+    assert largest.num_elements <= (
         4 * most if library == "liger_kernel" else most
     )  # the interpreter copies as bytes
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(without_gradients, expected, rtol=1e-5, atol=1e-5)
     # In 16 bits gradients of logits are rounded; Triton's interpreter truncates them to bfloat16 instead.
     scale = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
-    for found, wanted in zip(own, plain, strict=True):
-        assert found.grad is not None and wanted.grad is not None
-        assert (found.grad - wanted.grad).abs().max() <= scale * wanted.grad.abs().max()
+    for tensor, wanted in zip(inputs, plain, strict=True):
+        assert tensor.grad is not None and wanted.grad is not None
+        assert (tensor.grad - wanted.grad).abs().max() <= scale * wanted.grad.abs().max()
 
 
 def test_ligers_kernel_computes_unsharded_heads_on_cuda_if_it_is_installed() -> None:
@@ -187,7 +187,8 @@ def test_a_release_of_liger_with_other_arguments_is_refused_by_name(
         assert fused.errors(torch.device("cpu"), None) == FusedKernels().errors(cuda, None) == []
     assert len(errors) == is_refused
     assert all(
-        each.startswith("enable_fused_loss: liger-kernel 9.9") and "0.5.3 to 0.8.5" in each for each in errors
+        error.startswith("enable_fused_loss: liger-kernel 9.9") and "0.5.3 to 0.8.5" in error
+        for error in errors
     )
 
 
@@ -212,11 +213,11 @@ def answers(tp_size: int, *, parallel_output: bool) -> None:
     plugin = HybridParallelPlugin(
         tp_size=tp_size, precision="fp32", enable_fused_loss=True, parallel_output=parallel_output
     )
-    model, *_ = plugin.configure(own := LLAMA.build(), make_optimizer(own))
+    model, *_ = plugin.configure(native := LLAMA.build(), make_optimizer(native))
     for is_training in (True, False):
-        expected, found = (each.train(is_training)(**batch) for each in (plain, model))
-        torch.testing.assert_close(found.loss, expected.loss)
-        logits: Any = found.logits
+        expected, outputs = (module.train(is_training)(**batch) for module in (plain, model))
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        logits: Any = outputs.logits
         if is_training and parallel_output:
             with pytest.raises(AttributeError, match="not computed, since the loss was computed in chunks"):
                 logits.argmax(-1)

@@ -80,17 +80,21 @@ def test_deferred_gradients_are_bitwise_those_of_a_full_backward(
     store = track_weight_gradients(model)
     for _ in range(2):
         loss_of(expected, other_x.requires_grad_()).backward()
-        known = {name for name, each in model.named_parameters() if each.grad is not None}
+        known = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
         with store.deferring(PLACE):
             loss_of(model, x.requires_grad_()).backward()
         assert torch.equal(x.grad, other_x.grad)
         trained = {
-            name for name, each in model.named_parameters() if each.requires_grad and each.grad is None
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
         }
         assert known or trained == deferred
         store.compute(PLACE)
-    for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert (own.grad is None and other.grad is None) or torch.equal(own.grad, other.grad), name
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter.grad is None and other.grad is None) or torch.equal(parameter.grad, other.grad), (
+            name
+        )
 
 
 def test_each_stage_and_microbatch_has_a_queue_and_other_backwards_defer_nothing() -> None:
@@ -241,8 +245,8 @@ def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     )
     first, second = linear(x, weight, None, later_product=later), linear(y, weight, None)
     (first.square().sum() + second.square().sum()).backward()
-    whole = sum(nn.functional.linear(each, weight).square().sum() for each in (x, y))
-    torch.testing.assert_close(weight.grad, *torch.autograd.grad(whole, [weight]))
+    expected = sum(nn.functional.linear(tensor, weight).square().sum() for tensor in (x, y))
+    torch.testing.assert_close(weight.grad, *torch.autograd.grad(expected, [weight]))
     assert unused.grad is None and not later.deferred
 
 
@@ -252,8 +256,8 @@ def test_under_functorch_a_layer_computes_a_plain_product() -> None:
     (entered,), later = enter_overlapped([x.clone().requires_grad_()], [crossing], [weight])
     out = torch.func.vmap(lambda row: linear(row, weight, None, later_product=later))(entered)
     out.square().sum().backward()
-    whole = nn.functional.linear(x, weight).square().sum()
-    torch.testing.assert_close(weight.grad, *torch.autograd.grad(whole, [weight]))
+    expected = nn.functional.linear(x, weight).square().sum()
+    torch.testing.assert_close(weight.grad, *torch.autograd.grad(expected, [weight]))
 
 
 # Within one backward, over ranks.
@@ -284,7 +288,7 @@ def order(build: Callable[[], nn.Module]) -> str:
     """Return the events of backward: "begin" and "end" of all-reduces, "product" for a deferred weight gradient."""
     model, events = split(build()), []
     model(**IDS).loss.backward()
-    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     begin, compute = split_layers.begin_all_reduce, deferred_linear.weight_gradient
 
@@ -292,11 +296,11 @@ def order(build: Callable[[], nn.Module]) -> str:
         events.append(event)
         return result
 
-    def begun(*given: Any, **named: Any) -> Any:
-        return note("begin", begin(*given, **named)).finished_by(lambda total: note("end", total))
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        return note("begin", begin(*args, **kwargs)).finished_by(lambda total: note("end", total))
 
-    def computed(*given: Any, **named: Any) -> Any:
-        return note("product", compute(*given, **named))
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        return note("product", compute(*args, **kwargs))
 
     with (
         patch.object(deferred_linear, "weight_gradient", computed),
@@ -361,11 +365,11 @@ def ask_for_inputs_first(call: str) -> None:
             loss.backward(inputs=[embeds], retain_graph=True)
     loss.backward(retain_graph=True)
     loss.backward()
-    for (name, parameter), whole in zip(parallel.named_parameters(), model.parameters(), strict=True):
-        if whole.grad is not None:  # None for the embedding
-            placement, own = shard_on(parameter, "tp"), 2 * whole.grad
-            own = own if placement is None else placement.local(own, dist.get_rank())
-            torch.testing.assert_close(parameter.grad, own, rtol=1e-5, atol=1e-6, msg=name)
+    for (name, parameter), reference in zip(parallel.named_parameters(), model.parameters(), strict=True):
+        if reference.grad is not None:  # None for the embedding
+            placement, expected = shard_on(parameter, "tp"), 2 * reference.grad
+            expected = expected if placement is None else placement.local(expected, dist.get_rank())
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("call", ["grad", "backward of inputs"])
@@ -378,9 +382,9 @@ def go_backward_otherwise() -> None:
     model = llama()
     parallel = split(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, found = model(**IDS).loss, parallel(**IDS).loss
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        expected, parallel_loss = model(**IDS).loss, parallel(**IDS).loss
+    parallel_loss.backward()
+    torch.testing.assert_close(parallel_loss, expected, rtol=1e-2, atol=1e-2)
     assert all(parameter.grad is not None for parameter in parallel.parameters())
     parallel.set_attn_implementation("eager")
     embeds = torch.randn(2, 3, 16, requires_grad=True)

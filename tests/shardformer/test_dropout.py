@@ -82,12 +82,14 @@ def hidden_dropout() -> None:
                 if type(module).__name__ == "T5DenseActDense":
                     module.dropout.p = 0.0
             copied = split(deepcopy(model))
-            expected, found = train(model, steps=2), train(copied, steps=2)
+            expected, sharded_losses = train(model, steps=2), train(copied, steps=2)
             assert expected[0] != expected[1], "no dropout"
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                torch.tensor(sharded_losses), torch.tensor(expected), rtol=1e-6, atol=1e-6
+            )
             require_same_gradients(copied, model)
             with torch.no_grad():
-                losses = [loss_of(each.eval()(**batch_for(each))) for each in (copied, model)]
+                losses = [loss_of(module.eval()(**batch_for(module))) for module in (copied, model)]
             torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
 
 

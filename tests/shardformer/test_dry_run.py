@@ -22,9 +22,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     modules = dict(model.named_modules())
     return {
         "modules": {path: (module, type(module)) for path, module in modules.items()},
-        "tensors": {name: (id(each), each.shape) for name, each in model.named_parameters()},
+        "tensors": {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()},
         "hooks": {
-            path: len(each._forward_pre_hooks) + len(each._forward_hooks) for path, each in modules.items()
+            path: len(module._forward_pre_hooks) + len(module._forward_hooks)
+            for path, module in modules.items()
         },
         "numbers": {
             f"{path}.{name}": value
@@ -32,7 +33,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
             for name, value in vars(module).items()
             if isinstance(value, int)
         },
-        "placements": [placements_of(each) for each in model.parameters()],
+        "placements": [placements_of(parameter) for parameter in model.parameters()],
     }
 
 
@@ -44,7 +45,7 @@ def leave_the_default_group() -> None:
     if dist.get_rank() == 0:
         config = ShardConfig(tensor_parallel_process_group=group)
         split = plan_parallelism(model, policy_for(model), config)
-        assert any(placements_of(each) for each in split.parameters())
+        assert any(placements_of(parameter) for parameter in split.parameters())
         assert split_errors(model, policy_for(model), tp_size=3) == []
         assert split_errors(build("LlamaForCausalLM", intermediate_size=25), policy_for(model), tp_size=2)
     assert state_of(model) == before
@@ -73,8 +74,10 @@ def split_as_planned(choice: ModelChoice) -> None:
 
 def described(model: nn.Module) -> list[object]:
     """Return classes, shapes and placements of a sharded model."""
-    tensors = ((name, each.shape, placements_of(each)) for name, each in model.named_parameters())
-    return [*((path, type(each)) for path, each in model.named_modules()), *tensors]
+    tensors = (
+        (name, parameter.shape, placements_of(parameter)) for name, parameter in model.named_parameters()
+    )
+    return [*((path, type(module)) for path, module in model.named_modules()), *tensors]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "falcon", "t5", "albert", "swin", "mixtral", "sam"])

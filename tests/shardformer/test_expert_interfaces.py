@@ -22,22 +22,22 @@ IS_OLDER = COMMON not in (MODELS / "aria" / "modeling_aria.py").read_text()
 
 def outcomes() -> dict[str, list[str]]:
     """Return what becomes of the experts of every file with a mixture."""
-    found = {}
+    mixtures = {}
     for path in MODELS.glob("*/modeling_*.py"):
         source = path.read_text()
         classes = MIXTURE.findall(source)
         if not classes and not SIZES.search(source):
             continue
         is_named = [name for name in classes if name in INTERFACES or name in REFUSED]
-        found[path.stem] = ["common"] * (COMMON in source) + is_named
-    return found
+        mixtures[path.stem] = ["common"] * (COMMON in source) + is_named
+    return mixtures
 
 
 @pytest.mark.skipif(IS_OLDER, reason="the table is that of transformers 5.24")
 def test_every_mixture_is_distributed_or_refused() -> None:
-    found = outcomes()
-    assert [name for name, outcome in found.items() if len(outcome) != 1] == []
-    assert {name for (name,) in found.values()} == {"common", *INTERFACES, *REFUSED}
+    mixtures = outcomes()
+    assert [name for name, outcome in mixtures.items() if len(outcome) != 1] == []
+    assert {name for (name,) in mixtures.values()} == {"common", *INTERFACES, *REFUSED}
 
 
 @pytest.mark.parametrize(

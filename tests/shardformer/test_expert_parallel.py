@@ -86,34 +86,36 @@ def compared(
     """
     group = dist.group.WORLD
     assert group is not None
-    whole, local = block(model_type, implementation), sharded(block(model_type, implementation), group)
+    reference, local = block(model_type, implementation), sharded(block(model_type, implementation), group)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(1, n, HIDDEN, generator=generator, dtype=dtype_of(implementation)) for n in tokens]
-    for mixture in (whole, local) if steered else ():
+    for mixture in (reference, local) if steered else ():
         steer(mixture, steered)
     run: Callable[[nn.Module, Tensor], Tensor] = output_of if flips is None else recomputed
-    for mixture in (whole, local) if flips else ():
+    for mixture in (reference, local) if flips else ():
         router = getattr(mixture, "gate", None) or mixture.router
         router.register_forward_pre_hook(partial(disturb, flips))  # type: ignore[operator]
-    plain = [each.clone().requires_grad_() for each in inputs]
-    own = inputs[dist.get_rank()].clone().requires_grad_()
-    expected = [run(whole, each) for each in plain if each.numel()]
-    torch.cat([each.flatten() for each in expected]).square().sum().backward()
-    output = run(local, own)
+    plain = [tensor.clone().requires_grad_() for tensor in inputs]
+    local_input = inputs[dist.get_rank()].clone().requires_grad_()
+    expected = [run(reference, tensor) for tensor in plain if tensor.numel()]
+    torch.cat([output.flatten() for output in expected]).square().sum().backward()
+    output = run(local, local_input)
     output.square().sum().backward()
-    replicated = {name: each for name, each in local.named_parameters() if not name.startswith("experts.")}
-    for each in replicated.values():
-        if each.grad is None:
-            each.grad = torch.zeros_like(each)
-        dist.all_reduce(each.grad)
+    replicated = {
+        name: parameter for name, parameter in local.named_parameters() if not name.startswith("experts.")
+    }
+    for parameter in replicated.values():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
     worst = {}
-    if own.numel():
-        index = [each.numel() > 0 for each in plain[: dist.get_rank()]].count(True)
+    if local_input.numel():
+        index = [tensor.numel() > 0 for tensor in plain[: dist.get_rank()]].count(True)
         worst = {
             "output": difference(output, expected[index]),
-            "input": difference(own.grad, plain[dist.get_rank()].grad),
+            "input": difference(local_input.grad, plain[dist.get_rank()].grad),
         }
-    for name, parameter in whole.named_parameters():
+    for name, parameter in reference.named_parameters():
         theirs, ours = parameter.grad, local.get_parameter(name).grad
         if theirs is None:
             continue

@@ -69,10 +69,10 @@ def fused_by_torch(
         is_boolean = attention_mask.dtype == torch.bool
         added = added.masked_fill(~attention_mask, -torch.inf) if is_boolean else attention_mask
     added = added if position_bias is None else added + position_bias
-    found = nn.functional.scaled_dot_product_attention(
+    output = nn.functional.scaled_dot_product_attention(
         query, key, value, added, scale=scaling, enable_gqa=True
     )
-    return found.transpose(1, 2), None
+    return output.transpose(1, 2), None
 
 
 LENGTHS = torch.tensor([5, 3])
@@ -81,7 +81,7 @@ ADDED = torch.zeros(B, 1, Q, Q).masked_fill(~BOOLEAN, torch.finfo(torch.float32)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         dict(attention_mask=None),
         dict(attention_mask=ADDED, scaling=0.3),
@@ -93,26 +93,26 @@ ADDED = torch.zeros(B, 1, Q, Q).masked_fill(~BOOLEAN, torch.finfo(torch.float32)
     ],
     ids=["causal", "added", "groups and widths", "bias and mask", "bias", "bias and all", "longer"],
 )
-def test_xformers_computes_what_torch_does(given: dict[str, Any]) -> None:
-    shapes = {name: given[name] for name in ("groups", "keys", "value_width") if name in given}
-    rest = {name: value for name, value in given.items() if name not in (*shapes, "has_position_bias")}
-    module = Attention(groups=given.get("groups", 1))
+def test_xformers_computes_what_torch_does(arguments: dict[str, Any]) -> None:
+    shapes = {name: arguments[name] for name in ("groups", "keys", "value_width") if name in arguments}
+    rest = {name: value for name, value in arguments.items() if name not in (*shapes, "has_position_bias")}
+    module = Attention(groups=arguments.get("groups", 1))
 
     def run(attention: Any) -> list[Tensor]:
         inputs = tensors(**shapes)
-        if "has_position_bias" in given:  # T5's: a view of another order
+        if "has_position_bias" in arguments:  # T5's: a view of another order
             inputs.append(torch.randn(Q, Q, N, requires_grad=True))
             rest["position_bias"] = inputs[-1].permute(2, 0, 1)[None]
         out, weights = attention(module, *inputs[:3], **rest)
         assert weights is None
         (out * torch.arange(out.shape[-1]).cos()).sum().backward()
-        return [out, *(each.grad for each in inputs if each.grad is not None)]
+        return [out, *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
     expected = run(fused_by_torch)
     with installed_xformers() as called:
-        found = run(xformers_attention)
-    assert called.call_count == 1 and len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+        computed = run(xformers_attention)
+    assert called.call_count == 1 and len(computed) == len(expected)
+    for one, other in zip(computed, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -150,10 +150,10 @@ def test_an_unsupported_model_is_refused_by_name_with_advice(
     model_type: str, kernel: str, words: str
 ) -> None:
     register_kernels()
-    found = "\n".join(
+    message = "\n".join(
         attention_errors(ModelChoice(model_type=model_type).build_on_meta(), kernel, "enable_it")
     )
-    assert words in found and "leave enable_it out" in found
+    assert words in message and "leave enable_it out" in message
 
 
 def test_attention_that_was_fixed_when_a_model_was_built_is_not_replaced() -> None:
@@ -174,23 +174,23 @@ def test_a_model_that_is_not_transformers_is_refused() -> None:
 def test_every_model_inside_a_model_is_set() -> None:
     model: Any = ModelChoice(model_type="blip-2").build_on_meta()
     model.set_attn_implementation("eager")
-    parts = (
+    submodels = (
         model,
         model.vision_model,
         model.qformer,
         model.language_model.encoder,
         model.language_model.decoder,
     )
-    assert {part.config._attn_implementation for part in parts} == {"eager"}
+    assert {submodel.config._attn_implementation for submodel in submodels} == {"eager"}
     set_attention(model, SDPA)
-    assert {part.config._attn_implementation for part in parts} == {"sdpa"}
+    assert {submodel.config._attn_implementation for submodel in submodels} == {"sdpa"}
 
 
 def test_missing_packages_are_named_with_all_other_errors() -> None:
     both = FusedKernels(flash_attention=True, xformers=True)
-    found = "\n".join(both.errors(CUDA, torch.float32))
-    assert all(words in found for words in ("give one of them", "package flash-attn", "only in 16 bits"))
-    assert "package xformers" in found
+    message = "\n".join(both.errors(CUDA, torch.float32))
+    assert all(words in message for words in ("give one of them", "package flash-attn", "only in 16 bits"))
+    assert "package xformers" in message
     assert len(both.errors(CUDA, torch.float32)) == 4
     with installed(xformers__ops={}, flash_attn={}):
         assert FusedKernels(flash_attention=True).errors(CUDA, torch.bfloat16) == []
@@ -226,21 +226,25 @@ def test_missing_packages_are_named_with_all_other_errors() -> None:
 def test_a_kernel_by_name_is_refused_if_it_is_not_supported(
     name: str, device: torch.device, dtype: torch.dtype | None, words: str
 ) -> None:
-    found = ShardConfig(enable_flash_attention=name).fused.errors(device, dtype)
-    assert any(words in each and f"enable_flash_attention={name!r}" in each for each in found) == bool(words)
+    errors = ShardConfig(enable_flash_attention=name).fused.errors(device, dtype)
+    assert any(words in error and f"enable_flash_attention={name!r}" in error for error in errors) == bool(
+        words
+    )
 
 
 def test_an_older_gpu_is_refused_by_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for found, is_refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+    for capability, is_refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, capability=capability: capability
+        )
         errors = FusedKernels(flash_attention="sdpa_fa").errors(CUDA, torch.float16)
-        assert [("this one has 7.5" in each) for each in errors] == [True] * is_refused
+        assert [("this one has 7.5" in error) for error in errors] == [True] * is_refused
 
 
 def test_ring_attention_has_its_own_kernels() -> None:
-    found = FusedKernels(flash_attention="flash_attention_3", is_ring=True).errors(CUDA, torch.bfloat16)
-    assert "sequence_parallelism_mode='ring_attn', which has kernels of its own" in found[0]
+    errors = FusedKernels(flash_attention="flash_attention_3", is_ring=True).errors(CUDA, torch.bfloat16)
+    assert "sequence_parallelism_mode='ring_attn', which has kernels of its own" in errors[0]
     for name in (True, "sdpa", "eager"):  # none needs a package
         assert FusedKernels(flash_attention=name, is_ring=True).errors(CUDA, torch.bfloat16) == []
     with installed(xformers__ops={}):
@@ -262,7 +266,7 @@ def test_flash_attention_3_is_refused_for_the_same_masks_as_2() -> None:
     errors = [
         attention_errors(ModelChoice(model_type="bart").build_on_meta(), name, "x") for name in FLASH_PACKAGES
     ]
-    assert all(any("the decoder's padding" in each for each in found) for found in errors)
+    assert all(any("the decoder's padding" in error for error in refusals) for refusals in errors)
 
 
 def test_one_of_torchs_kernels_is_set_by_name_and_computes_alone() -> None:
@@ -279,11 +283,11 @@ def test_one_of_torchs_kernels_is_set_by_name_and_computes_alone() -> None:
     with mock.patch.dict(transformers.AttentionInterface._global_mapping, {SDPA: noted}):
         KERNELS["sdpa_cudnn"].attend(Attention(), query, key, value, None, scaling=0.3)
     assert enabled == [[SDPBackend.CUDNN_ATTENTION]]
-    found, _ = torch_attention(
+    output, _ = torch_attention(
         Attention(), query, key, value, None, backend=SDPBackend.FLASH_ATTENTION, scaling=0.3
     )
     expected, _ = fused_by_torch(Attention(), query, key, value, None, scaling=0.3)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_all_optimization_asks_for_all_but_xformers() -> None:

@@ -77,17 +77,17 @@ class Layer(nn.Module):
 @pytest.fixture
 def graphs() -> Iterator[list[list[str]]]:
     """Record the names of the operations of every compiled graph; the graphs run uncompiled."""
-    found: list[list[str]] = []
+    recorded: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
         calls = [node.target for node in graph.graph.nodes if node.op.startswith("call")]
-        found.append([str(getattr(target, "__name__", target)) for target in calls])
+        recorded.append([str(getattr(target, "__name__", target)) for target in calls])
         return graph.forward
 
     torch._dynamo.reset()
     fused_code._compiled_class.cache_clear()
     with mock.patch.object(fused_code, "inductor", backend):
-        yield found
+        yield recorded
     fused_code._compiled_class.cache_clear()
 
 
@@ -98,7 +98,9 @@ def train(model: nn.Module, *, seed: int = 5) -> dict[str, Tensor]:
     out = model(x)
     (out * torch.arange(H).cos()).sum().backward()
     return {"out": out.detach(), "next draw": torch.rand(2)} | {
-        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -111,11 +113,11 @@ def test_formulas_and_dropout_with_its_sum_are_compiled_once(
     expected, names = [train(model.eval()), train(model.train())], list(model.state_dict())
     assert not torch.allclose(expected[0]["out"], expected[1]["out"])
     assert compile_elementwise(model) == {"NewGELUActivation": 1, outer: 1}
-    found = [train(model.eval()), train(model.train())]
-    for one, other in zip(found, expected, strict=True):
+    runs = [train(model.eval()), train(model.train())]
+    for one, other in zip(runs, expected, strict=True):
         assert one.keys() == other.keys() and list(model.state_dict()) == names
-        for name, each in other.items():
-            torch.testing.assert_close(one[name], each, rtol=1e-5, atol=1e-6, msg=name)
+        for name, tensor in other.items():
+            torch.testing.assert_close(one[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
     dropped = [graph for graph in graphs if "dropout" in graph]
     assert any("add" in graph[graph.index("dropout") :] for graph in dropped)
     assert sum("tanh" in graph for graph in graphs) == 1
@@ -136,8 +138,8 @@ def test_weight_gradients_are_still_deferred() -> None:
         local = train(model)
     assert expected.keys() - local.keys() == weights  # gradients of biases are not deferred
     store.compute((0, 0))
-    for name, each in model.named_parameters():
-        torch.testing.assert_close(each.grad, expected[name], rtol=1e-5, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @torch.compiler.set_stance("force_eager")
@@ -210,9 +212,9 @@ def dropout_of_split_models() -> None:
         model = build(name, **{setting: 0.1})
         copied, losses = split(copy.deepcopy(model)), []
         assert compile_elementwise(copied)
-        for each in (model, copied):
+        for module in (model, copied):
             torch.manual_seed(11)
-            losses.append([loss_of(each(**batch_for(each))) for _ in range(2)])
+            losses.append([loss_of(module(**batch_for(module))) for _ in range(2)])
             sum(losses[-1]).backward()
         assert losses[0][0] != losses[0][1], "no dropout"
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)

@@ -94,19 +94,19 @@ def test_a_fused_norm_computes_the_same(kind: type[Norm], dtype: torch.dtype) ->
     x = (torch.randn(2, 5, H) * torch.tensor([1e-3, 1.0]).view(2, 1, 1) + 0.1).to(dtype)
 
     def run(model: nn.Module) -> list[Tensor]:
-        given = x.clone().requires_grad_()
-        out = model(given)
+        inputs = x.clone().requires_grad_()
+        out = model(inputs)
         (out.float() * torch.arange(H).cos()).sum().backward()
-        found = [out, given.grad, *(each.grad for each in model.parameters())]
+        tensors = [out, inputs.grad, *(parameter.grad for parameter in model.parameters())]
         model.zero_grad()
-        return [each for each in found if each is not None]
+        return [tensor for tensor in tensors if tensor is not None]
 
     expected = run(model)
     assert fuse_norms(model, dtype) == ({kind.__name__: 1}, {})
     assert isinstance(model[0], FusedNorm) and isinstance(model[0], kind)
-    found = run(model)
-    assert len(seen) == 2 and len(found) == len(expected) == 3
-    for one, other in zip(found, expected, strict=True):  # means and sums have terms of both signs
+    fused = run(model)
+    assert len(seen) == 2 and len(fused) == len(expected) == 3
+    for one, other in zip(fused, expected, strict=True):  # means and sums have terms of both signs
         scale = other.abs().max().item()
         torch.testing.assert_close(
             one, other, rtol=0.0, atol=scale * (1e-5 if dtype is torch.float32 else 2**-6)

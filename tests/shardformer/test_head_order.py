@@ -49,15 +49,15 @@ def test_every_query_head_is_on_one_rank_with_its_key(query: int, key_value: int
 
     local = []
     for rank in range(ranks):
-        own_keys = number(keys, key_value, rank)
-        own = number(queries, query, rank)
-        assert len(own) * ranks == heads.padded_query
-        per_key = len(own) // len(own_keys)
-        for place, head in enumerate(own):
+        key_heads = number(keys, key_value, rank)
+        query_heads = number(queries, query, rank)
+        assert len(query_heads) * ranks == heads.padded_query
+        per_key = len(query_heads) // len(key_heads)
+        for place, head in enumerate(query_heads):
             if head:
-                assert own_keys[place // per_key] - 1 == (head - 1) // heads.group
-        local += [head for head in own if head]
-        assert heads.query_heads_of(rank) == [max(head - 1, 0) for head in own]
+                assert key_heads[place // per_key] - 1 == (head - 1) // heads.group
+        local += [head for head in query_heads if head]
+        assert heads.query_heads_of(rank) == [max(head - 1, 0) for head in query_heads]
     assert local == list(range(1, query + 1))
 
 
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 CONFIG = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4)
-OWN: dict[str, Any] = {"query_heads": "attn.num_queries"}
+QUERY_HEADS: dict[str, Any] = {"query_heads": "attn.num_queries"}
 GROUPED: dict[str, Any] = {"key_value": ("attn.k",)}
 
 
@@ -85,11 +85,11 @@ GROUPED: dict[str, Any] = {"key_value": ("attn.k",)}
     ("named", "query", "key_value"),
     [
         ({}, 8, 8),  # the table gives key-value heads no sharding of their own
-        (OWN, 12, 12),
+        (QUERY_HEADS, 12, 12),
         (GROUPED, 8, 4),
-        (GROUPED | OWN, 12, 4),
+        (GROUPED | QUERY_HEADS, 12, 4),
         (GROUPED | {"key_value_heads": "attn.num_keys"}, 8, 6),
-        (GROUPED | OWN | {"key_value_heads": "attn.num_keys"}, 12, 6),
+        (GROUPED | QUERY_HEADS | {"key_value_heads": "attn.num_keys"}, 12, 6),
     ],
 )
 def test_numbers_of_heads_are_of_the_layer_if_a_table_names_them_else_of_the_config(

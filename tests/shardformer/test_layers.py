@@ -58,22 +58,22 @@ def compare(
     def local(tensor: Tensor, cut: Shard | None) -> Tensor:
         return tensor.detach().clone() if cut is None else cut.local(tensor.detach(), rank)
 
-    whole_x, own_x = x.clone(), local(x, cut_in)
-    for each in (whole_x, own_x):
-        each.requires_grad_(x.is_floating_point())
-    expected, found = native(whole_x), layer(own_x)
-    torch.testing.assert_close(found, local(expected, cut_out), rtol=1e-5, atol=1e-5)
+    full_x, local_x = x.clone(), local(x, cut_in)
+    for tensor in (full_x, local_x):
+        tensor.requires_grad_(x.is_floating_point())
+    expected, output = native(full_x), layer(local_x)
+    torch.testing.assert_close(output, local(expected, cut_out), rtol=1e-5, atol=1e-5)
     if cut_out is None:
-        require_equal_on_ranks(found, "the output")
+        require_equal_on_ranks(output, "the output")
     weights = numbers(*expected.shape, seed=2)
     # Replicas on several ranks have partial gradients: here in equal parts.
-    (found * local(weights, cut_out) / (1 if cut_out is None else cut_out.replicas)).sum().backward()
+    (output * local(weights, cut_out) / (1 if cut_out is None else cut_out.replicas)).sum().backward()
     (expected * weights).sum().backward()
-    if own_x.grad is not None:
+    if local_x.grad is not None:
         replicas = 1 if cut_in is None else cut_in.replicas
         first = rank - rank % replicas
-        whole_gradient = sum(pieces(own_x.grad)[first : first + replicas])
-        torch.testing.assert_close(whole_gradient, local(whole_x.grad, cut_in), rtol=1e-5, atol=1e-5)
+        full_gradient = sum(pieces(local_x.grad)[first : first + replicas])
+        torch.testing.assert_close(full_gradient, local(full_x.grad, cut_in), rtol=1e-5, atol=1e-5)
     require_same_gradients(layer, native)
 
 
@@ -87,7 +87,7 @@ def drawn(layer: nn.Module) -> Any:
 
 def linear_layers() -> None:
     size, x = dist.get_world_size(), numbers(B, S, INPUTS)
-    inputs, outputs = (Shard(size=size, dim=-1, blocks=(each,)) for each in (INPUTS, OUTPUTS))
+    inputs, outputs = (Shard(size=size, dim=-1, blocks=(width,)) for width in (INPUTS, OUTPUTS))
     fused, copied = replace(outputs, blocks=(8, 4, 12)), replace(outputs, replicas=2)
     kinds = [
         (nn.Linear(INPUTS, OUTPUTS), Linear1D_Col, FusedLinear1D_Col, Linear1D_Row),
@@ -136,8 +136,8 @@ def heads() -> None:
             layer = VocabParallelLMHead1D(deepcopy(native), dist.group.WORLD, **arguments)
             layer.gather_output, x = False, numbers(2, 3, 6)
             local, held = layer(x), layer.range
-            own = native(x)[..., held.first : held.first + held.valid]
-            torch.testing.assert_close(local[..., : held.valid], own, rtol=1e-5, atol=1e-5)
+            expected = native(x)[..., held.first : held.first + held.valid]
+            torch.testing.assert_close(local[..., : held.valid], expected, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(layer.gathered(local), native(x), rtol=1e-5, atol=1e-5)
 
 
@@ -164,17 +164,17 @@ def test_a_weight_that_two_layers_of_a_region_share_has_the_gradients_of_both() 
 
 def tied() -> None:
     """Head and embedding share one weight: it is sharded once, and its gradient is the sum of both uses."""
-    whole = nn.Sequential(drawn(nn.Embedding(23, 6, padding_idx=3)), nn.Linear(6, 23, bias=False))
-    whole[1].weight = whole[0].weight
-    parallel = deepcopy(whole)
+    reference = nn.Sequential(drawn(nn.Embedding(23, 6, padding_idx=3)), nn.Linear(6, 23, bias=False))
+    reference[1].weight = reference[0].weight
+    parallel = deepcopy(reference)
     for index, target in enumerate((VocabParallelEmbedding1D, VocabParallelLMHead1D)):
         parallel[index] = target(parallel[index], dist.group.WORLD, make_vocab_size_divisible_by=4)
     assert parallel[0].weight is parallel[1].weight
     assert shard_on(parallel[0].weight, "tp") == vocab_shard(23, dist.get_world_size(), 4)
     ids, weights = torch.arange(23).view(1, -1), numbers(1, 23, 23)
-    for model in (whole, parallel):
+    for model in (reference, parallel):
         (model(ids) * weights).sum().backward()
-    require_same_gradients(parallel, whole)
+    require_same_gradients(parallel, reference)
 
 
 def norms() -> None:
@@ -204,10 +204,10 @@ def no_input_gradient() -> Tensor | None:
 
 
 def test_inside_a_region_the_input_gradient_of_a_column_layer_is_partial(pool: Pool) -> None:
-    parts = pool.run(2, no_input_gradient)
-    assert not torch.equal(*parts)
+    partial_gradients = pool.run(2, no_input_gradient)
+    assert not torch.equal(*partial_gradients)
     expected = drawn(nn.Linear(INPUTS, OUTPUTS)).weight.sum(0).expand(B, S, INPUTS)
-    torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(partial_gradients), expected, rtol=1e-5, atol=1e-5)
 
 
 def look_up(ids: list[int], trained: bool = True) -> Tensor:
@@ -219,8 +219,8 @@ def look_up(ids: list[int], trained: bool = True) -> Tensor:
 
 def test_a_frozen_embedding_looks_up_the_same(pool: Pool) -> None:
     expected = drawn(nn.Embedding(10, 6))(torch.tensor([[0, 9, 4]])).detach()
-    for found in pool.run(2, look_up, [0, 9, 4], False):
-        assert torch.equal(found, expected)
+    for output in pool.run(2, look_up, [0, 9, 4], False):
+        assert torch.equal(output, expected)
 
 
 def test_every_entry_is_on_one_rank() -> None:

@@ -60,8 +60,8 @@ def masks_of_adapters() -> None:
         for name, (mask,) in masks.items():
             assert 0.3 < mask.float().mean() < 0.7, name
             first, second = pieces(mask)
-            is_whole = name in ("q_proj", "k_proj", "up_proj")
-            assert torch.equal(first, second) == is_whole, f"{name} with {settings}"
+            is_replicated = name in ("q_proj", "k_proj", "up_proj")
+            assert torch.equal(first, second) == is_replicated, f"{name} with {settings}"
         assert not torch.equal(*masks["q_proj"], *masks["k_proj"]), "two layers drop the same"
         require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
 
@@ -89,6 +89,6 @@ def test_adapters_with_replicated_inputs_drop_equal_entries(pool: Pool, function
 def test_dropout_of_adapters_is_refused_where_the_tensor_axis_has_sequences(mode: str, tp_size: int) -> None:
     model = adapted(lora={"target_modules": ["q_proj"], "lora_dropout": 0.1})
     sequence = SequenceParallelism(mode=mode)
-    found = split_errors(model, policy_for(model), tp_size=tp_size, sp_size=2 // tp_size, sequence=sequence)
-    assert len(found) == tp_size - 1
-    assert all("use lora_dropout=0" in each and each.startswith("model.layers.0 (and ") for each in found)
+    errors = split_errors(model, policy_for(model), tp_size=tp_size, sp_size=2 // tp_size, sequence=sequence)
+    assert len(errors) == tp_size - 1
+    assert all("use lora_dropout=0" in error and error.startswith("model.layers.0 (and ") for error in errors)

@@ -67,28 +67,28 @@ def check(
     )
     logits = (scale * numbers(N, entries)).to(dtype)
     labels = torch.full((N,), ignore_index) if are_ignored else labels_of(entries, shard, ignore_index)
-    whole = logits.clone().requires_grad_()
+    full = logits.clone().requires_grad_()
     local = Shard(size=size, dim=1, blocks=shard.blocks, padded=shard.padded).local(logits, rank)
     held = vocab_range(shard, rank)
     local[:, held.valid :] = 1e4  # values in the padding must have no effect
     local.requires_grad_()
-    expected = F.cross_entropy(whole.float(), labels, **settings)
+    expected = F.cross_entropy(full.float(), labels, **settings)
     before = local.detach().clone()
-    found = vocab_parallel_cross_entropy(local, labels, entries=held, group=dist.group.WORLD, **settings)
+    loss = vocab_parallel_cross_entropy(local, labels, entries=held, group=dist.group.WORLD, **settings)
     assert torch.equal(local, before), "the logits were written to"
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * max(1, scale), equal_nan=True)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6 * max(1, scale), equal_nan=True)
     weights = numbers(*expected.shape, seed=3) if expected.dim() else torch.tensor(1.7)
     (expected * weights).sum().backward()
-    (found * weights).sum().backward()
-    assert whole.grad is not None and local.grad is not None and local.grad.dtype == dtype
+    (loss * weights).sum().backward()
+    assert full.grad is not None and local.grad is not None and local.grad.dtype == dtype
     assert not local.grad[:, held.valid :].any(), "padding has a gradient"
     last_bit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(
         local.grad[:, : held.valid],
-        whole.grad[:, held.first : held.first + held.valid],
+        full.grad[:, held.first : held.first + held.valid],
         rtol=last_bit,
-        atol=1e-6 * whole.grad.abs().max().item(),
+        atol=1e-6 * full.grad.abs().max().item(),
     )
 
 
@@ -96,12 +96,12 @@ def cross_entropies() -> None:
     rows: list[tuple[tuple[int, int], dict[str, Any]]] = [
         *product(
             ((24, 1), (101, 8), (23, 1), (3, 64), (1, 1)),
-            ({"reduction": each} for each in ("mean", "sum", "none")),
+            ({"reduction": reduction} for reduction in ("mean", "sum", "none")),
         ),
         ((24, 1), {"ignore_index": 5}),  # an entry
         ((101, 8), {"scale": 1e3}),
-        *(((101, 8), {"dtype": each}) for each in (torch.float16, torch.bfloat16)),
-        *(((8, 1), {"reduction": each, "are_ignored": True}) for each in ("mean", "sum", "none")),
+        *(((101, 8), {"dtype": dtype}) for dtype in (torch.float16, torch.bfloat16)),
+        *(((8, 1), {"reduction": reduction, "are_ignored": True}) for reduction in ("mean", "sum", "none")),
     ]
     for sizes, settings in rows:
         with named((sizes, settings)):
@@ -110,8 +110,8 @@ def cross_entropies() -> None:
         check_local(torch.tensor([1, 6]), reduction="avg")
     # One logit of one rank overflowed: the loss is not finite on any rank.
     assert check_local(torch.tensor([1, 6]), overflows=dist.get_rank() == 1)[1].isnan()
-    local, found = check_local(torch.tensor([1, 6]))
-    (gradient,) = torch.autograd.grad(found.square(), local, create_graph=True)
+    local, loss = check_local(torch.tensor([1, 6]))
+    (gradient,) = torch.autograd.grad(loss.square(), local, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.square().sum().backward()
 
@@ -184,23 +184,25 @@ def model_of(class_name: str = "LlamaForCausalLM") -> nn.Module:
     return build(class_name, **settings)
 
 
-def require_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def require_close(tensor: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5)
 
 
 def labels_and_modes() -> None:
     for class_name in CLASSES:
         model = model_of(class_name)
-        copied, whole = (split(deepcopy(model), **each) for each in ({}, {"parallel_output": False}))
+        copied, with_full_logits = (
+            split(deepcopy(model), **options) for options in ({}, {"parallel_output": False})
+        )
         batch, ids = batch_for(model), text()
         routed = class_name != "BertForMaskedLM"  # its loss is hard-coded
         for training in (True, False):
-            for each in (model, copied, whole):
-                each.train(training)
+            for module in (model, copied, with_full_logits):
+                module.train(training)
             with named(class_name):
                 expected = model(**batch)
                 require_close(copied(**ids).logits, expected.logits)
-                require_close(whole(**batch).logits, expected.logits)
+                require_close(with_full_logits(**batch).logits, expected.logits)
                 for loss, logits in (copied(**batch, return_dict=False)[:2], copied(**batch).to_tuple()[:2]):
                     require_close(loss, expected.loss)
                     assert isinstance(logits, VocabParallelLogits) == (routed and training)
@@ -238,18 +240,20 @@ def losses_of_users() -> None:
     require_close(outputs.logits, expected.logits)
     model = model_of()
     copied = split(deepcopy(model))
-    for each in (model, copied):
-        each.forward(**batch).loss.backward()  # runs no hooks
+    for module in (model, copied):
+        module.forward(**batch).loss.backward()  # runs no hooks
     require_same_gradients(copied, model)
 
 
 def hidden_states() -> None:
     model = model_of()
     copied = split(deepcopy(model))
-    found, expected = (each(**text(), output_hidden_states=True).hidden_states for each in (copied, model))
-    for one, other in zip(found, expected, strict=True):
+    states, expected = (
+        module(**text(), output_hidden_states=True).hidden_states for module in (copied, model)
+    )
+    for one, other in zip(states, expected, strict=True):
         require_close(one, other)
-    require_equal_on_ranks(found[-1], "hidden states")
+    require_equal_on_ranks(states[-1], "hidden states")
 
 
 def generate() -> None:
@@ -267,9 +271,9 @@ def generate() -> None:
         prompt = {"input_ids": integers(3, VOCABULARY, 2, 5), "attention_mask": torch.ones(2, 5).long()}
         for how in ({"do_sample": False, "num_beams": 2}, {"do_sample": True}):
             tokens = []
-            for each in (model, copied):
+            for module in (model, copied):
                 torch.manual_seed(3)
-                tokens.append(each.generate(**prompt, max_new_tokens=6, pad_token_id=0, **how))
+                tokens.append(module.generate(**prompt, max_new_tokens=6, pad_token_id=0, **how))
             assert tokens[0].shape == (2, 7 if "T5" in class_name else 11)
             assert torch.equal(*tokens), f"{class_name} {attention} {how}: {tokens}"
 

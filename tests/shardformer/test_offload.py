@@ -47,9 +47,9 @@ class LateStream:
 
     def wait(self, event: int) -> None:
         for copy, source in self.copies[self.num_done : event]:
-            given = source()
-            assert given is not None, "memory was freed while it was copied"
-            copy.copy_(given)
+            tensor = source()
+            assert tensor is not None, "memory was freed while it was copied"
+            copy.copy_(tensor)
         self.num_done = max(self.num_done, event)
 
 
@@ -61,9 +61,9 @@ class _Later(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not Tensor.copy_:
             return function(*args, **(kwargs or {}))
-        copy, given = args
+        copy, tensor = args
         stream = self._stream
-        stream.copies.append((copy.fill_(torch.nan), ref(given)))
+        stream.copies.append((copy.fill_(torch.nan), ref(tensor)))
         stream.most_in_flight = max(stream.most_in_flight, len(stream.copies) - stream.num_done)
         return copy
 
@@ -72,7 +72,8 @@ def gradients(model: Any, *, microbatches: int = 1) -> list[Tensor]:
     """Return the gradients of all forwards before all backwards, as in a pipeline stage."""
     ids = torch.arange(6).view(1, 6)
     losses = [
-        model(input_ids=ids + each, labels=ids + each, use_cache=False).loss for each in range(microbatches)
+        model(input_ids=ids + microbatch, labels=ids + microbatch, use_cache=False).loss
+        for microbatch in range(microbatches)
     ]
     for loss in losses:
         loss.backward()
@@ -95,8 +96,8 @@ def test_copies_are_waited_for_and_their_memory_is_held(
     expected = gradients(deepcopy(model), microbatches=microbatches)
     config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0, recompute_modules=modules)
     checkpoint_layers({0: recomputable_layers(model)}, config, ActivationOffload(CPU).checkpoint)
-    found = gradients(model, microbatches=microbatches)
-    for one, other in zip(found, expected, strict=True):
+    offloaded = gradients(model, microbatches=microbatches)
+    for one, other in zip(offloaded, expected, strict=True):
         assert torch.equal(one, other)
     (stream,) = streams
     num_inputs = microbatches * 4 * (2 if modules else 1)

@@ -43,12 +43,12 @@ def as_installed(table: Table, model: nn.Module) -> Table:
 
 
 @pytest.mark.parametrize(
-    ("given", "layer", "expected"), [(0, OfTensors, 0), (0, OfTuples, 1), (2, OfTuples, 2)]
+    ("arity", "layer", "expected"), [(0, OfTensors, 0), (0, OfTuples, 1), (2, OfTuples, 2)]
 )
-def test_a_layer_returns_what_its_code_says(given: int, layer: type[nn.Module], expected: int) -> None:
-    found = as_installed(table_at("encoder.layers", given), model_of(layer(), "encoder.layers"))
-    assert isinstance(found.stage, StagePlan)
-    assert found.stage.arity == expected
+def test_a_layer_returns_what_its_code_says(arity: int, layer: type[nn.Module], expected: int) -> None:
+    table = as_installed(table_at("encoder.layers", arity), model_of(layer(), "encoder.layers"))
+    assert isinstance(table.stage, StagePlan)
+    assert table.stage.arity == expected
 
 
 def test_the_layers_of_an_encoder_are_read_too() -> None:
@@ -58,9 +58,9 @@ def test_the_layers_of_an_encoder_are_read_too() -> None:
     )
     model = model_of(OfTensors(), "decoder.layers")
     model.encoder = model_of(OfTuples(), "encoder.layers").encoder
-    found = as_installed(Table(stage=replace(stage, encoder=encoder), divisible=()), model).stage
-    assert isinstance(found, StagePlan) and found.encoder is not None
-    assert (found.arity, found.encoder.arity) == (0, 1)
+    installed = as_installed(Table(stage=replace(stage, encoder=encoder), divisible=()), model).stage
+    assert isinstance(installed, StagePlan) and installed.encoder is not None
+    assert (installed.arity, installed.encoder.arity) == (0, 1)
 
 
 def test_a_policy_uses_the_table_for_each_given_model() -> None:

@@ -119,8 +119,8 @@ def by_hand(model: Tower) -> Tower:
 
 
 def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
-    whole, x = by_hand(Tower()), numbers(4, 5)
-    expected = whole(x)
+    reference, x = by_hand(Tower()), numbers(4, 5)
+    expected = reference(x)
     received: tuple = ()
     names = []
     for index in range(2):
@@ -137,7 +137,7 @@ def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
         names += [name for name, _ in model.named_parameters()]
         received = local_stages(model)[index].forward((x,), received)
     assert torch.equal(received, expected)  # type: ignore[arg-type]
-    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    assert sorted(names) == sorted(name for name, _ in reference.named_parameters())
 
 
 def described(**kwargs: Any) -> type[TowerPolicy]:
@@ -225,7 +225,7 @@ def test_a_policy_names_the_axis_of_a_replacement() -> None:
     for parameter in split.blocks[0].up.parameters():
         assert len(parameter) == rows // 4
         assert list(placements_of(parameter)) == ["wp", "tp"]
-    assert [list(placements_of(each)) for each in split.first.parameters()] == [["tp"], ["tp"]]
+    assert [list(placements_of(parameter)) for parameter in split.first.parameters()] == [["tp"], ["tp"]]
 
 
 def test_an_axis_without_a_group_is_an_error() -> None:

@@ -30,7 +30,8 @@ def proposed(copy: Copy) -> Table:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bert", "llama", "opt"))]
+    "model_type",
+    ["gpt2", *(pytest.param(model_type, marks=pytest.mark.slow) for model_type in ("bert", "llama", "opt"))],
 )
 def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
     written, table = table_for(model_type), proposed(double_copy_of(model_type))

@@ -112,11 +112,11 @@ def freeze_and_thaw() -> None:
     model.requires_grad_(False)
     split = formed().shard_model(deepcopy(model))
     assert not any(parameter.requires_grad for parameter in split.parameters())
-    for each in (model, split):
-        each.requires_grad_(True)
-        each(**batch_for(model)).loss.backward()
-    found, expected = (each.model.layers[0].self_attn.q_norm.weight.grad for each in (split, model))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    for module in (model, split):
+        module.requires_grad_(True)
+        module(**batch_for(model)).loss.backward()
+    gradient, expected = (module.model.layers[0].self_attn.q_norm.weight.grad for module in (split, model))
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 class Choosy(nn.Module):
@@ -148,9 +148,9 @@ def average_where_some_ranks_have_none() -> None:
         for use_second in (False, True):
             (model(x, use_second).square().sum() / 2).backward()
     assert split.unused.weight.grad is None
-    for found, expected in zip(split.parameters(), model.parameters(), strict=True):
+    for parameter, expected in zip(split.parameters(), model.parameters(), strict=True):
         if expected.grad is not None:
-            torch.testing.assert_close(found.grad, expected.grad)
+            torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 def recompute(tp: int, is_reentrant: bool) -> None:
@@ -158,15 +158,15 @@ def recompute(tp: int, is_reentrant: bool) -> None:
     model = build("Qwen3ForCausalLM", **QWEN3)
     split = formed(tensor_parallel_size=tp, data_parallel_size=2 // tp).shard_model(deepcopy(model))
     batch = batch_for(model)
-    for each in (model, split):
-        for layer in recomputable_layers(each):
+    for module in (model, split):
+        for layer in recomputable_layers(module):
             layer.gradient_checkpointing = True  # type: ignore[assignment]
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=is_reentrant)  # type: ignore[assignment]
-        each.enable_input_require_grads()
+        module.enable_input_require_grads()
         for _ in range(2):
-            each(**batch, use_cache=False).loss.backward()
-    found, expected = (each.model.layers[0].self_attn.q_norm.weight.grad for each in (split, model))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+            module(**batch, use_cache=False).loss.backward()
+    gradient, expected = (module.model.layers[0].self_attn.q_norm.weight.grad for module in (split, model))
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -186,13 +186,13 @@ def test_gradients_are_exact_for_frozen_and_unused_parameters(
 def in_evaluation_for_good() -> None:
     model = build("Qwen3ForCausalLM", **QWEN3)
     split = formed(inference_only=True).shard_model(deepcopy(model))
-    assert not split.training and not any(each.requires_grad for each in split.parameters())
+    assert not split.training and not any(parameter.requires_grad for parameter in split.parameters())
     outputs = split(**batch_for(model))
     assert not outputs.loss.requires_grad
     torch.testing.assert_close(outputs.logits, model.eval()(**batch_for(model)).logits, rtol=1e-5, atol=1e-5)
     split.requires_grad_(True).train()(**batch_for(model)).loss.backward()  # trained all the same
     model.train()(**batch_for(model)).loss.backward()
-    norms = [each.model.layers[0].self_attn.k_norm.weight.grad for each in (split, model)]
+    norms = [module.model.layers[0].self_attn.k_norm.weight.grad for module in (split, model)]
     torch.testing.assert_close(*norms, rtol=1e-5, atol=1e-6)
 
 

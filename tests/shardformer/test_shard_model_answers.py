@@ -54,16 +54,16 @@ def inputs_of(choice: ModelChoice) -> dict[str, Tensor]:
 def answers(choice: ModelChoice, model: Any, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return generated tokens (B, S) and the logits (S, B, V) by which they were chosen."""
     torch.manual_seed(3)
-    given = {"max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "eos_token_id": None, **how}
+    options = {"max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "eos_token_id": None, **how}
     if choice.model_type == "whisper":  # its own `generate` needs language tokens
-        given["decoder_start_token_id"] = 1
-    found = GenerationMixin.generate(
-        model, **inputs_of(choice), **given, output_logits=True, return_dict_in_generate=True
+        options["decoder_start_token_id"] = 1
+    generated = GenerationMixin.generate(
+        model, **inputs_of(choice), **options, output_logits=True, return_dict_in_generate=True
     )
-    return found.sequences, torch.stack(found.logits)
+    return generated.sequences, torch.stack(generated.logits)
 
 
-def split_and_whole(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
+def split_and_reference(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
     config = ShardConfig(tensor_parallel_size=2, gather_output=True, make_vocab_size_divisible_by=MULTIPLE)
     shard_former = ShardFormer(config)
     shard_former.init_distributed()
@@ -73,25 +73,25 @@ def split_and_whole(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
 
 def generate(name: str) -> None:
     choice = CHOICES[name]
-    split, model = (each.eval() for each in split_and_whole(choice))
+    split, model = (module.eval() for module in split_and_reference(choice))
     for way, how in HOW.items():
         with named(way):
             tokens, logits = answers(choice, model, how)
-            found_tokens, found_logits = answers(choice, split, how)
+            split_tokens, split_logits = answers(choice, split, how)
             assert logits.shape[0] == NUM_TOKENS
-            assert torch.equal(found_tokens, tokens)
-            torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-5)
+            assert torch.equal(split_tokens, tokens)
+            torch.testing.assert_close(split_logits, logits, rtol=1e-4, atol=1e-5)
 
 
 def evaluate(name: str) -> None:
     """With labels, in evaluation and in training, loss and logits equal those of the unsharded model."""
     choice = CHOICES[name]
-    split, model = split_and_whole(choice)
+    split, model = split_and_reference(choice)
     batch = {**inputs_of(choice), "labels": integers(3, VOCABULARY, 2, 5, seed=4)}
     for training in (False, True):
-        expected, found = (each.train(training)(**batch) for each in (model, split))
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+        expected, outputs = (module.train(training)(**batch) for module in (model, split))
+        torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
 QUICK = ("llama",)
@@ -111,7 +111,7 @@ def test_an_evaluation_has_the_loss_and_logits_of_the_unsharded_model(pool: Pool
 def draw_apart() -> None:
     """Ranks that sample different tokens raise an error instead of mixing them."""
     choice = CHOICES["llama"]
-    split, _ = (each.eval() for each in split_and_whole(choice))
+    split, _ = (module.eval() for module in split_and_reference(choice))
     rank = split.lm_head.group.rank()  # type: ignore[union-attr, operator]
     torch.manual_seed(rank)
     with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of the tensor axis differ"):

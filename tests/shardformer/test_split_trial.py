@@ -139,28 +139,28 @@ def test_a_plan_whose_regions_do_not_end_or_do_not_begin_is_not_used(plan: dict[
 
 def collectives(group: Any) -> list[torch.Tensor]:
     """Call every kind of collective, with values that depend on the rank."""
-    own = torch.arange(4.0) + 10 * group.rank()
+    tensor = torch.arange(4.0) + 10 * group.rank()
     return [
-        all_reduce(own, group),
-        all_gather(own, group, 0),
-        sum_slice(own, group, 0),
-        exchange_slices(own, group, 0, 0),
+        all_reduce(tensor, group),
+        all_gather(tensor, group, 0),
+        sum_slice(tensor, group, 0),
+        exchange_slices(tensor, group, 0, 0),
         exchange_rows(
-            own, [1, 3] if group.rank() == 0 else [2, 2], [1, 2] if group.rank() == 0 else [3, 2], group
+            tensor, [1, 3] if group.rank() == 0 else [2, 2], [1, 2] if group.rank() == 0 else [3, 2], group
         ),
     ]
 
 
 def test_collectives_of_threads_are_those_of_a_group() -> None:
     first, second = run_threads(thread_groups(2), collectives)
-    assert [each.tolist() for each in first] == [
+    assert [tensor.tolist() for tensor in first] == [
         [10.0, 12.0, 14.0, 16.0],
         [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0],
         [10.0, 12.0],
         [0.0, 1.0, 10.0, 11.0],
         [0.0, 10.0, 11.0],
     ]
-    assert [each.tolist() for each in second[2:]] == [
+    assert [tensor.tolist() for tensor in second[2:]] == [
         [14.0, 16.0],
         [2.0, 3.0, 12.0, 13.0],
         [1.0, 2.0, 3.0, 12.0, 13.0],

@@ -83,16 +83,16 @@ def test_every_parameter_is_on_one_rank_under_its_own_name_and_ties_are_known(
     is_tied = tied and name != "BertForSequenceClassification"
     names = []
     for rank in range(max(stage_ranks) + 1):
-        part, shared = cut(deepcopy(model), rank, [0, 1, 3, 5], stage_ranks)
-        local = dict(part.named_parameters(remove_duplicate=False))
+        local_model, shared = cut(deepcopy(model), rank, [0, 1, 3, 5], stage_ranks)
+        local = dict(local_model.named_parameters(remove_duplicate=False))
         names += local
         assert {key: parameter.shape for key, parameter in local.items()}.items() <= shapes.items()
         stages = manager_alone(rank, [0, 1, 3, 5], stage_ranks).stages
-        assert tuple(local_stages(part)) == stages
+        assert tuple(local_stages(local_model)) == stages
         assert [sorted(one) for one in shared] == ([[0, 2]] if is_tied else [])
         for one in shared:
             (tensor,) = {id(tensor): tensor for tensor in one.values()}.values()
-            is_local = any(tensor is parameter for parameter in part.parameters())
+            is_local = any(tensor is parameter for parameter in local_model.parameters())
             assert is_local == bool({0, 2} & {*stages})
     assert sorted(names) == sorted(shapes), "a parameter is missing or doubled"
 
@@ -113,22 +113,24 @@ def test_a_ranks_stages_are_read_from_the_placement() -> None:
 def manage_ties() -> list[tuple]:
     """Return for the tied embedding, across ranks and within a rank: is_primary and the sizes of its sum groups."""
     mesh = ParallelMesh(pp=3)
-    found = []
+    ties = []
     for stage_ranks in ((0, 1, 2, 0), (2, 1, 0, 1)):
         manager = PipelineStageManager(mesh, stage_ranks)
         model = build("GPT2LMHeadModel", num_hidden_layers=4, tie_word_embeddings=True)
         name, _ = next(iter(model.named_parameters()))
         tied = model.get_parameter(name)
         names = ParameterNames.of(model)
-        part, shared = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
-        managed = managed_parameters(names.local(part), shared, mesh=mesh, stage_manager=manager, stages={})
-        found += [
+        local_model, shared = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
+        managed = managed_parameters(
+            names.local(local_model), shared, mesh=mesh, stage_manager=manager, stages={}
+        )
+        ties += [
             (one.is_primary, *(group.size() for group in one.sum_groups))
             for one in managed
             if one.parameter is tied
         ]
         assert all(one.is_primary and not one.sum_groups for one in managed if one.parameter is not tied)
-    return found
+    return ties
 
 
 def test_a_tie_is_summed_over_ranks_and_not_over_the_stages_of_one(pool: Pool) -> None:
@@ -172,25 +174,27 @@ def test_a_module_that_several_stages_share_is_replaced_once(
     table = table_for("t5")
     assert table is not None
     config = ShardConfig(pipeline_stage_manager=manager_alone(rank, [0, 1, 2, 3], stage_ranks))
-    part, _ = ShardFormer(config).optimize(deepcopy(model), BiasPolicy(table))
-    assert {name for name, _ in part.named_parameters()} <= {name for name, _ in model.named_parameters()}
-    (counted,) = (module for module in part.modules() if isinstance(module, Counted))
+    local_model, _ = ShardFormer(config).optimize(deepcopy(model), BiasPolicy(table))
+    assert {name for name, _ in local_model.named_parameters()} <= {
+        name for name, _ in model.named_parameters()
+    }
+    (counted,) = (module for module in local_model.modules() if isinstance(module, Counted))
     ids = {"input_ids": torch.arange(3, 15).view(2, 6)}
     received = (torch.zeros(2, 6, 32),)
-    for stage in local_stages(part).values():
+    for stage in local_stages(local_model).values():
         stage.forward(ids, () if stage.is_first else received)
     assert counted.calls == calls
 
 
 def test_modules_of_other_ranks_have_no_memory() -> None:
     model = ModelChoice(model_type="t5", tied=True).build()
-    part, _ = cut(model, 1, [0, 1, 3, 5, 8], (0, 1, 2, 1))
-    local = {id(parameter) for parameter in part.parameters()}
-    natives = [module.native for module in part.modules() if isinstance(module, StandIn)]
+    local_model, _ = cut(model, 1, [0, 1, 3, 5, 8], (0, 1, 2, 1))
+    local = {id(parameter) for parameter in local_model.parameters()}
+    natives = [module.native for module in local_model.modules() if isinstance(module, StandIn)]
     parameters = [parameter for native in natives for parameter in native.parameters()]
     assert parameters
     assert all(parameter.is_meta or id(parameter) in local for parameter in parameters)
-    assert not any(parameter.is_meta for parameter in part.parameters())
+    assert not any(parameter.is_meta for parameter in local_model.parameters())
 
 
 @pytest.mark.parametrize("num_layers, num_stages", [(7, 2), (7, 4), (8, 4)])

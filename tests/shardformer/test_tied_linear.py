@@ -70,8 +70,8 @@ def refusal_of(pair: tuple[str, str], name: str) -> str:
         model.set_submodule(pair[1], first)
     else:
         setattr(second, name, getattr(first, name))
-    before = {name: each.clone() for name, each in model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     booster = hybrid(tp_size=2)
     text = refused(lambda: booster.boost(model, sgd(model), loss_of))
-    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     return text

@@ -36,8 +36,8 @@ def test_heads_that_do_not_divide_are_padded() -> None:
 def test_an_attribute_that_a_layer_lacks_is_reported() -> None:
     model = build_timm()
     del model.blocks[1].attn.attn_dim
-    (found,) = errors(model, tp_size=2)
-    assert "blocks.1: the table names 'attn.attn_dim' in a layer, which has no attribute" in found
+    (error,) = errors(model, tp_size=2)
+    assert "blocks.1: the table names 'attn.attn_dim' in a layer, which has no attribute" in error
 
 
 def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
@@ -50,8 +50,8 @@ def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
     [
         Layout(tp=2, pp=2),
         *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1))
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1))
         ),
     ],
     ids=str,

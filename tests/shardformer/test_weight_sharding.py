@@ -61,13 +61,13 @@ def mean_gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
     """Return mean gradients over the inputs of all ranks for sharded parameters, and local ones for replicated."""
     size, rank = dist.get_world_size(), dist.get_rank()
     plain = make_model()
-    weights = [name for name, each in model.named_parameters() if shard_on(each, "wp") is not None]
-    for each in range(size):
-        (loss_of(plain, each) * times / size).backward()
-    mean = {name: each.grad for name, each in plain.named_parameters() if name in weights}
-    own = make_model()
-    (loss_of(own, rank) * times).backward()
-    return {name: mean.get(name, each.grad) for name, each in own.named_parameters()}
+    weights = [name for name, parameter in model.named_parameters() if shard_on(parameter, "wp") is not None]
+    for source_rank in range(size):
+        (loss_of(plain, source_rank) * times / size).backward()
+    mean = {name: parameter.grad for name, parameter in plain.named_parameters() if name in weights}
+    local_model = make_model()
+    (loss_of(local_model, rank) * times).backward()
+    return {name: mean.get(name, parameter.grad) for name, parameter in local_model.named_parameters()}
 
 
 def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any = None) -> None:
@@ -129,7 +129,7 @@ def with_frozen() -> None:
     model = make_parallel()
     model[0].requires_grad_(False)
     model[1].linear.weight.requires_grad_(False)
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for step in range(3):
         loss_of(model, dist.get_rank()).backward()
         require_gradients(model, mean_gradients(model, step + 1), trained)
@@ -178,10 +178,10 @@ def transfers(ahead: bool) -> str:
     }
     log: list[str] = []
 
-    def logged(begin: Any, what: str, whole: int) -> Any:
-        def begun(*given: Any) -> Any:
-            name = f"{what}{numbers_of[given[whole].numel()]}"
-            work = begin(*given)
+    def logged(begin: Any, what: str, position: int) -> Any:
+        def begun(*args: Any) -> Any:
+            name = f"{what}{numbers_of[args[position].numel()]}"
+            work = begin(*args)
             log.append(f"begin {name}")
             return SimpleNamespace(wait=lambda: (log.append(f"wait {name}"), work.wait()))
 
@@ -221,7 +221,7 @@ def count() -> tuple[dict[Any, Any], int]:
     for _ in range(3):
         with Traffic(mesh) as traffic:
             model(torch.ones(2, 64, requires_grad=True)).sum().backward()
-    return {key: (each.calls, each.sent) for key, each in traffic.counts.items()}, 3 * 64 * 64
+    return {key: (count.calls, count.sent) for key, count in traffic.counts.items()}, 3 * 64 * 64
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -270,12 +270,12 @@ def split_tied() -> None:
     layers[2].weight = embedding.weight
     plain = deepcopy(model)
     apply_weight_sharding(model, list(layers), dist.group.WORLD)
-    assert [type(each) is nn.Linear for each in layers] == [False, False, True]
+    assert [type(layer) is nn.Linear for layer in layers] == [False, False, True]
     assert layers[0].weight is layers[1].weight and layers[0].weight.shape == (2, 4)
     assert layers[2].weight is embedding.weight and embedding.weight.shape == (4, 4)
-    for whole in (plain, model):
-        x = whole["embedding"](torch.arange(4))
-        for layer in whole["layers"]:
+    for module in (plain, model):
+        x = module["embedding"](torch.arange(4))
+        for layer in module["layers"]:
             x = layer(x).tanh()
         x.square().sum().backward()
     expected = plain["layers"][0].weight.grad.chunk(2)[dist.get_rank()]
@@ -304,11 +304,11 @@ def use(name: str) -> Use:
     ],
 )
 def test_a_layer_that_always_followed_is_prefetched(before: str, uses: str, prefetched: str) -> None:
-    order, found = PrefetchOrder(), []
-    for each in before.split():
-        order.record(use(each))
-    for each in uses.split():
-        order.record(use(each))
-        after = order.after(use(each))
-        found.append("-" if after is None else after.layer)
-    assert " ".join(found) == prefetched
+    order, prefetches = PrefetchOrder(), []
+    for event in before.split():
+        order.record(use(event))
+    for event in uses.split():
+        order.record(use(event))
+        after = order.after(use(event))
+        prefetches.append("-" if after is None else after.layer)
+    assert " ".join(prefetches) == prefetched

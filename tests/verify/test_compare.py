@@ -36,9 +36,9 @@ def test_a_weight_may_be_off_by_eight_times_the_effect_of_rounding() -> None:
 
 
 def test_in_the_first_step_only_gradients_may_be_off_by_twice_the_effect_of_rounding() -> None:
-    def departs(found: StepRecord, near: StepRecord, *, bitwise: bool = False) -> bool:
+    def departs(step: StepRecord, near: StepRecord, *, bitwise: bool = False) -> bool:
         steps = compare_float32(
-            [found], [record()], learning_rate=1e-3, epsilon=1e-5, bitwise=bitwise, rounded=[[near]]
+            [step], [record()], learning_rate=1e-3, epsilon=1e-5, bitwise=bitwise, rounded=[[near]]
         )
         return first_departure(steps) is not None
 
@@ -55,8 +55,8 @@ def test_in_the_first_step_only_gradients_may_be_off_by_twice_the_effect_of_roun
 def test_loss_gradient_and_norm_may_be_off_by_the_effect_of_rounding_on_each() -> None:
     moved = replace(record(), loss=1.01, norm=5**0.5 + 0.01, gradients={"w": torch.tensor([1.01, -2.0])})
     for quantity in ("loss", "norm", "gradients"):
-        own = replace(record(), **{quantity: getattr(moved, quantity)})
-        steps = [record(), own]
+        step = replace(record(), **{quantity: getattr(moved, quantity)})
+        steps = [record(), step]
 
         def judge(near: StepRecord, steps: list[StepRecord] = steps) -> str | None:
             runs = [[record(), near]]
@@ -67,7 +67,7 @@ def test_loss_gradient_and_norm_may_be_off_by_the_effect_of_rounding_on_each() -
                 )
             )
 
-        assert judge(own) is None
+        assert judge(step) is None
         assert judge(record()) is not None
 
 
@@ -97,14 +97,14 @@ def test_under_sgd_a_weight_is_off_by_what_its_gradient_is() -> None:
 
 
 def in_16_bits(
-    *found: StepRecord, usual: StepRecord, nearby: StepRecord | None, exact: StepRecord | None = None
+    *steps: StepRecord, usual: StepRecord, nearby: StepRecord | None, exact: StepRecord | None = None
 ) -> str | None:
     """Return the departure, if one process is as far from float32 as `usual`, and one nearby as far as `nearby`."""
-    near = [] if nearby is None else [[Reference(nearby, record()) for _ in found]]
+    near = [] if nearby is None else [[Reference(nearby, record()) for _ in steps]]
     return first_departure(
         compare_16_bit(
-            found,
-            [Reference(usual, exact or record()) for _ in found],
+            steps,
+            [Reference(usual, exact or record()) for _ in steps],
             dtype=torch.bfloat16,
             learning_rate=1e-3,
             nearby=near,
@@ -150,8 +150,8 @@ def test_an_expert_that_one_format_gives_no_token_may_have_no_gradient() -> None
     def having(expert: float) -> StepRecord:
         return replace(record(), gradients={**record().gradients, "expert": torch.tensor([expert])})
 
-    for found in (record(), having(0.1)):
-        assert in_16_bits(found, usual=record(), nearby=None, exact=having(0.1)) is None
+    for step in (record(), having(0.1)):
+        assert in_16_bits(step, usual=record(), nearby=None, exact=having(0.1)) is None
     departed = in_16_bits(having(0.1), usual=record(), nearby=None)
     assert departed is not None and "gradient of expert is off by inf" in departed
     departed = in_16_bits(having(2.0), usual=record(), nearby=None, exact=having(0.1))

@@ -61,7 +61,7 @@ def test_criterions_weights_and_sums_count_at_once_and_one_by_one(
 ) -> None:
     batch = make_batch(choice, num_samples=5, seed=0)
     microbatches = [
-        {name: tensor[part] for name, tensor in batch.items()} for part in (slice(2), slice(2, 5))
+        {name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(2), slice(2, 5))
     ]
     (record,) = train(
         model := choice.build(),

@@ -87,7 +87,7 @@ def made(kind: str, length: int, implementation: str) -> Any:
     raise AssertionError(kind)
 
 
-def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any:
+def make(function: str, config: MistralConfig, length: int, **arguments: Any) -> Any:
     """Call a mask function of transformers with the arguments that the installed release has."""
     embeds = torch.zeros(BATCH, length, 1)
     known: dict[str, Any] = {
@@ -99,7 +99,7 @@ def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any
     }
     call = getattr(masks, function)
     takes = inspect.signature(call).parameters
-    return call(config=config, **{**{name: known[name] for name in known if name in takes}, **given})
+    return call(config=config, **{**{name: known[name] for name in known if name in takes}, **arguments})
 
 
 def in_blocks(kind: str, length: int, *, levels: bool = False) -> BlockMask:
@@ -108,7 +108,7 @@ def in_blocks(kind: str, length: int, *, levels: bool = False) -> BlockMask:
         return made(kind, length, "blocks")
 
 
-def whole(kind: str, length: int) -> Tensor:
+def full_mask(kind: str, length: int) -> Tensor:
     """Make a full mask (B, 1, S, S), by transformers' function for torch's attention."""
 
     def always(*args: Any, **kwargs: Any) -> Tensor:

@@ -53,7 +53,7 @@ def attend_with_flash() -> None:
     seen: dict[str, Any] = {}
 
     def stand_in(
-        module: Any, query: Tensor, *given: Any, position_ids: Tensor, **rest: Any
+        module: Any, query: Tensor, *args: Any, position_ids: Tensor, **rest: Any
     ) -> tuple[Tensor, None]:
         seen.update(kernel=module.config._attn_implementation, positions=position_ids, length=query.shape[2])
         return query.transpose(1, 2).contiguous(), None
@@ -66,7 +66,7 @@ def attend_with_flash() -> None:
     axis.mark(module)
     module.config._attn_implementation_internal = "echelon_all_to_all_flash_attention_2"
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    q, k, v = (axis.shard(each, 2) for each in tensors(LENGTH))
+    q, k, v = (axis.shard(tensor, 2) for tensor in tensors(LENGTH))
     padding = torch.ones(B, LENGTH, dtype=torch.bool)
     with patch.dict(AttentionInterface._global_mapping, flash_attention_2=stand_in):
         out, _ = all_to_all_attention(
@@ -94,7 +94,7 @@ PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
 
 
 @pytest.mark.parametrize(
-    ("given", "plain"),
+    ("arguments", "plain"),
     [
         ({}, TRIANGLE[None, None]),
         (
@@ -105,15 +105,15 @@ PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
     ],
     ids=["causal", "all", "padded"],
 )
-def test_unsharded_sequences_use_torchs_attention(given: dict[str, Any], plain: Tensor) -> None:
+def test_unsharded_sequences_use_torchs_attention(arguments: dict[str, Any], plain: Tensor) -> None:
     module = Attention()
     q, k, v = tensors(5)
-    blocks = block_mask(batch_size=B, q_length=5, kv_length=5, **given)
+    blocks = block_mask(batch_size=B, q_length=5, kv_length=5, **arguments)
     expected, _ = sdpa_attention_forward(module, q, k, v, plain, scaling=0.3)
-    found, _ = ring_attention_of(module, q, k, v, blocks, scaling=0.3)
-    torch.testing.assert_close(found, expected)
-    found, _ = all_to_all_attention("sdpa", module, q, k, v, plain, scaling=0.3)
-    assert torch.equal(found, expected)
+    output, _ = ring_attention_of(module, q, k, v, blocks, scaling=0.3)
+    torch.testing.assert_close(output, expected)
+    output, _ = all_to_all_attention("sdpa", module, q, k, v, plain, scaling=0.3)
+    assert torch.equal(output, expected)
 
 
 # In older releases of transformers the attention of these models does not use the interface.
@@ -180,10 +180,10 @@ def test_layers_that_would_compute_something_else_are_refused(
     model_type: str, modes: tuple[str, ...], settings: dict[str, object], reason: str
 ) -> None:
     for mode in modes:
-        found = errors_of(model_type, mode, **settings)
-        assert any(reason in each for each in found), found
-        assert all("sequence_parallelism" in each or "set it to 0" in each for each in found), "no advice"
-        assert len(set(found)) == len(found)
+        errors = errors_of(model_type, mode, **settings)
+        assert any(reason in error for error in errors), errors
+        assert all("sequence_parallelism" in error or "set it to 0" in error for error in errors), "no advice"
+        assert len(set(errors)) == len(errors)
 
 
 def tried(model: Any, mode: str) -> tuple[list[str], Policy]:

@@ -10,14 +10,14 @@ from transformers import masking_utils as masks
 
 from echelon.shardformer.sequence.block_mask import BlockKind, BlockMask, TensorMask, block_mask
 
-from .masks import KINDS, in_blocks, registered, whole
+from .masks import KINDS, full_mask, in_blocks, registered
 
 LENGTH = 13
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_is_a_tensor_only_if_needed(kind: str) -> None:
-    mask, expected = in_blocks(kind, LENGTH), whole(kind, LENGTH)
+    mask, expected = in_blocks(kind, LENGTH), full_mask(kind, LENGTH)
     for queries in (range(4), range(4, 8), range(2, 7), range(6, 7)):
         for keys in (range(4), range(12, 13), range(2, 7), range(LENGTH)):
             block = expected[:, :, queries.start : queries.stop, keys.start : keys.stop]
@@ -46,8 +46,8 @@ def test_plain_masks_are_known_from_positions_alone(function: Any, arguments: di
     here, ahead = range(2**38, 2**39), range(2**39, 3 * 2**38)
     is_causal = arguments.get("allow_is_causal_skip", True)
     expected = [BlockKind.NOTHING, BlockKind.TRIANGLE, BlockKind.ALL] if is_causal else [BlockKind.ALL] * 3
-    found = [mask.block(here, ahead), mask.block(here, here), mask.block(ahead, here)]
-    assert found == expected
+    kinds = [mask.block(here, ahead), mask.block(here, here), mask.block(ahead, here)]
+    assert kinds == expected
 
 
 def test_a_padding_mask_that_hides_nothing_leaves_a_mask_plain() -> None:

@@ -42,8 +42,8 @@ def pair(
     name: str = "LlamaForCausalLM", *, tp: int = 1, settings: Any = (), **plugin: Any
 ) -> list[nn.Module]:
     """Return a model and its boosted copy."""
-    whole = build(name, **dict(settings)).train()
-    return [whole, boosted(deepcopy(whole), tp=tp, **plugin).train()]
+    reference = build(name, **dict(settings)).train()
+    return [reference, boosted(deepcopy(reference), tp=tp, **plugin).train()]
 
 
 def batch(length: int = LENGTH) -> dict[str, Tensor]:
@@ -53,30 +53,32 @@ def batch(length: int = LENGTH) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def require_same_gradients(whole: nn.Module, model: nn.Module) -> None:
+def require_same_gradients(reference: nn.Module, model: nn.Module) -> None:
     """Compare the gradients of all parameters, averaged over the sequence axis."""
-    for (name, own), expected in zip(model.module.named_parameters(), whole.parameters(), strict=True):
-        assert own.grad is not None, name
-        mean = own.grad.clone()
+    for (name, parameter), expected in zip(
+        model.module.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert parameter.grad is not None, name
+        mean = parameter.grad.clone()
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
         torch.testing.assert_close(mean, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def train_alike(whole: nn.Module, model: nn.Module) -> None:
+def train_alike(reference: nn.Module, model: nn.Module) -> None:
     model(**batch()).loss.backward()
-    whole(**batch()).loss.backward()
-    require_same_gradients(whole, model)
+    reference(**batch()).loss.backward()
+    require_same_gradients(reference, model)
 
 
 # Losses of sequence shards.
 
 
 def train_and_evaluate(tp: int) -> None:
-    whole, model = pair(tp=tp)
+    reference, model = pair(tp=tp)
     lengths: list[int] = []
     model.module.lm_head.register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
-    expected = whole(**batch())
+    expected = reference(**batch())
     outputs = model(**batch())
     assert lengths == [20]
     torch.testing.assert_close(outputs.loss, expected.loss)
@@ -86,8 +88,8 @@ def train_and_evaluate(tp: int) -> None:
             misuse()
     torch.testing.assert_close(outputs.logits.gather(), expected.logits)
     shifted = batch()["labels"].roll(-2, 1)
-    for given in ({"num_items_in_batch": torch.tensor(5)}, {"shift_labels": shifted}):
-        torch.testing.assert_close(model(**batch(), **given).loss, whole(**batch(), **given).loss)
+    for arguments in ({"num_items_in_batch": torch.tensor(5)}, {"shift_labels": shifted}):
+        torch.testing.assert_close(model(**batch(), **arguments).loss, reference(**batch(), **arguments).loss)
     asked = model(**batch(), logits_to_keep=LENGTH)  # a call that selects positions itself
     torch.testing.assert_close(asked.logits.gather() if tp > 1 else asked.logits, expected.logits)
     kept = torch.tensor([0, LENGTH - 1])
@@ -96,10 +98,10 @@ def train_and_evaluate(tp: int) -> None:
     torch.testing.assert_close(as_tuple[0], expected.loss)
     assert isinstance(as_tuple[1], SequenceParallelLogits)
     # Evaluation, with another length and without labels, returns full logits.
-    model.eval(), whole.eval()
+    model.eval(), reference.eval()
     with torch.no_grad():
         for inputs in (batch(7), {"input_ids": batch(5)["input_ids"]}):
-            torch.testing.assert_close(model(**inputs).logits, whole(**inputs).logits)
+            torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits)
     torch.testing.assert_close(model.train()(**batch()).loss, expected.loss)
 
 
@@ -109,33 +111,33 @@ def weigh_gathered_logits() -> None:
     def criterion(loss: Tensor, logits: Tensor) -> Tensor:
         return loss + 0.1 * logits.logsumexp(-1).pow(2).mean()
 
-    whole, model = pair()
-    expected, outputs = whole(**batch()), model(**batch())
+    reference, model = pair()
+    expected, outputs = reference(**batch()), model(**batch())
     criterion(expected.loss, expected.logits).backward()
     criterion(outputs.loss, outputs.logits.gather()).backward()
-    require_same_gradients(whole, model)
-    whole, model = pair(parallel_output=False)
-    torch.testing.assert_close(model(**batch()).logits, whole(**batch()).logits)
+    require_same_gradients(reference, model)
+    reference, model = pair(parallel_output=False)
+    torch.testing.assert_close(model(**batch()).logits, reference(**batch()).logits)
 
 
 def forward_between(mode: str, *, use_reentrant: bool) -> None:
     """Use transformers' checkpointing, with a forward of another sequence length before the backward."""
     sizes = {"sp": 1, "tp": 2} if mode == "ring" else {}
-    whole, model = pair("BertForSequenceClassification", mode=mode, **sizes)
+    reference, model = pair("BertForSequenceClassification", mode=mode, **sizes)
     inputs = {"input_ids": batch()["input_ids"], "labels": torch.tensor([0, 1])}
-    for each in (whole, model.unwrap()):
-        each.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        each.enable_input_require_grads()
+    for module in (reference, model.unwrap()):
+        module.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        module.enable_input_require_grads()
     loss = model(**inputs).loss
     with torch.no_grad():
         model(input_ids=batch(LENGTH + 1)["input_ids"])
     loss.backward()
-    whole(**inputs).loss.backward()
+    reference(**inputs).loss.backward()
     if mode != "ring":
-        return require_same_gradients(whole, model)
+        return require_same_gradients(reference, model)
     name = "bert.embeddings.position_embeddings.weight"
-    expected, found = (each.get_parameter(name).grad for each in (whole, model.unwrap()))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    expected, gradient = (module.get_parameter(name).grad for module in (reference, model.unwrap()))
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def sharded_over_two_rings() -> None:
@@ -185,13 +187,15 @@ class Shapes(TorchDispatchMode):
         """Run an operation and record the shapes of its results."""
         result = func(*args, **(kwargs or {}))
         floats = (
-            each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_floating_point()
+            tensor
+            for tensor in tree_leaves(result)
+            if isinstance(tensor, Tensor) and tensor.is_floating_point()
         )
-        self.made |= {tuple(each.shape) for each in floats}
+        self.made |= {tuple(tensor.shape) for tensor in floats}
         return result
 
 
-def is_whole(shape: tuple[int, ...], tp: int) -> bool:
+def has_full_sequence(shape: tuple[int, ...], tp: int) -> bool:
     """Return True if a shape contains the full sequence, with padding or not, or both samples flattened.
 
     40 rows may be the shards of two samples, and 80 numbers the two sums per row in the loss of sharded logits.
@@ -202,16 +206,16 @@ def is_whole(shape: tuple[int, ...], tp: int) -> bool:
 
 
 def hold_no_whole_sequence(tp: int) -> None:
-    whole, model = pair(tp=tp)
+    reference, model = pair(tp=tp)
     for _ in range(2):
         with Shapes() as shapes:
             model(**batch()).loss.backward()
         assert any(20 in shape for shape in shapes.made)
-        wholes = [shape for shape in shapes.made if is_whole(shape, tp)]
-        assert not wholes, wholes
+        full_shapes = [shape for shape in shapes.made if has_full_sequence(shape, tp)]
+        assert not full_shapes, full_shapes
         model.zero_grad()
     if tp == 1:
-        train_alike(whole, model)
+        train_alike(reference, model)
 
 
 def looked_up(model: nn.Module) -> list[int]:
@@ -240,26 +244,28 @@ def compute_with_what_is_looked_up() -> None:
         ("GPT2LMHeadModel", always, always),
         ("Gemma3ForCausalLM", never, never),
     ):
-        whole, model = pair(name, settings={} if name == "GPT2LMHeadModel" else {"num_key_value_heads": 2})
+        reference, model = pair(
+            name, settings={} if name == "GPT2LMHeadModel" else {"num_key_value_heads": 2}
+        )
         if name == "LlamaForCausalLM":
             model.unwrap().model.embed_tokens.register_forward_hook(read)
         assert sorted(looked_up(model)) == sorted(first), name
         assert looked_up(model) == later, name
-        train_alike(whole, model)
+        train_alike(reference, model)
 
 
 def know_frequencies() -> None:
     """Rotary tables that depend on the largest position get full sequences."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     settings = {"rope_parameters": dynamic, "max_position_embeddings": 16}
-    for given, expected in (({}, ShardTensor), (settings, Tensor)):
-        whole, model = pair(settings=given)
-        found: list[Any] = []
+    for options, expected in (({}, ShardTensor), (settings, Tensor)):
+        reference, model = pair(settings=options)
+        tables: list[Any] = []
         model.unwrap().model.rotary_emb.register_forward_hook(
-            lambda *given, found=found: found.extend(given[2])
+            lambda *args, tables=tables: tables.extend(args[2])
         )
-        train_alike(whole, model)
-        assert [type(each) for each in found] == [expected] * 2
+        train_alike(reference, model)
+        assert [type(table) for table in tables] == [expected] * 2
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -274,15 +280,15 @@ def test_modules_that_compute_with_full_sequences_get_them(pool: Pool, function:
     pool.run(2, function)
 
 
-def stands_for(whole: Tensor) -> tuple[ShardTensor, list[int]]:
+def stands_for(full: Tensor) -> tuple[ShardTensor, list[int]]:
     """Return a placeholder with a shard of half the length, and a list of materializations."""
     made: list[int] = []
 
     def make() -> Tensor:
         made.append(1)
-        return whole
+        return full
 
-    return ShardTensor(whole[:, : whole.shape[1] // 2], length=whole.shape[1], make_full=make), made
+    return ShardTensor(full[:, : full.shape[1] // 2], length=full.shape[1], make_full=make), made
 
 
 def test_shape_and_dtype_are_known_without_materializing() -> None:
@@ -305,14 +311,14 @@ def test_shape_and_dtype_are_known_without_materializing() -> None:
     ids=["plus", "entry", "cat", "in place", "dtype"],
 )
 def test_operations_on_the_placeholder_use_the_full_tensor(use: Callable[[Tensor], Tensor]) -> None:
-    whole = torch.arange(48.0).view(2, 6, 4).requires_grad_()
-    x, made = stands_for(whole)
+    full = torch.arange(48.0).view(2, 6, 4).requires_grad_()
+    x, made = stands_for(full)
     with torch.no_grad():  # a use without gradients must not remove them
         use(x)
-    found = use(x)
-    assert type(found) is Tensor and torch.equal(found, use(whole))
-    (own,), (expected,) = (torch.autograd.grad(each.sum(), whole) for each in (found, use(whole)))
-    assert torch.equal(own, expected)
+    output = use(x)
+    assert type(output) is Tensor and torch.equal(output, use(full))
+    (gradient,), (expected,) = (torch.autograd.grad(tensor.sum(), full) for tensor in (output, use(full)))
+    assert torch.equal(gradient, expected)
     assert made == [1] and x.shard is None  # shards are taken from the full tensor from now on
 
 

@@ -20,7 +20,7 @@ from echelon.shardformer.sequence.block_mask import block_mask
 
 from ...host_reads import host_reads
 from ...pool import Pool
-from .masks import KINDS, in_blocks, whole
+from .masks import KINDS, full_mask, in_blocks
 from .test_parallel_attention import (
     HALF,
     axis_alone,
@@ -59,7 +59,7 @@ MASKED = [kind for kind in KINDS if not has_words(kind)]
 
 
 def places(*ranges: tuple[int, int]) -> Tensor:
-    return torch.cat([torch.arange(*each) for each in ranges])
+    return torch.cat([torch.arange(*bounds) for bounds in ranges])
 
 
 @pytest.mark.parametrize("kind", MASKED)
@@ -68,9 +68,9 @@ def test_a_block_mask_is_the_dense_one(kind: str) -> None:
     queries, keys = places((64, 192), (256, 384)), places((0, 150), (200, 306))  # padding from 300 on
     with patch.object(flex, "_ENTRIES", 128 * 256):  # 128 rows at a time
         made = flex.flex_mask(in_blocks(kind, length), queries, keys)
-    dense = whole(kind, length)
+    dense = full_mask(kind, length)
     expected = torch.zeros(len(dense), 1, 384, 384, dtype=torch.bool)  # padded to full blocks
-    real = [each < length for each in (queries, keys)]
+    real = [positions < length for positions in (queries, keys)]
     among = dense[:, :, queries[real[0]]][..., keys[real[1]]]
     expected[:, :, : int(real[0].sum()), : int(real[1].sum())] = among
     mask_mod = torch_flex.create_mask(made.mask_mod, len(dense), 1, len(queries), len(keys), device="cpu")
@@ -85,32 +85,32 @@ def test_a_block_mask_is_the_dense_one(kind: str) -> None:
 @pytest.mark.parametrize("kind", MASKED)
 def test_blocks_combine_to_dense_attention(kind: str) -> None:
     with flex_on_cpu():
-        check(by_ring(in_blocks(kind, 141)), axis_alone(), whole(kind, 141), random_qkv(141))
+        check(by_ring(in_blocks(kind, 141)), axis_alone(), full_mask(kind, 141), random_qkv(141))
 
 
 def test_it_caps_scores() -> None:
     with flex_on_cpu():
         attend, qkv = by_ring(in_blocks("padded left", 24), softcap=0.5), random_qkv(24, heads=(4, 1))
-        check(attend, axis_alone(), whole("padded left", 24), qkv, softcap=0.5)
+        check(attend, axis_alone(), full_mask("padded left", 24), qkv, softcap=0.5)
 
 
 def test_short_formats_are_merged_in_float32() -> None:
     with flex_on_cpu():
         qkv = random_qkv(64, dtype=torch.bfloat16)
-        check(by_ring(in_blocks("padded", 64)), axis_alone(), whole("padded", 64), qkv, tolerance=HALF)
+        check(by_ring(in_blocks("padded", 64)), axis_alone(), full_mask("padded", 64), qkv, tolerance=HALF)
 
 
 @pytest.mark.slow
 def test_kinds_of_calls_share_no_graphs() -> None:
     """torch compiles at most 8 graphs of one function, and then raises."""
-    own, as_it_is = cache(flex._compiled.__wrapped__), partial(torch.compile, backend="eager")
-    with flex_on_cpu(), patch.object(flex, "_compiled", own), patch("torch.compile", as_it_is):
+    compiled, as_it_is = cache(flex._compiled.__wrapped__), partial(torch.compile, backend="eager")
+    with flex_on_cpu(), patch.object(flex, "_compiled", compiled), patch("torch.compile", as_it_is):
         for kind, dtype in product(MASKED, (torch.float32, torch.bfloat16)):
             axis = axis_alone()
             axis.length = 24
             with torch.no_grad():
                 by_ring(in_blocks(kind, 24))(*random_qkv(24, dtype=dtype), axis)
-    assert own.cache_info().currsize > 8
+    assert compiled.cache_info().currsize > 8
 
 
 def attend_round_rings() -> None:
@@ -118,7 +118,7 @@ def attend_round_rings() -> None:
         for number, (kind, length) in enumerate((("padded", 19), ("packed", 19), ("empty row", 3))):
             axis = axis_of_world(is_zigzag=number % 2 == 0)
             qkv = random_qkv(length, value_width=6)
-            check(by_ring(in_blocks(kind, length)), axis, whole(kind, length), qkv)
+            check(by_ring(in_blocks(kind, length)), axis, full_mask(kind, length), qkv)
 
 
 def test_attention_over_ranks_is_dense_attention(pool: Pool) -> None:
@@ -149,7 +149,7 @@ def run(mask: Any, qkv: list[Tensor]) -> None:
     """Run forward and backward."""
     axis = axis_alone()
     axis.length = qkv[0].shape[2]
-    inputs = [each.requires_grad_() for each in qkv]
+    inputs = [tensor.requires_grad_() for tensor in qkv]
     torch.autograd.grad(by_ring(mask)(*inputs, axis).sum(), inputs)
 
 

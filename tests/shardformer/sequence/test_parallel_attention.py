@@ -30,7 +30,7 @@ from echelon.shardformer.sequence.ulysses import HeadShare, attend_by_heads
 from echelon.shardformer.sharder import StandInGroup
 
 from ...pool import Pool
-from .masks import BATCH, KINDS, in_blocks, whole
+from .masks import BATCH, KINDS, full_mask, in_blocks
 
 SCALE = 0.4
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # for float64
@@ -55,12 +55,15 @@ def random_qkv(
     generator = torch.Generator().manual_seed(length)
     shapes = (heads[0], width), (heads[1], width), (heads[1], value_width or width)
     kind = {"dtype": torch.float64, **kind}
-    return [torch.randn(BATCH, count, length, each, generator=generator).to(**kind) for count, each in shapes]
+    return [
+        torch.randn(BATCH, count, length, head_width, generator=generator).to(**kind)
+        for count, head_width in shapes
+    ]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, softcap: float | None, levels: bool) -> Tensor:
     """Dense attention, (B, S, N, D): queries that see no key get 0, or with `levels` the mean of all values."""
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     scores = SCALE * q @ k.mT
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
@@ -83,18 +86,18 @@ def check(
     levels: bool = False,
 ) -> None:
     """Compare this rank's shard of the results, and of the gradients of q, k and v, with dense attention."""
-    inputs = [each.detach().cpu().double().requires_grad_() for each in qkv]
+    inputs = [tensor.detach().cpu().double().requires_grad_() for tensor in qkv]
     expected = dense(*inputs, mask, softcap=softcap, levels=levels)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     gradients = torch.autograd.grad(expected, inputs, upstream)
     axis.length = qkv[0].shape[2]
-    own = [axis.shard(each, 2).requires_grad_() for each in qkv]
-    out = attend(*own, axis)
-    found = torch.autograd.grad(out, own, axis.shard(upstream, 1).to(out))
-    assert out.dtype == own[0].dtype
+    shards = [axis.shard(tensor, 2).requires_grad_() for tensor in qkv]
+    out = attend(*shards, axis)
+    local_gradients = torch.autograd.grad(out, shards, axis.shard(upstream, 1).to(out))
+    assert out.dtype == shards[0].dtype
     names = ["results", *(f"gradient of {name}" for name in "qkv")]
-    wholes = [axis.shard(expected, 1), *(axis.shard(each, 2) for each in gradients)]
-    for name, one, other in zip(names, (out, *found), wholes, strict=True):
+    expected_shards = [axis.shard(expected, 1), *(axis.shard(gradient, 2) for gradient in gradients)]
+    for name, one, other in zip(names, (out, *local_gradients), expected_shards, strict=True):
         assert_close(
             one.cpu(), other, check_dtype=False, msg=lambda text, name=name: f"{name}: {text}", **tolerance
         )
@@ -109,8 +112,8 @@ def by_ring(mask: Any, *, is_causal: bool = False, **settings: Any) -> Attend:
 def by_heads(mask: Tensor | None, *, is_causal: bool = False, **settings: Any) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> Tensor:
         module = Attention(q.shape[1] // k.shape[1])
-        given = {"scaling": SCALE, "is_causal": is_causal, **settings}
-        return attend_by_heads(sdpa_attention_forward, module, q, k, v, mask, axis, **given)
+        arguments = {"scaling": SCALE, "is_causal": is_causal, **settings}
+        return attend_by_heads(sdpa_attention_forward, module, q, k, v, mask, axis, **arguments)
 
     return attend
 
@@ -160,10 +163,10 @@ def test_blocks_combine_to_dense_attention(kind: str, settings: dict[str, Any]) 
     levels = settings.get("levels", False)
     for plain, heads, length, tile in ((False, (4, 1), 24, 1024), (True, (4, 2), 29, 4)):
         mask = in_blocks(kind, length, levels=levels)
-        attend = by_ring(mask, **{key: each for key, each in settings.items() if key != "levels"})
+        attend = by_ring(mask, **{key: setting for key, setting in settings.items() if key != "levels"})
         takes = (lambda *_: False) if plain else kernels.is_fused
         with tiles_of(tile), patch.object(kernels, "is_fused", takes), patch.object(ring, "is_fused", takes):
-            check(attend, axis_alone(), whole(kind, length), random_qkv(length, heads=heads), **settings)
+            check(attend, axis_alone(), full_mask(kind, length), random_qkv(length, heads=heads), **settings)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +174,9 @@ def test_blocks_combine_to_dense_attention(kind: str, settings: dict[str, Any]) 
 )
 def test_short_formats_are_merged_in_float32(dtype: torch.dtype, tolerance: dict[str, float]) -> None:
     qkv = random_qkv(64, dtype=dtype)
-    for mask in (in_blocks("padded", 64), whole("padded", 64)):
+    for mask in (in_blocks("padded", 64), full_mask("padded", 64)):
         with tiles_of(16):
-            check(by_ring(mask), axis_alone(), whole("padded", 64), qkv, tolerance=tolerance)
+            check(by_ring(mask), axis_alone(), full_mask("padded", 64), qkv, tolerance=tolerance)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         axis = axis_alone()
         axis.length = 64
@@ -200,7 +203,7 @@ def test_the_first_kernel_that_can_is_chosen() -> None:
 
 def test_dropout_leaves_out_the_same_keys_in_backward() -> None:
     """Results are linear in the values: their sum equals the sum of values times their gradients."""
-    axis, qkv = axis_alone(), [each.requires_grad_() for each in random_qkv(20)]
+    axis, qkv = axis_alone(), [tensor.requires_grad_() for tensor in random_qkv(20)]
     axis.length = 20
     drop = partial(by_ring(None, dropout=0.3), axis=axis)
     runs = []
@@ -244,13 +247,13 @@ def test_zigzag_gives_all_ranks_equally_many_scores() -> None:
 def test_shards_make_up_the_sequence(size: int, length: int, *, is_zigzag: bool) -> None:
     order = SequenceOrder(size=size, is_zigzag=is_zigzag)
     x = torch.arange(1, 2 * length * 3 + 1).view(2, length, 3)
-    parts = [order.shard(x, 1, rank) for rank in range(size)]
-    assert len({part.shape for part in parts}) == 1
-    assert torch.equal(order.join(parts, 1, length), x)
+    shards = [order.shard(x, 1, rank) for rank in range(size)]
+    assert len({shard.shape for shard in shards}) == 1
+    assert torch.equal(order.join(shards, 1, length), x)
     padded = torch.cat([x, torch.zeros(2, order.padded(length) - length, 3, dtype=x.dtype)], 1)
-    for rank, part in enumerate(parts):
-        positions = [each for stretch in order.stretches(rank, length) for each in stretch]
-        assert torch.equal(part, padded[:, positions])
+    for rank, shard in enumerate(shards):
+        positions = [position for stretch in order.stretches(rank, length) for position in stretch]
+        assert torch.equal(shard, padded[:, positions])
 
 
 # Over ranks.
@@ -265,17 +268,20 @@ def attend_round_rings() -> None:
         axis = axis_of_world(is_zigzag=number % 2 == 0)
         with tiles_of(3 if number % 3 else 1024):
             check(
-                by_ring(in_blocks(kind, length)), axis, whole(kind, length), random_qkv(length, value_width=6)
+                by_ring(in_blocks(kind, length)),
+                axis,
+                full_mask(kind, length),
+                random_qkv(length, value_width=6),
             )
     axis = axis_of_world(is_zigzag=True)
     check(by_ring(None, is_causal=True), axis, causal(17), random_qkv(17))
     bias = torch.randn(1, 4, 19, 19, generator=torch.Generator().manual_seed(1))
     hidden = torch.zeros(causal(19).shape).masked_fill(~causal(19), torch.finfo(torch.float32).min)
-    for given, mask in ((causal(19), causal(19)), (hidden, causal(19)), (bias, bias)):
-        check(by_ring(given), axis, mask, random_qkv(19))
+    for attention_mask, mask in ((causal(19), causal(19)), (hidden, causal(19)), (bias, bias)):
+        check(by_ring(attention_mask), axis, mask, random_qkv(19))
     if dist.get_world_size() == 4:
         axis = axis_of_world(is_zigzag=True, inner_ring=2)
-        check(by_ring(in_blocks("padded", 27)), axis, whole("padded", 27), random_qkv(27))
+        check(by_ring(in_blocks("padded", 27)), axis, full_mask("padded", 27), random_qkv(27))
 
 
 def attend_with_own_heads() -> None:
@@ -301,29 +307,29 @@ def attend_with_sinks(heads: tuple[int, int]) -> None:
     q, k, v = random_qkv(7, heads=heads)
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, s_aux: Tensor, **_: Any) -> Any:
-        k, v = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (k, v))
+        k, v = (tensor.repeat_interleave(module.num_key_value_groups, 1) for tensor in (k, v))
         sinks = module.sinks.view(1, -1, 1, 1).expand(*q.shape[:3], 1)
         weights = torch.cat([q @ k.mT, sinks], -1).softmax(-1)[..., :-1]
         return (weights @ v).transpose(1, 2) * s_aux.exp()[:, None], None
 
     results = []
-    for is_whole in (True, False):
+    for is_unsharded in (True, False):
         module = Attention(heads[0] // heads[1])
         module.sinks = nn.Parameter(torch.linspace(-1, 1, heads[0], dtype=q.dtype))
         handed = module.sinks.detach().flip(0).requires_grad_()
         axis.length = 7
-        if is_whole:
+        if is_unsharded:
             out = axis.shard(attention(module, q, k, v, None, s_aux=handed)[0], 1)
         else:
-            own = [axis.shard(each, 2) for each in (q, k, v)]
-            out = attend_by_heads(attention, module, *own, None, axis, s_aux=handed)
+            shards = [axis.shard(tensor, 2) for tensor in (q, k, v)]
+            out = attend_by_heads(attention, module, *shards, None, axis, s_aux=handed)
         gradients = torch.autograd.grad(out.cos().sum(), [module.sinks, handed])
-        for each in gradients:
-            dist.all_reduce(each)
+        for gradient in gradients:
+            dist.all_reduce(gradient)
         results.append((out, *gradients))
-    for found, expected in zip(*results, strict=True):
-        assert expected.abs().max() > 0
-        assert_close(found, expected, **EXACT)
+    for unsharded, sharded in zip(*results, strict=True):
+        assert sharded.abs().max() > 0
+        assert_close(unsharded, sharded, **EXACT)
 
 
 @pytest.mark.parametrize("heads", [(6, 1), (4, 4)])
@@ -337,27 +343,27 @@ def drop_by_heads() -> tuple[Tensor, ...]:
     axis.length = 16
     q = torch.zeros(1, 4, 16, 8)
     v = torch.eye(16).expand(1, 4, 16, 16).contiguous()  # so that the result is the weights
-    q, v = (axis.shard(each, 2) for each in (q, v))
+    q, v = (axis.shard(tensor, 2) for tensor in (q, v))
     drawn = []
     for call in (
         by_heads(None, dropout=0.4),
         partial(checkpoint, by_heads(None, dropout=0.4), use_reentrant=False),
     ):
         torch.manual_seed(0)
-        given = v.clone().requires_grad_()
-        out = call(q, q, given, axis)
+        values = v.clone().requires_grad_()
+        out = call(q, q, values, axis)
         common = torch.rand(4)
         (out * torch.arange(out.numel()).view_as(out)).sum().backward()
-        drawn.append((out.detach(), given.grad, common))
+        drawn.append((out.detach(), values.grad, common))
     for one, again in zip(*drawn, strict=True):
         assert torch.equal(one, again)
     return drawn[0]
 
 
 def test_dropout_differs_between_heads_and_is_equal_when_recomputed(pool: Pool) -> None:
-    parts, _, commons = zip(*pool.run(2, drop_by_heads), strict=True)
+    shards, _, commons = zip(*pool.run(2, drop_by_heads), strict=True)
     assert torch.equal(*commons)
-    weights = torch.cat(parts, 1)
+    weights = torch.cat(shards, 1)
     kept = weights[weights > 0]
     assert_close(kept, torch.full_like(kept, 1 / 16 / 0.6))
     assert abs((weights == 0).float().mean().item() - 0.4) < 0.05
@@ -370,13 +376,16 @@ def sent(attend: Attend, is_double: bool, heads: tuple[int, int]) -> list[dict[t
     order = SequenceOrder(size=mesh.size("sp"), is_zigzag=attend is RING)
     axis = SequenceAxis(mesh.group("sp"), order, double_ring(mesh, 2) if is_double else None)
     axis.length = 62
-    own = [axis.shard(each, 2).requires_grad_() for each in random_qkv(62, heads=heads, dtype=torch.float32)]
+    shards = [
+        axis.shard(tensor, 2).requires_grad_() for tensor in random_qkv(62, heads=heads, dtype=torch.float32)
+    ]
     with Traffic(mesh) as forward:
-        out = attend(*own, axis)
+        out = attend(*shards, axis)
     with Traffic(mesh) as backward:
         out.sum().backward()
     return [
-        {key: count.sent for key, count in each.counts.items() if count.sent} for each in (forward, backward)
+        {key: count.sent for key, count in traffic.counts.items() if count.sent}
+        for traffic in (forward, backward)
     ]
 
 
@@ -395,18 +404,20 @@ def bytes_of_ulysses() -> Any:
 def test_bytes_are_those_of_the_formula(pool: Pool, ranks: int) -> None:
     position = BATCH * 64 * 8 * 4 * (ranks - 1) / ranks  # bytes of one head that leave a rank, times P
     for is_double in (False, True) if ranks == 4 else (False,):
-        found = pool.run(ranks, bytes_of_ring, is_double)
-        assert found == [[{("sp", "send"): 2 * 2 * position}, {("sp", "send"): 2 * 2 * 2 * position}]] * ranks
+        counts = pool.run(ranks, bytes_of_ring, is_double)
+        assert (
+            counts == [[{("sp", "send"): 2 * 2 * position}, {("sp", "send"): 2 * 2 * 2 * position}]] * ranks
+        )
     length = SequenceOrder(size=ranks).padded(62)
-    own = {("sp", "all_to_all"): (2 * 8 + 2 * 4) * position * length / 64 / ranks}
-    assert pool.run(ranks, bytes_of_ulysses) == [[own, own]] * ranks
+    expected = {("sp", "all_to_all"): (2 * 8 + 2 * 4) * position * length / 64 / ranks}
+    assert pool.run(ranks, bytes_of_ulysses) == [[expected, expected]] * ranks
 
 
 def memory(length: int) -> tuple[int, int]:
     """Return the bytes that ring attention keeps for backward, and those of the largest tensor that it makes."""
     axis = axis_of_world(is_zigzag=True)
     axis.length = length
-    own = [axis.shard(each, 2).requires_grad_() for each in random_qkv(length, dtype=torch.float32)]
+    shards = [axis.shard(tensor, 2).requires_grad_() for tensor in random_qkv(length, dtype=torch.float32)]
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -415,9 +426,9 @@ def memory(length: int) -> tuple[int, int]:
 
     with Largest() as largest:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = RING(*own, axis)
+            out = RING(*shards, axis)
         out.sum().backward()
-    return sum(each.untyped_storage().nbytes() for each in kept), largest.nbytes
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept), largest.nbytes
 
 
 class Largest(TorchDispatchMode):
@@ -429,18 +440,18 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(each, Tensor):
-                self.nbytes = max(self.nbytes, each.nbytes)
+        for output in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(output, Tensor):
+                self.nbytes = max(self.nbytes, output.nbytes)
         return result
 
 
 def test_a_rank_saves_only_its_shard_and_makes_no_tensor_larger_than_its_queries(pool: Pool) -> None:
     length, ranks, heads, kv_heads, width = 512, 2, 4, 2, 8
     for kept, largest in pool.run(ranks, memory, length):
-        part = length // ranks
-        assert kept == 4 * BATCH * part * (2 * heads * width + 2 * kv_heads * width + heads)
-        assert largest <= 4 * BATCH * part * heads * width  # not even all keys of one head
+        local_length = length // ranks
+        assert kept == 4 * BATCH * local_length * (2 * heads * width + 2 * kv_heads * width + heads)
+        assert largest <= 4 * BATCH * local_length * heads * width  # not even all keys of one head
 
 
 @pytest.mark.parametrize(
@@ -456,5 +467,5 @@ def test_a_rank_saves_only_its_shard_and_makes_no_tensor_larger_than_its_queries
 def test_few_key_value_heads_are_repeated_no_more_than_ranks_need(
     heads: tuple[int, int], size: int, expected: tuple[int, int, int]
 ) -> None:
-    found = HeadShare.with_fewest_heads(*heads, size)
-    assert (found.queries, found.keys, found.repeats) == expected
+    share = HeadShare.with_fewest_heads(*heads, size)
+    assert (share.queries, share.keys, share.repeats) == expected

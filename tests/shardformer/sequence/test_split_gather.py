@@ -22,7 +22,7 @@ from ...pool import Pool
 from ..compare import build, pieces, require_equal_on_ranks, require_same_training, split, text
 
 BATCH, LENGTH, HIDDEN = 2, 24, 32
-WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a full sequence
+SEQUENCE_BYTES = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a full sequence
 GATHER = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
 REGATHER = {**GATHER, "enable_sequence_regather": True}
 OVERLAP = {"enable_sequence_overlap": True}
@@ -51,15 +51,15 @@ def change_what_entered(is_stale: bool) -> None:
         for change in (doubled, written):
             model = build("LlamaForCausalLM")
             copied = split(deepcopy(model), **REGATHER)
-            for each in (model, copied):
-                change(each.model.layers[0])
+            for module in (model, copied):
+                change(module.model.layers[0])
             batch = {**text(), "labels": text()["input_ids"]}
             model(**batch).loss.backward()
             copied(**batch).loss.backward()
-            expected, found = (
-                each.get_parameter("model.layers.0.mlp.gate_proj.weight").grad for each in (model, copied)
+            expected, gradient = (
+                module.get_parameter("model.layers.0.mlp.gate_proj.weight").grad for module in (model, copied)
             )
-            torch.testing.assert_close(found, expected.chunk(2)[dist.get_rank()], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(gradient, expected.chunk(2)[dist.get_rank()], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
@@ -106,11 +106,13 @@ def bytes_kept(model: nn.Module) -> float:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    weight_storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids(), labels=ids()).loss
     del loss
-    return sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in own)
+    return sum(
+        tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weight_storages
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -124,7 +126,10 @@ def test_a_layer_sends_as_much_with_sharded_sequences_as_without(pool: Pool, ran
         (REGATHER, 10),
         (REGATHER | OVERLAP, 10),
     ):
-        assert pool.run(ranks, of_a_layer, bytes_sent, style) == [count * WHOLE * (ranks - 1) / ranks] * ranks
+        assert (
+            pool.run(ranks, of_a_layer, bytes_sent, style)
+            == [count * SEQUENCE_BYTES * (ranks - 1) / ranks] * ranks
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -134,8 +139,8 @@ def test_a_layer_saves_shards_between_regions_and_with_regathering_no_full_input
     plain, gathered, regathered = (
         set(pool.run(ranks, of_a_layer, bytes_kept, style)) for style in ({}, GATHER, REGATHER)
     )
-    others = WHOLE - WHOLE // ranks
-    assert {each - 2 * others for each in gathered} == regathered  # for two regions
+    others = SEQUENCE_BYTES - SEQUENCE_BYTES // ranks
+    assert {num_bytes - 2 * others for num_bytes in gathered} == regathered  # for two regions
     ((most,), (less,)) = plain, gathered
     assert most - less >= 4 * others  # norms keep their inputs and outputs
 
@@ -160,10 +165,10 @@ def order(style: dict[str, Any]) -> tuple[str, str]:
     """Return the events of an MLP, in forward and in backward."""
     model = llama(style)
     mlp, layer = model.model.layers[0].mlp, model.model.layers[0]
-    given: list[Tensor] = []
-    mlp.register_forward_pre_hook(lambda module, args: given.append(args[0]), prepend=True)
+    inputs: list[Tensor] = []
+    mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]), prepend=True)
     model(ids())
-    part = given[0].detach().requires_grad_()
+    shard = inputs[0].detach().requires_grad_()
     wait, logs = collectives.InFlight.wait, (Log(), Log())
 
     def logged(in_flight: Any, log: Log) -> Any:
@@ -171,9 +176,9 @@ def order(style: dict[str, Any]) -> tuple[str, str]:
             log.events.append("wait")
         return wait(in_flight)
 
-    with logs[0], patch.object(collectives.InFlight, "wait", lambda each: logged(each, logs[0])):
-        output = layer.mlp(part)
-    with logs[1], patch.object(collectives.InFlight, "wait", lambda each: logged(each, logs[1])):
+    with logs[0], patch.object(collectives.InFlight, "wait", lambda in_flight: logged(in_flight, logs[0])):
+        output = layer.mlp(shard)
+    with logs[1], patch.object(collectives.InFlight, "wait", lambda in_flight: logged(in_flight, logs[1])):
         output.sum().backward()
     return " ".join(logs[0].events), " ".join(logs[1].events)
 
@@ -230,7 +235,7 @@ def drop(break_it: Any = None) -> None:
             torch.manual_seed(7)
             for _ in range(4):
                 model(ids(), labels=ids()).loss.backward()
-            runs.append([each.grad for each in model.parameters()])
+            runs.append([parameter.grad for parameter in model.parameters()])
             for entries, samples in zip(masks[::2], masks[1::2], strict=True):
                 assert not torch.equal(*pieces(entries)), "both ranks dropped the same"
                 require_equal_on_ranks(samples.amax((1, 2)).float(), "which samples are left")
