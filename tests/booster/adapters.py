@@ -71,20 +71,30 @@ def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-5)
 
 
-def train_and_save(choice: Adapted, folder: Path, settings: dict[str, Any], *, given: str) -> dict[str, Any]:
+def train_and_save(
+    choice: Adapted, folder: Path, settings: dict[str, Any], *, selection: str
+) -> dict[str, Any]:
     """Take three steps and save; return the frozen parameters that changed, and the model's outputs afterwards.
 
     Args:
-        given: "all" or "trainable", the parameters given to the optimizer.
+        selection: "all" or "trainable", the parameters given to the optimizer.
     """
     booster = hybrid(**settings)
     model = choice.build_peft()
-    whole = {name: each.detach().clone() for name, each in model.get_base_model().named_parameters()}
-    optimizer = optimizer_of(each for each in model.parameters() if given == "all" or each.requires_grad)
+    full_weights = {
+        name: parameter.detach().clone() for name, parameter in model.get_base_model().named_parameters()
+    }
+    optimizer = optimizer_of(
+        parameter for parameter in model.parameters() if selection == "all" or parameter.requires_grad
+    )
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     losses = [*steps(booster, boosted, optimizer, shares(booster, choice, NUM_STEPS))]
     booster.save_lora_as_pretrained(boosted, folder)
-    return {"losses": losses, "moved": moved(boosted, whole), "logits": answer(booster, boosted, choice)}
+    return {
+        "losses": losses,
+        "moved": moved(boosted, full_weights),
+        "logits": answer(booster, boosted, choice),
+    }
 
 
 def load(choice: Adapted, folder: Path, settings: dict[str, Any]) -> Tensor | None:
@@ -103,13 +113,13 @@ def answer(booster: Any, boosted: Any, choice: Adapted) -> Tensor | None:
     return None if outputs is None else outputs.logits
 
 
-def moved(boosted: Any, whole: dict[str, Tensor]) -> list[str]:
+def moved(boosted: Any, full_weights: dict[str, Tensor]) -> list[str]:
     """Return the frozen parameters of this rank whose bits have changed."""
-    found = []
+    names = []
     for name, parameter in boosted.local_parameters.items():
-        own = whole[name]
+        original = full_weights[name]
         for shard, rank in shards_of(parameter, boosted.mesh.layout):
-            own = shard.local(own, rank)
-        if not parameter.requires_grad and not torch.equal(parameter, own):
-            found.append(name)
-    return found
+            original = shard.local(original, rank)
+        if not parameter.requires_grad and not torch.equal(parameter, original):
+            names.append(name)
+    return names

@@ -86,11 +86,16 @@ SIZES = {"tp_size": 2, "pp_size": 2, "num_microbatches": 4, "max_norm": 1.0, "pr
 def made(words: str, defaults: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the class of the plugin, and its layout, microbatches and precision."""
     plugin = plugin_from_arguments(parsed(words, **defaults))
-    found = {"tp": plugin.tp_size, "pp": plugin.pp_size, "dp": plugin.dp_size, "precision": plugin.precision}
+    settings = {
+        "tp": plugin.tp_size,
+        "pp": plugin.pp_size,
+        "dp": plugin.dp_size,
+        "precision": plugin.precision,
+    }
     if hasattr(plugin, "config"):
-        found |= plugin.config.cutting | {"max_norm": plugin.config.max_norm}
-        found["stage"] = plugin.config.zero_stage
-    return type(plugin).__name__, found
+        settings |= plugin.config.cutting | {"max_norm": plugin.config.max_norm}
+        settings["stage"] = plugin.config.zero_stage
+    return type(plugin).__name__, settings
 
 
 @pytest.mark.parametrize(
@@ -109,9 +114,9 @@ def made(words: str, defaults: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def test_a_flag_goes_before_the_script_s_defaults(
     pool: Pool, words: str, name: str, expected: dict[str, Any]
 ) -> None:
-    for found_name, found in pool.run(4, made, words, SIZES):
-        assert found_name == name
-        assert found | expected == found
+    for plugin_name, settings in pool.run(4, made, words, SIZES):
+        assert plugin_name == name
+        assert settings | expected == settings
 
 
 def reported(words: str) -> tuple[int, str]:

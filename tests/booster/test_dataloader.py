@@ -144,7 +144,7 @@ def boosted_epochs(plugin: str, kind: str, batch_size: int) -> tuple[int, list[l
     return booster.plugin.data_rank[0], epochs
 
 
-def whole_batches(by_replica: list[list[list[int]]]) -> list[list[int]]:
+def global_batches(by_replica: list[list[list[int]]]) -> list[list[int]]:
     """Return the global batches, in the order of their samples."""
     dealt = [
         itertools.chain.from_iterable(itertools.zip_longest(*parts))
@@ -167,8 +167,8 @@ def test_replicas_shard_the_batches_of_a_plain_loop_for_any_seeds_of_the_ranks(
     if plugin == "slices":  # ranks of one replica get equal batches
         assert first == second == plain_epochs(kind, 3)
     else:
-        found = [whole_batches([*epochs]) for epochs in zip(first, second, strict=True)]
-        assert found == plain_epochs(kind, 6)
+        by_epoch = [global_batches([*epochs]) for epochs in zip(first, second, strict=True)]
+        assert by_epoch == plain_epochs(kind, 6)
 
 
 def test_one_process_has_the_order_and_random_numbers_of_a_plain_loop(pool: Pool) -> None:
@@ -176,8 +176,8 @@ def test_one_process_has_the_order_and_random_numbers_of_a_plain_loop(pool: Pool
     drawn = torch.rand(3)
     for plugin in PLUGINS:
         if plugin != "slices":
-            ((_, found, after),) = pool.run(1, epochs_and_a_draw, plugin)
-            assert found == expected
+            ((_, epochs, after),) = pool.run(1, epochs_and_a_draw, plugin)
+            assert epochs == expected
             assert torch.equal(after, drawn)
 
 
@@ -228,12 +228,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def refuse_all() -> dict[str, str]:
-    found = {}
+    messages = {}
     for kind, (make, _) in REFUSED.items():
         with pytest.raises(ValueError) as refusal:
             boosted_loader("ddp" if kind == "list" else "replicas", make())
-        found[kind] = str(refusal.value)
-    return found
+        messages[kind] = str(refusal.value)
+    return messages
 
 
 def test_loaders_that_cannot_be_sharded_are_refused_on_every_rank(pool: Pool) -> None:
@@ -305,7 +305,7 @@ def run_to(folder: Path, kind: str, stop: int, batch_size: int, *, resume: bool)
 
 
 def samples(by_rank: list[list[list[int]]]) -> list[int]:
-    return [sample for batch in whole_batches(by_rank) for sample in batch]
+    return [sample for batch in global_batches(by_rank) for sample in batch]
 
 
 @pytest.mark.parametrize(("kind", "stop"), [("shuffled", 12), ("generator", 22), ("own sampler", 38)])
@@ -313,11 +313,11 @@ def test_a_checkpoint_resumes_in_the_order_with_any_number_of_replicas(
     pool: Pool, tmp_path: Path, kind: str, stop: int
 ) -> None:
     # 22 samples: two replicas divide them, so an epoch repeats none.
-    whole = [sample for epoch in plain_epochs(kind, 4) for batch in epoch for sample in batch]
-    assert samples(pool.run(2, run_to, tmp_path, kind, stop, 2, resume=False)) == whole[:stop]
+    plain_samples = [sample for epoch in plain_epochs(kind, 4) for batch in epoch for sample in batch]
+    assert samples(pool.run(2, run_to, tmp_path, kind, stop, 2, resume=False)) == plain_samples[:stop]
     for size in (1, 2):
         rest = samples(pool.run(size, run_to, tmp_path, kind, 66 - stop, 2, resume=True))
-        assert rest == whole[stop:]
+        assert rest == plain_samples[stop:]
 
 
 def boost_several(plugin: str) -> tuple[int, list[list[list[int]]]]:
@@ -329,8 +329,14 @@ def boost_several(plugin: str) -> tuple[int, list[list[list[int]]]]:
     booster, _, returned = boosted_loader(plugin, loaders, model)
     assert type(returned) is list and len(returned) == 2
     prepared = booster.plugin.prepare_dataloader(Numbers(), 2)
-    _, _, given = boosted_loader(plugin, (prepared, None, loaders[0]), None if plugin == "slices" else Sum())
-    assert type(given) is tuple and given[:2] == (prepared, None) and isinstance(given[2], ShardedLoader)
+    _, _, boosted_tuple = boosted_loader(
+        plugin, (prepared, None, loaders[0]), None if plugin == "slices" else Sum()
+    )
+    assert (
+        type(boosted_tuple) is tuple
+        and boosted_tuple[:2] == (prepared, None)
+        and isinstance(boosted_tuple[2], ShardedLoader)
+    )
     return booster.plugin.data_rank[0], [list(loader) for loader in returned]
 
 
@@ -341,7 +347,7 @@ def test_several_loaders_are_sharded_and_returned_as_they_were_given(pool: Pool,
         assert first == second
         one, other = first
     else:
-        one, other = (whole_batches([*epochs]) for epochs in zip(first, second, strict=True))
+        one, other = (global_batches([*epochs]) for epochs in zip(first, second, strict=True))
     seed_all(0)
     assert one == list(
         LOADERS["shuffled"](3 if plugin == "slices" else 6)
@@ -361,15 +367,15 @@ def refuse_several(folder: Path) -> dict[str, str]:
         "a list and none": [good] if dist.get_rank() else good,
         "other data": (good, uneven),
     }
-    found = {}
+    messages = {}
     for name, loaders in cases.items():
         with pytest.raises(ValueError) as refusal:
             boosted_loader("replicas", loaders)
-        found[name] = str(refusal.value)
+        messages[name] = str(refusal.value)
     booster, model, loaders = boosted_loader("replicas", [good, good], Sum())
     with pytest.raises(ValueError) as refusal:
         booster.save_checkpoint(folder, 1, model=model, dataloader=loaders)
-    return found | {"saved": str(refusal.value)}
+    return messages | {"saved": str(refusal.value)}
 
 
 def test_several_loaders_are_refused_by_their_places(pool: Pool, tmp_path: Path) -> None:
@@ -527,10 +533,10 @@ def lines_of_steps(is_boosted: bool) -> list[str]:
 
     def run() -> None:
         booster, model, loader = Booster(plugin=PLUGINS["replicas"]()), Sum(), DataLoader(Floats(), 2)
-        model, optimizer, _, given, _ = booster.boost(
+        model, optimizer, _, prepared_loader, _ = booster.boost(
             model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader if is_boosted else None
         )
-        batches = iter(given if is_boosted else loader)
+        batches = iter(prepared_loader if is_boosted else loader)
         for _ in range(4):
             booster.execute_pipeline(batches, model, lambda outputs, inputs: outputs.mean(), optimizer)
             optimizer.step()

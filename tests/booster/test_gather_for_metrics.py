@@ -27,19 +27,19 @@ def gathered(plugin: type, is_prepared: bool, sizes: dict[str, Any]) -> list[lis
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = booster.boost(model, optimizer, dataloader=DataLoader(dataset, batch_size=2))[3]
-    found = []
+    batches = []
     for (numbers,) in loader:
         squares = {"squares": (numbers**2, numbers.float()[:, None, None].expand(-1, 2, 3))}
         outputs = booster.gather_for_metrics(squares)["squares"]
         assert torch.equal(outputs[1][:, 1, 2], outputs[0].float().sqrt())
-        assert booster.gather_for_metrics([str(each) for each in numbers.tolist()]) == [
-            str(each) for each in outputs[1][:, 0, 0].int().tolist()
+        assert booster.gather_for_metrics([str(number) for number in numbers.tolist()]) == [
+            str(number) for number in outputs[1][:, 0, 0].int().tolist()
         ]
-        found.append(outputs[1][:, 0, 0].int().tolist())
+        batches.append(outputs[1][:, 0, 0].int().tolist())
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    assert everywhere == [found] * len(everywhere)
-    return found
+    dist.all_gather_object(everywhere, batches)
+    assert everywhere == [batches] * len(everywhere)
+    return batches
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def gathered(plugin: type, is_prepared: bool, sizes: dict[str, Any]) -> list[lis
 def test_every_sample_is_gathered_once_in_its_order(
     pool: Pool, num_ranks: int, plugin: type, is_prepared: bool, sizes: dict[str, Any]
 ) -> None:
-    found = pool.run(num_ranks, gathered, plugin, is_prepared, sizes)[0]
-    assert [each for batch in found for each in batch] == list(range(NUM_SAMPLES))
+    batches = pool.run(num_ranks, gathered, plugin, is_prepared, sizes)[0]
+    assert [sample for batch in batches for sample in batch] == list(range(NUM_SAMPLES))
     num_replicas = num_ranks // sizes.get("tp_size", 1)
-    assert len(found[0]) == 2 * num_replicas
+    assert len(batches[0]) == 2 * num_replicas
 
 
 def evaluate_under_a_pipeline() -> None:
@@ -72,14 +72,14 @@ def evaluate_under_a_pipeline() -> None:
     loader = booster.plugin.prepare_dataloader([{"input_ids": row} for row in numbers], batch_size=3)
     boosted, *_ = booster.boost(model)
     boosted.eval()
-    found, batches = [], iter(loader)
+    gathered_logits, batches = [], iter(loader)
     for _ in range(len(loader)):
         with torch.no_grad():
             outputs = booster.execute_pipeline(
                 batches, boosted, return_loss=False, return_outputs="all_ranks"
             )["outputs"]
-        found.append(booster.gather_for_metrics(outputs["logits"]))
-    assert torch.allclose(torch.cat(found), logits, atol=1e-5)
+        gathered_logits.append(booster.gather_for_metrics(outputs["logits"]))
+    assert torch.allclose(torch.cat(gathered_logits), logits, atol=1e-5)
 
 
 def test_outputs_of_a_pipeline_are_gathered_on_all_ranks(pool: Pool) -> None:
@@ -119,7 +119,7 @@ def accumulate_in_a_loop(accumulates: bool) -> list[Any]:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
-    found = []
+    states = []
     for number in range(5):
         x = torch.full((2, 3), 1.0 + number + dist.get_rank())
         with booster.accumulate(model) if accumulates else nullcontext():
@@ -128,11 +128,11 @@ def accumulate_in_a_loop(accumulates: bool) -> list[Any]:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        found.append((scheduler.get_last_lr(), booster.plugin.local_model(model).module.weight.tolist()))
-    return found
+        states.append((scheduler.get_last_lr(), booster.plugin.local_model(model).module.weight.tolist()))
+    return states
 
 
 def test_a_loop_that_steps_for_every_batch_accumulates_as_one_that_counts(pool: Pool) -> None:
-    counted, blocks = (pool.run(2, accumulate_in_a_loop, each) for each in (False, True))
+    counted, blocks = (pool.run(2, accumulate_in_a_loop, accumulates) for accumulates in (False, True))
     assert counted == blocks
-    assert [each[0] for each in blocks[0]] == [[0.1], [0.05], [0.05], [0.025], [0.025]]
+    assert [state[0] for state in blocks[0]] == [[0.1], [0.05], [0.05], [0.025], [0.025]]

@@ -30,22 +30,22 @@ def in_one_process(choice: Adapted, *, parts: int) -> dict[str, Tensor]:
         parts: number of microbatches of all replicas.
     """
     model = choice.build_peft()
-    optimizer = optimizer_of(each for each in model.parameters() if each.requires_grad)
+    optimizer = optimizer_of(parameter for parameter in model.parameters() if parameter.requires_grad)
     for step in range(NUM_STEPS):
         for batch in chunks(make_batch(choice, num_samples=8, seed=step), parts):
             (model(**batch).loss / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
-    names = {name.replace(".default", ""): each for name, each in model.state_dict().items()}
+    names = {name.replace(".default", ""): tensor for name, tensor in model.state_dict().items()}
     return {
-        name.replace("modules_to_save.", "").replace(".modules_to_save", ""): each
-        for name, each in names.items()
+        name.replace("modules_to_save.", "").replace(".modules_to_save", ""): tensor
+        for name, tensor in names.items()
     }
 
 
 def chunks(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    parts = [each.chunk(count) for each in batch.values()]
-    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+    columns = [tensor.chunk(count) for tensor in batch.values()]
+    return [dict(zip(batch, tensors, strict=True)) for tensors in zip(*columns, strict=True)]
 
 
 def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
@@ -58,7 +58,7 @@ def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
     return logits
 
 
-def save_and_load_whole(folder: Path) -> None:
+def save_and_load_model(folder: Path) -> None:
     first = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
     model = first.boost(LLAMA.build_peft())[0]
     first.save_model(model, folder / "saved", shard=True)
@@ -71,19 +71,19 @@ def save_and_load_whole(folder: Path) -> None:
 def test_a_model_with_adapters_is_saved_under_its_own_names_and_loads_again(
     pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(2, save_and_load_whole, tmp_path)
+    pool.run(2, save_and_load_model, tmp_path)
     saved, again = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "again"))
     assert saved.keys() == again.keys()
-    assert all(torch.equal(each, again[name]) for name, each in saved.items())
+    assert all(torch.equal(tensor, again[name]) for name, tensor in saved.items())
     plain = LLAMA.build_plain().state_dict()
     assert all("lora_" in name for name in saved.keys() - plain.keys())
     assert any("lora_B" in name for name in saved)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-    assert all(torch.equal(each, read[name]) for name, each in plain.items())
+    assert all(torch.equal(tensor, read[name]) for name, tensor in plain.items())
 
 
 @pytest.mark.parametrize(
-    ("choice", "world", "settings", "given", "elsewhere"),
+    ("choice", "world", "settings", "selection", "elsewhere"),
     [
         (LLAMA, 2, {"tp_size": 2}, "trainable", {"pp_size": 2}),
         *(
@@ -104,28 +104,28 @@ def test_saved_adapters_are_those_of_one_process(
     choice: Adapted,
     world: int,
     settings: dict[str, Any],
-    given: str,
+    selection: str,
     elsewhere: dict[str, Any],
 ) -> None:
-    found = pool.run(world, train_and_save, choice, tmp_path, settings, given=given, timeout=120.0)
-    assert [each["moved"] for each in found] == [[]] * world
+    reports = pool.run(world, train_and_save, choice, tmp_path, settings, selection=selection, timeout=120.0)
+    assert [report["moved"] for report in reports] == [[]] * world
     stored = load_file(tmp_path / "adapter_model.safetensors")
     expected = in_one_process(choice, parts=1)
     assert any("lora_A" in name for name in stored)
     for name, tensor in stored.items():
         torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=TOLERANCE)
     logits = read_by_peft(choice, tmp_path)
-    require_same_logits([each["logits"] for each in found], logits)
+    require_same_logits([report["logits"] for report in reports], logits)
     require_same_logits(pool.run(world, load, choice, tmp_path, elsewhere, timeout=120.0), logits)
 
 
 def require_same_logits(by_rank: list[Tensor | None], logits: Tensor) -> None:
     """Check that the logits of the last stage's ranks equal those of all samples, or of their replica's."""
-    held = [each for each in by_rank if each is not None]
+    held = [rank_logits for rank_logits in by_rank if rank_logits is not None]
     assert held
-    for each in held:
-        shares = logits.chunk(len(logits) // len(each))
-        assert any(torch.allclose(each, share, atol=TOLERANCE, rtol=TOLERANCE) for share in shares)
+    for rank_logits in held:
+        shares = logits.chunk(len(logits) // len(rank_logits))
+        assert any(torch.allclose(rank_logits, share, atol=TOLERANCE, rtol=TOLERANCE) for share in shares)
 
 
 def train_by_calls(folder: Path, plugin: str) -> None:
@@ -154,16 +154,16 @@ def save_two(folder: Path) -> list[str]:
     booster = hybrid(tp_size=2)
     model = LLAMA.build_peft()
     model.add_adapter("second", LoraConfig(r=2, target_modules=["k_proj", "o_proj"], init_lora_weights=False))
-    own = {
-        name.replace(".second", ""): each.clone()
-        for name, each in model.state_dict().items()
+    second_adapter = {
+        name.replace(".second", ""): tensor.clone()
+        for name, tensor in model.state_dict().items()
         if ".second" in name
     }
     boosted, *_ = booster.boost(model)
     booster.save_lora_as_pretrained(boosted, folder)
     stored = load_file(folder / "second" / "adapter_model.safetensors")
-    assert own.keys() == stored.keys()
-    return [name for name, tensor in stored.items() if not torch.equal(tensor, own[name])]
+    assert second_adapter.keys() == stored.keys()
+    return [name for name, tensor in stored.items() if not torch.equal(tensor, second_adapter[name])]
 
 
 @pytest.mark.slow
@@ -184,8 +184,8 @@ def boost_lazily(where: str) -> list[float]:
                 parameter.data.fill_(0.1)
         boosted, *_ = booster.boost(model)
         with torch.no_grad():
-            found = booster.execute_pipeline(share(booster, LLAMA, 0), boosted, loss_of)
-        losses.append(float(found["loss"]))
+            outputs = booster.execute_pipeline(share(booster, LLAMA, 0), boosted, loss_of)
+        losses.append(float(outputs["loss"]))
     return losses
 
 
@@ -249,7 +249,7 @@ def save_and_break(folder: Path) -> list[str]:
     try:
         booster.save_lora_as_pretrained(boosted, path)
     except OSError as error:
-        return [taken, incomplete, str(error), *sorted(each.name for each in folder.iterdir())]
+        return [taken, incomplete, str(error), *sorted(file.name for file in folder.iterdir())]
     raise AssertionError("a file was taken for a folder")
 
 

@@ -52,33 +52,33 @@ def trained(booster: Booster) -> tuple[Any, Any]:
 
 def refusals(layout: str, folder: Path) -> dict[str, str]:
     """Return the error of each way to write a sharded model, and then save all of it."""
-    make, part = SPLIT[layout]
+    make, submodule = SPLIT[layout]
     booster = make()
     model, optimizer = trained(booster)
     inner = model.unwrap()
-    whole = LLAMA.build().state_dict()
-    found = {
+    full_state = LLAMA.build().state_dict()
+    errors = {
         "state_dict": refused(model.state_dict),
         "of the inner model": refused(inner.state_dict),
-        "of a submodule": refused(inner.get_submodule(part).state_dict),
+        "of a submodule": refused(inner.get_submodule(submodule).state_dict),
         "save_pretrained": refused(lambda: model.save_pretrained(folder / "never")),
         "of the inner": refused(lambda: inner.save_pretrained(folder / "never")),
         "torch.save": refused(lambda: torch.save(model, io.BytesIO())),
         "torch's checkpoints": refused(lambda: get_model_state_dict(inner)),
         "with the optimizer": refused(lambda: get_state_dict(model, optimizer)),
-        "load_state_dict": refused(lambda: inner.load_state_dict(whole)),
-        "not strict": refused(lambda: model.load_state_dict(whole, strict=False)),
+        "load_state_dict": refused(lambda: inner.load_state_dict(full_state)),
+        "not strict": refused(lambda: model.load_state_dict(full_state, strict=False)),
         "the optimizer's state": refused(optimizer.state_dict),
         "the optimizer itself": refused(lambda: torch.save(optimizer, io.BytesIO())),
     }
     if layout != "fsdp":  # torch's own FSDP class does not support pickling
-        found["torch.save of the inner"] = refused(lambda: torch.save(inner, io.BytesIO()))
+        errors["torch.save of the inner"] = refused(lambda: torch.save(inner, io.BytesIO()))
     if layout == "stages":
-        found["a copy"] = refused(copy.deepcopy(inner).state_dict)
+        errors["a copy"] = refused(copy.deepcopy(inner).state_dict)
     booster.save_model(model, folder / "saved", shard=True)
     booster.save_checkpoint(folder / "steps", 1, model=model, optimizer=optimizer).wait()
     booster.load_checkpoint(folder / "steps", model=model, optimizer=optimizer)
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("layout", SPLIT)
@@ -90,14 +90,14 @@ def test_a_shard_of_a_model_is_not_written_as_the_model(pool: Pool, tmp_path: Pa
         "the optimizer's state": "booster.save_optimizer",
         "the optimizer itself": "booster.save_optimizer",
     }
-    for found in pool.run(2, refusals, layout, tmp_path):
+    for errors in pool.run(2, refusals, layout, tmp_path):
         assert {
-            call: text for call, text in found.items() if names.get(call, "booster.save_model") not in text
+            call: text for call, text in errors.items() if names.get(call, "booster.save_model") not in text
         } == {}
     assert not any((tmp_path / "never").glob("*.safetensors"))
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    assert {name: each.shape for name, each in saved.state_dict().items()} == {
-        name: each.shape for name, each in LLAMA.build().state_dict().items()
+    assert {name: tensor.shape for name, tensor in saved.state_dict().items()} == {
+        name: tensor.shape for name, tensor in LLAMA.build().state_dict().items()
     }
 
 
@@ -110,26 +110,27 @@ PARTS = {
 }
 
 
-def parts_that_are_whole() -> list[bool]:
+def submodules_with_a_state() -> list[bool]:
     """Return True for each submodule with the state of the unsharded model, False for one that has none."""
-    found = []
+    flags = []
     for layout, path in PARTS:
-        part = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
+        submodule = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
         expected = LLAMA.build().get_submodule(path).state_dict()
         try:
-            state = part.state_dict()
+            state = submodule.state_dict()
         except RuntimeError:
-            found.append(False)
+            flags.append(False)
             continue
-        found.append(
-            state.keys() == expected.keys()
-            and all(torch.equal(state[each], expected[each]) for each in state)
+        flags.append(
+            state.keys() == expected.keys() and all(torch.equal(state[key], expected[key]) for key in state)
         )
-    return found
+    return flags
 
 
 def test_a_replicated_submodule_has_a_state(pool: Pool) -> None:
-    assert [list(each) for each in zip(*pool.run(2, parts_that_are_whole), strict=True)] == [*PARTS.values()]
+    assert [list(flags) for flags in zip(*pool.run(2, submodules_with_a_state), strict=True)] == [
+        *PARTS.values()
+    ]
 
 
 def split_alone(folder: Path) -> dict[str, str]:
@@ -145,21 +146,21 @@ def split_alone(folder: Path) -> dict[str, str]:
 
 
 def test_a_shard_of_a_model_without_a_booster_is_not_written_either(pool: Pool, tmp_path: Path) -> None:
-    for found in pool.run(2, split_alone, tmp_path):
-        assert {call: text for call, text in found.items() if "SplitCheckpoints" not in text} == {}
+    for errors in pool.run(2, split_alone, tmp_path):
+        assert {call: text for call, text in errors.items() if "SplitCheckpoints" not in text} == {}
 
 
 def adapters_written(folder: Path) -> list[str]:
     """Return the error of peft for a sharded model, and that of the booster for a replicated one."""
-    found = []
+    errors = []
     for sizes in ({"tp_size": 2}, {"zero_stage": 1}):
         peft_model = adapters.LLAMA.build_peft()
         model, *_ = hybrid(**sizes).boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
         writer = peft_model if "tp_size" in sizes else model
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found.append(refused(lambda writer=writer: writer.save_pretrained(str(folder))))
-    return found
+            errors.append(refused(lambda writer=writer: writer.save_pretrained(str(folder))))
+    return errors
 
 
 def test_adapters_are_not_written_under_names_that_are_not_read(pool: Pool, tmp_path: Path) -> None:
@@ -169,23 +170,23 @@ def test_adapters_are_not_written_under_names_that_are_not_read(pool: Pool, tmp_
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def whole_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
+def full_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
     """Return a trained model's state in all available ways, on a rank with the unsharded model."""
     booster = WHOLE[layout]()
     model, _ = trained(booster)
-    found = {"inner": model.unwrap().state_dict()}
+    states = {"inner": model.unwrap().state_dict()}
     model.save_pretrained(folder / "pretrained")
     booster.save_model(model, folder / "model.safetensors")
     prefixed = model.state_dict()
-    found["boosted"] = {name.removeprefix("module."): each for name, each in prefixed.items()}
-    found["torch's"] = get_model_state_dict(model.unwrap())
-    model.unwrap().load_state_dict(found["inner"])
-    return {kind: {name: each.clone() for name, each in state.items()} for kind, state in found.items()}
+    states["boosted"] = {name.removeprefix("module."): tensor for name, tensor in prefixed.items()}
+    states["torch's"] = get_model_state_dict(model.unwrap())
+    model.unwrap().load_state_dict(states["inner"])
+    return {kind: {name: tensor.clone() for name, tensor in state.items()} for kind, state in states.items()}
 
 
 @pytest.mark.parametrize("layout", WHOLE)
 def test_a_replicated_model_has_a_state(pool: Pool, tmp_path: Path, layout: str) -> None:
-    states = pool.run(2, whole_states, layout, tmp_path)[0]
+    states = pool.run(2, full_states, layout, tmp_path)[0]
     states["pretrained"] = load_file(tmp_path / "pretrained" / "model.safetensors")
     expected = load_file(tmp_path / "model.safetensors")
     start = LLAMA.build().state_dict()

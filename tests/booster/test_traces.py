@@ -80,8 +80,8 @@ def test_a_clock_that_is_ahead_is_set_back() -> None:
     event = {"ph": "X", "name": "F", "pid": 7, "tid": 1, "ts": 1000.0, "dur": 5.0}
     traces = [("", {"baseTimeNanoseconds": 10_000, "traceEvents": [dict(event)]}) for _ in range(2)]
     traces[1][1]["baseTimeNanoseconds"] = 5_000_000 + 10_000 + 2_000  # 5 ms ahead, and 2 µs later
-    found = merged(traces, [0, 5_000_000])["traceEvents"]
-    assert [found["ts"] for found in found if found["ph"] == "X"] == [1000.0, 1002.0]
+    events = merged(traces, [0, 5_000_000])["traceEvents"]
+    assert [event["ts"] for event in events if event["ph"] == "X"] == [1000.0, 1002.0]
 
 
 def offset_of_a_shifted_clock(shift: int) -> list[int]:

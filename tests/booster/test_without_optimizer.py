@@ -29,10 +29,10 @@ LENGTH = 9
 def evaluate_save_and_train(plugin: str, folder: Path) -> str:
     """Return the error of a backward, after the model was evaluated and saved."""
     booster = Booster(plugin=PLUGINS[plugin]())
-    whole = CHOICE.build().eval()
+    plain = CHOICE.build().eval()
     batch = make_batch(CHOICE, num_samples=4, seed=0)
-    expected = whole(**batch).loss.detach()
-    model, *_ = booster.boost(whole)
+    expected = plain(**batch).loss.detach()
+    model, *_ = booster.boost(plain)
     torch.testing.assert_close(model(**batch).loss, expected)  # gradients are enabled, but not requested
     with torch.no_grad():
         torch.testing.assert_close(booster.execute_pipeline(iter([batch]), model)["loss"], expected)
@@ -61,8 +61,8 @@ def step_by_hand(plugin: str) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         ids = torch.randint(3, 50, (4, LENGTH), generator=torch.Generator().manual_seed(step))
-        part = ids.chunk(dist.get_world_size())[dist.get_rank()]
-        model(input_ids=part, labels=part).loss.backward()
+        local_ids = ids.chunk(dist.get_world_size())[dist.get_rank()]
+        model(input_ids=local_ids, labels=local_ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return {

@@ -31,7 +31,7 @@ def covering(
         gains = [(mask & open_bits).bit_count() for mask in masks]
         most = max(gains)
         ties = [at for at, gain in enumerate(gains) if gain == most]
-        best = min(ties, key=lambda at: sum(met[each] for each in candidates[at].items()))
+        best = min(ties, key=lambda at: sum(met[choice] for choice in candidates[at].items()))
         rows.append(candidates[best])
         met.update(candidates[best].items())
         open_bits &= ~masks[best]
@@ -46,9 +46,9 @@ def _combinations(row: Row, strength: int) -> Iterable[object]:
     return combinations(row.items(), strength)
 
 
-def _mask(found: Iterable[object], bits: dict[object, int]) -> int:
+def _mask(combinations: Iterable[object], bits: dict[object, int]) -> int:
     """Return the bits of combinations, numbered in order of appearance."""
     mask = 0
-    for each in found:
-        mask |= 1 << bits.setdefault(each, len(bits))
+    for combination in combinations:
+        mask |= 1 << bits.setdefault(combination, len(bits))
     return mask

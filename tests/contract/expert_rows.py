@@ -22,7 +22,7 @@ from .models import LoopChoice
 from .row import ParityRow, as_quick
 
 MIXTRAL, QWEN, GPT_OSS, DEEPSEEK = (
-    ModelChoice(model_type=each) for each in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+    ModelChoice(model_type=model_type) for model_type in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 )
 # Its router draws among experts whose scores differ by less than the noise, other numbers on every replica.
 PHIMOE = ModelChoice(
@@ -92,8 +92,8 @@ SWITCH = ModelChoice(
 OTHERS_LAYOUTS = (EP2, Layout(dp=4, ep=2, zero=1, recompute=1.0))
 # Experts that are modules: in some microbatches most of 16 get no token on a rank, or on any.
 APART = tuple(
-    ModelChoice(model_type=each, settings=(("num_experts", 16),))
-    for each in ("nllb-moe", "switch_transformers")
+    ModelChoice(model_type=model_type, settings=(("num_experts", 16),))
+    for model_type in ("nllb-moe", "switch_transformers")
 )
 # The same in one layer of the encoder and one of the decoder, of two each.
 FEW_APART = ModelChoice(
@@ -154,7 +154,7 @@ def _save_or_replay(among: int, router: nn.Module, args: Any, outputs: tuple[Ten
 def few_tokens(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
     """Return samples of three tokens without padding: of four ranks that share a sequence, one has none."""
     batch = make_batch(choice, num_samples=num_samples, seed=seed)
-    cut = {name: each[:, :3] for name, each in batch.items()}
+    cut = {name: tensor[:, :3] for name, tensor in batch.items()}
     return {**cut, "attention_mask": torch.ones_like(cut["input_ids"]), "labels": cut["input_ids"].clone()}
 
 
@@ -191,7 +191,7 @@ SEED = os.environ.get("ECHELON_DRAW") or date.today().isoformat()
 def drawn_rows(seed: str) -> Iterator[ParityRow]:
     """Yield eight of the further types under two layouts."""
     draw = random.Random(seed)
-    known = [each for each in DRAWN_TYPES if each in CONFIG_MAPPING]
+    known = [model_type for model_type in DRAWN_TYPES if model_type in CONFIG_MAPPING]
     for model_type in draw.sample(known, 8):
         for layout in draw.sample(DRAWN_LAYOUTS, 2):
             choice = ModelChoice(model_type=model_type)

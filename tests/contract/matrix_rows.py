@@ -102,17 +102,17 @@ def choices(model_type: str) -> list[ModelChoice]:
 
 def class_names(model_type: str) -> dict[str, str]:
     """Return the names of the classes of `heads_of`, without importing the models at collection."""
-    found = {}
+    class_by_head = {}
     for head, auto in HEADS.items():
         names = {} if auto is None else getattr(transformers, auto)._model_mapping._model_mapping
         if name := names.get(model_type) or FURTHER_HEADS.get((model_type, head)):
-            found[head] = name if isinstance(name, str) else name[0]
-    return found
+            class_by_head[head] = name if isinstance(name, str) else name[0]
+    return class_by_head
 
 
 def types_with_tables() -> list[str]:
     """Return the model types with a table that the installed transformers has; chatglm is not part of it."""
-    return [each for each in model_types() if each in CONFIG_MAPPING]
+    return [model_type for model_type in model_types() if model_type in CONFIG_MAPPING]
 
 
 def missing(model_type: str) -> str:
@@ -155,7 +155,7 @@ def _sequence_rows() -> Iterator[tuple[ModelChoice, Layout]]:
             for layout in SEQUENCE_LAYOUTS
         ),
     ]
-    others = [each for each in types_with_tables() if each not in SEQUENCE_TYPES]
+    others = [model_type for model_type in types_with_tables() if model_type not in SEQUENCE_TYPES]
     for model_type in (*SEQUENCE_TYPES, *others):
         for layout in layouts:
             is_refused = model_type in REFUSED_MODES[str(layout.sequence)]

@@ -52,10 +52,10 @@ class Script:
 
     def run(self) -> None:
         """Train a step on this rank."""
-        given = {name: value for name, value in self.options.items() if value is not LEFT_OUT}
+        options = {name: value for name, value in self.options.items() if value is not LEFT_OUT}
         if self.plugin in (HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin):
-            given = {"precision": "fp32"} | given
-        booster = Booster(plugin=self.plugin(**given))
+            options = {"precision": "fp32"} | options
+        booster = Booster(plugin=self.plugin(**options))
         model: Any = self.choice.build() if self.model is None else self.model()
         model, optimizer, *_ = booster.boost(model, self.optimizer(model))
         batch = self.batch(make_batch(self.choice, num_samples=4, seed=0))
@@ -71,11 +71,15 @@ class Run(NamedTuple):
     optimizer: Any
     batch: Any
 
-    def pipeline(self, data: Any = None, **given: Any) -> Any:
+    def pipeline(self, data: Any = None, **arguments: Any) -> Any:
         """Call `execute_pipeline` with these arguments and the script's others."""
         data = iter([self.batch]) if data is None else data
-        given = {"model": self.model, "criterion": self.script.criterion, "optimizer": self.optimizer} | given
-        return self.booster.execute_pipeline(data, **given)
+        arguments = {
+            "model": self.model,
+            "criterion": self.script.criterion,
+            "optimizer": self.optimizer,
+        } | arguments
+        return self.booster.execute_pipeline(data, **arguments)
 
     def backward(self, loss: Any = None, optimizer: Any = None) -> None:
         """Call `booster.backward` with the model's loss, or with another."""
@@ -260,9 +264,9 @@ def choice(model_type: str, num_layers: int = 2, **settings: Any) -> ModelChoice
     return ModelChoice(model_type=model_type, num_layers=num_layers, settings=tuple(settings.items()))
 
 
-def model(first: str, second: str, wrong: dict[str, Any], right: dict[str, Any], **given: Any) -> Misuse:
-    """Make a row of other fields of the script; `given` are options of the plugin."""
-    return Misuse(words=(first, second), wrong={"options": given, **wrong}, right=right)
+def model(first: str, second: str, wrong: dict[str, Any], right: dict[str, Any], **options: Any) -> Misuse:
+    """Make a row of other fields of the script; `options` are those of the plugin."""
+    return Misuse(words=(first, second), wrong={"options": options, **wrong}, right=right)
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
@@ -333,12 +337,12 @@ MODELS = {
 Train = Callable[[Run], Any]
 
 
-def call(first: str, second: str, wrong: Train, right: Train | None = None, **given: Any) -> Misuse:
+def call(first: str, second: str, wrong: Train, right: Train | None = None, **options: Any) -> Misuse:
     """Make a row of a call after boost; without `right` the suggestion is the ordinary step."""
-    plugin = given.pop("plugin", HybridParallelPlugin)
+    plugin = options.pop("plugin", HybridParallelPlugin)
     return Misuse(
         words=(first, second),
-        wrong={"plugin": plugin, "options": given, "train": wrong},
+        wrong={"plugin": plugin, "options": options, "train": wrong},
         right={"train": right},
     )
 
@@ -351,10 +355,10 @@ def criterion(first: str, second: str, wrong: Any, right: Any = loss_of) -> Misu
     )
 
 
-def batch(first: str, second: str, wrong: Any, right: Any = dict, **given: Any) -> Misuse:
+def batch(first: str, second: str, wrong: Any, right: Any = dict, **options: Any) -> Misuse:
     return Misuse(
         words=(first, second),
-        wrong={"batch": wrong, "options": {"num_microbatches": 2, **given}, "criterion": None},
+        wrong={"batch": wrong, "options": {"num_microbatches": 2, **options}, "criterion": None},
         right={"batch": right},
     )
 

@@ -62,7 +62,7 @@ def in_table(model_type: str, change: Callable[[Table], Table]) -> around:
 
 def without(**fields: Any) -> Callable[[Any], Any]:
     """Return a function that replaces fields of a dataclass."""
-    return lambda given: replace(given, **fields)
+    return lambda instance: replace(instance, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,8 @@ class Mutation:
         *owners, name = path.split(".")
         try:
             owner = importlib.import_module(module)
-            for each in owners:
-                owner = getattr(owner, each)
+            for attribute in owners:
+                owner = getattr(owner, attribute)
             getattr(owner, name)
         except (ImportError, AttributeError) as error:
             raise LookupError(f"target={self.target!r} does not exist: {error}") from error
@@ -137,9 +137,9 @@ class Mutation:
         assert self.check is not None
         return self.check(*self.args)
 
-    def notices(self, found: str) -> bool:
+    def notices(self, report: str) -> bool:
         """Return True if a difference or error matches the row's pattern."""
-        return re.search(self.notice, found) is not None
+        return re.search(self.notice, report) is not None
 
 
 def fault(

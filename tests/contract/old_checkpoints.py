@@ -122,8 +122,8 @@ def mean_over_ranks(losses: list[list[float]]) -> list[float]:
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     with Pool() as pool:
-        found = {
+        losses = {
             name: mean_over_ranks(pool.run(run.world_size, losses_of, run, target / name, goes_on=False))
             for name, run in RUNS.items()
         }
-    (target / "losses.json").write_text(json.dumps(found, indent=2) + "\n")
+    (target / "losses.json").write_text(json.dumps(losses, indent=2) + "\n")

@@ -107,7 +107,7 @@ def is_valid(row: Row) -> bool:
         layout.world_size <= MOST_RANKS
         and (row["tp"] == 2 or row["sequence"] != "split_gather")
         and (row["wp"] == 1 or (row["tp"] == 1 and layout.dp * layout.sp == 2))
-        and any(takes(each, row) for each in KINDS[row["kind"]])
+        and any(takes(model_type, row) for model_type in KINDS[row["kind"]])
     )
 
 
@@ -115,13 +115,15 @@ def array_rows(
     factors: Mapping[str, Sequence[Any]], same: Mapping[str, Sequence[str]], **fields: Any
 ) -> Iterator[ParityRow]:
     """Yield every pair of factors, by the type of each kind that occurred least."""
-    met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
+    met = dict.fromkeys((model_type for types in KINDS.values() for model_type in types), 0)
     known = types_with_tables()
     turns = {value: cycle(values) for value, values in same.items()}
     for row in covering(factors, is_valid):
         row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
-        able = [each for each in KINDS[row["kind"]] if takes(each, row) and each in known]
-        model_type = min(able, key=lambda each: met[each])
+        able = [
+            model_type for model_type in KINDS[row["kind"]] if takes(model_type, row) and model_type in known
+        ]
+        model_type = min(able, key=lambda model_type: met[model_type])
         met[model_type] += 1
         layout = layout_of(row)
         is_short = layout.schedule not in ("interleaved", "zbv") and model_type not in ("beit", "gpt_neo")
@@ -135,7 +137,7 @@ def covering_rows() -> Iterator[ParityRow]:
     quick = {str(row): row for row in array_rows(COARSE, IN_TURN, quick=True)}
     yield from (every | quick).values()
     met = {row.choice.model_type for row in (every | quick).values()}
-    for model_type in (each for types in KINDS.values() for each in types):
+    for model_type in (model_type for types in KINDS.values() for model_type in types):
         if model_type in types_with_tables() and model_type not in met:
             choice = ModelChoice(model_type=model_type, num_layers=2)
             yield ParityRow(choice=choice, layout=Layout(tp=2, pp=2), num_steps=2)
@@ -155,7 +157,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 LLAMA, GPT2 = ModelChoice(model_type="llama"), ModelChoice(model_type="gpt2")
 CLASSIFYING, MASKED = (ModelChoice(model_type="bert", head=head) for head in ("classification", "masked"))
 T5, BERT = ModelChoice(model_type="t5"), ModelChoice(model_type="bert")
-TIED_LLAMA, TIED_GPT2, TIED_T5, TIED_BERT = (replace(each, tied=True) for each in (LLAMA, GPT2, T5, MASKED))
+TIED_LLAMA, TIED_GPT2, TIED_T5, TIED_BERT = (
+    replace(choice, tied=True) for choice in (LLAMA, GPT2, T5, MASKED)
+)
 
 
 def schedule_rows() -> Iterator[ParityRow]:
@@ -219,9 +223,9 @@ LAYOUT_ROWS = (
         (CLASSIFYING, MASKED, TIED_BERT, GPT2, TIED_GPT2, LLAMA), (Layout(pp=2, dp=2, zero=1), ALL_AXES)
     ),
     *product((PRETRAINING, QUESTION), (ALL_AXES, Layout(sp=2, dp=2, sequence="ring_attn"))),
-    *((AUXILIARY, Layout(dp=2, zero=2, precision=each)) for each in ("fp16", "bf16")),
+    *((AUXILIARY, Layout(dp=2, zero=2, precision=precision)) for precision in ("fp16", "bf16")),
     (ModelChoice(model_type="minicpm3"), Layout(tp=2, pp=2)),
-    *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen3")),
+    *((ModelChoice(model_type=model_type), Layout(tp=4)) for model_type in ("mistral", "qwen3")),
     (TWO_LAYERS, Layout(tp=4)),
     # Smooth activations: with ReLU, a unit that switches sign by a rounding makes the gradients jump.
     (

@@ -13,7 +13,8 @@ from .row import ParityRow, as_quick
 # A coefficient by which the auxiliary loss decides the routers' gradients.
 SETTINGS = (("output_router_logits", True), ("router_aux_loss_coef", 0.5))
 MIXTRAL, QWEN, GPT_OSS = (
-    ModelChoice(model_type=each, settings=SETTINGS) for each in ("mixtral", "qwen3_moe", "gpt_oss")
+    ModelChoice(model_type=model_type, settings=SETTINGS)
+    for model_type in ("mixtral", "qwen3_moe", "gpt_oss")
 )
 LAYOUTS = (
     Layout(dp=2, zero=1, recompute=1.0),

@@ -71,8 +71,8 @@ def distinct(rows: Iterable[ParityRow]) -> dict[str, ParityRow]:
     Raises:
         ValueError: two different rows have the same name.
     """
-    found: dict[str, ParityRow] = {}
+    by_name: dict[str, ParityRow] = {}
     for row in rows:
-        if found.setdefault(str(row), row) not in (row, replace(row, quick=True)):
+        if by_name.setdefault(str(row), row) not in (row, replace(row, quick=True)):
             raise ValueError(f"two rows are called {row}: give them names")
-    return found
+    return by_name

@@ -86,16 +86,16 @@ class Script:
 
     def departure(self) -> str | None:
         """Return the difference from plain torch, on each rank of the pool."""
-        found, expected = self.losses(), plain_losses(self.choice)
-        is_near = all(abs(one - other) <= 1e-5 * other for one, other in zip(found, expected, strict=True))
-        return None if is_near else f"losses {found} instead of {expected}"
+        losses, expected = self.losses(), plain_losses(self.choice)
+        is_near = all(abs(one - other) <= 1e-5 * other for one, other in zip(losses, expected, strict=True))
+        return None if is_near else f"losses {losses} instead of {expected}"
 
 
 def shard_former(**sizes: int) -> ShardFormer:
     """Make a ShardFormer with groups of its own."""
-    found = ShardFormer(ShardConfig(**sizes))
-    found.init_distributed()
-    return found
+    former = ShardFormer(ShardConfig(**sizes))
+    former.init_distributed()
+    return former
 
 
 def _with_a_booster(script: Script, plugin: Plugin) -> list[float]:
@@ -151,7 +151,7 @@ def global_loss(outputs: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels))
 
 
-def own_schedule() -> HybridParallelPlugin:
+def custom_schedule() -> HybridParallelPlugin:
     """Make a custom schedule: both microbatches forward, and backward in reverse order."""
     schedule = [
         [
@@ -176,7 +176,7 @@ def from_internevo() -> HybridParallelPlugin:
 
 SCRIPTS = {
     "ShardFormer in a plain loop": Script(plugin=partial(shard_former, tensor_parallel_size=2)),
-    "an own schedule": Script(plugin=own_schedule),
+    "an own schedule": Script(plugin=custom_schedule),
     "InternEvo's configuration": Script(plugin=from_internevo),
     "LowLevelZeroPlugin": Script(plugin=partial(LowLevelZeroPlugin, stage=2, precision="fp32")),
     "TorchDDPPlugin": Script(plugin=TorchDDPPlugin, by_calls=True),

@@ -82,16 +82,18 @@ def measure_warm_step(
             booster.execute_pipeline(iter([batch]), boosted, optimizer=stepped)
             stepped.step()
             stepped.zero_grad()
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    traffic: dict[tuple[str, str], tuple[int, int]] = {}
     for (axis, kind), count in ledger.traffic.items():
-        _add(found, axis, kind if lengthens else kind.removeprefix("small "), count.calls, count.nbytes)
+        _add(traffic, axis, kind if lengthens else kind.removeprefix("small "), count.calls, count.nbytes)
     terms = terms_of(layout, dict(boosted.named_parameters()), plugin.mesh.rank("pp"))
-    return Measured(found, reads, {**terms, "padded": padding > 0, "offload": False})
+    return Measured(traffic, reads, {**terms, "padded": padding > 0, "offload": False})
 
 
 def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) -> dict[str, Any]:
     """Return the terms of docs/cuda.md on a rank."""
-    sharded = [each.numel() for name, each in parameters.items() if layout.wp > 1 and "_proj" in name]
+    sharded = [
+        parameter.numel() for name, parameter in parameters.items() if layout.wp > 1 and "_proj" in name
+    ]
     return {
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "dp", "sp", "wp", "zero")},
         **{mode: layout.sequence == mode for mode in ("split_gather", "ring_attn", "all_to_all")},
@@ -105,7 +107,7 @@ def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) ->
             P=len(parameters),
         ),
         "L": sum("input_layernorm" in name for name in parameters),
-        "Ψ": sum(each.numel() for each in parameters.values()) - sum(sharded),
+        "Ψ": sum(parameter.numel() for parameter in parameters.values()) - sum(sharded),
         "W": sum(sharded) * layout.wp,
     }
 
@@ -171,11 +173,11 @@ def test_experts_send_and_read_as_much_as_the_page_says(pool: Pool) -> None:
     measured = pool.run(2, measure_warm_step, layout, num_experts=4)
     ((axis, kind, *_, calls, nbytes),) = table("What experts communicate")
     terms = {**measured[0].terms, "E": 4, "K": 2, "ep": 2}
-    traffic = [each.traffic[axis, kind] for each in measured]
-    assert axis == "ep" and {each[0] for each in traffic} == {value(calls, terms)}
-    assert sum(each[1] for each in traffic) == value(nbytes, terms)
-    for each in measured:
-        extra = each.reads - budget(terms)[1]
+    traffic = [measurement.traffic[axis, kind] for measurement in measured]
+    assert axis == "ep" and {count[0] for count in traffic} == {value(calls, terms)}
+    assert sum(count[1] for count in traffic) == value(nbytes, terms)
+    for measurement in measured:
+        extra = measurement.reads - budget(terms)[1]
         assert extra == {("layers/expert_parallel.py", "exchange_counts"): terms["L"] * terms["m"]}
 
 
@@ -185,10 +187,10 @@ def test_owners_send_and_read_as_much_as_the_page_says(pool: Pool) -> None:
     measured = pool.run(2, measure_warm_step, layout, make=torch.optim.Adafactor)
     ((_, kind, _, _, calls, nbytes),) = table("What owners communicate")
     terms = measured[0].terms
-    traffic = [each.traffic["dp", kind] for each in measured]
-    assert {each[0] for each in traffic} == {value(calls, terms)}
-    assert sum(each[1] for each in traffic) == value(nbytes, {**terms, "F": terms["Ψ"]})
-    for each in measured:
-        assert each.reads == budget(terms)[1]
+    traffic = [measurement.traffic["dp", kind] for measurement in measured]
+    assert {count[0] for count in traffic} == {value(calls, terms)}
+    assert sum(count[1] for count in traffic) == value(nbytes, {**terms, "F": terms["Ψ"]})
+    for measurement in measured:
+        assert measurement.reads == budget(terms)[1]
         beside = budget(terms)[0].keys()
-        assert each.traffic.keys() == beside | {("dp", kind)}
+        assert measurement.traffic.keys() == beside | {("dp", kind)}

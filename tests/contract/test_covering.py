@@ -25,4 +25,4 @@ def test_every_valid_combination_is_covered(strength: int) -> None:
 
 
 def _met(rows: list[Row], strength: int) -> set[object]:
-    return {each for row in rows for each in combinations(row.items(), strength)}
+    return {combination for row in rows for combination in combinations(row.items(), strength)}

@@ -55,8 +55,8 @@ def test_adapters_are_saved_as_peft_reads_them(pool: Pool, tmp_path: Path) -> No
     from peft import PeftModel
 
     pool.run(2, adapted, tmp_path)
-    found = PeftModel.from_pretrained(LLAMA.build(), tmp_path)
-    shapes = {tuple(each.shape) for name, each in found.named_parameters() if "lora_" in name}
+    peft_model = PeftModel.from_pretrained(LLAMA.build(), tmp_path)
+    shapes = {tuple(parameter.shape) for name, parameter in peft_model.named_parameters() if "lora_" in name}
     assert shapes == {(2, 32), (32, 2)}
 
 

@@ -29,7 +29,7 @@ TRAINING = Training()
 ROUNDING = 0.024
 
 
-class Found(NamedTuple):
+class RoutedStep(NamedTuple):
     """A step: its gradients (on rank 0), and the choices of this rank, by call of a router."""
 
     gradients: dict[str, Tensor]
@@ -69,17 +69,17 @@ def force(choices: Iterator[Tensor], router: nn.Module, args: Any, outputs: tupl
     return logits_NE, (chosen_NK / chosen_NK.sum(-1, keepdim=True)).to(weights_NK.dtype), index_NK
 
 
-def under_the_layout(fault: str | None) -> Found:
+def under_the_layout(fault: str | None) -> RoutedStep:
     model, choices = near_ties(), list[Tensor]()
     for router in routers(model):
         router.register_forward_hook(partial(record, choices))
     batches = [drawn_batches(ModelChoice(model_type="mixtral"), LAYOUT, TRAINING, 0, 0)]
     with FAULTS[fault].planted() if fault else nullcontext():
         (step,) = take_steps(boosted_under(LAYOUT, model, TRAINING), TRAINING, batches)
-    return Found(step.gradients, choices)
+    return RoutedStep(step.gradients, choices)
 
 
-def in_one_process(forced: list[Tensor] | None) -> Found:
+def in_one_process(forced: list[Tensor] | None) -> RoutedStep:
     """Compute the same step microbatch by microbatch, by the routers' choices or by those of a run."""
     model, choices = near_ties(), list[Tensor]()
     for parameter in model.parameters():
@@ -88,34 +88,42 @@ def in_one_process(forced: list[Tensor] | None) -> Found:
     for router in routers(model):
         router.register_forward_hook(hook)
     batches = drawn_batches(ModelChoice(model_type="mixtral"), LAYOUT, TRAINING, 0, 0)
-    parts = [part for each in batches for part in split(each, num_microbatches=3, microbatch_size=None)]
-    numbers = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    microbatches = [
+        microbatch
+        for batch in batches
+        for microbatch in split(batch, num_microbatches=3, microbatch_size=None)
+    ]
+    numbers = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches]
     sums: dict[str, Tensor] = {}
-    for part, number in zip(parts, numbers, strict=True):
+    for microbatch, number in zip(microbatches, numbers, strict=True):
         model.zero_grad()
-        (model(**part).loss * number / sum(numbers)).backward()
+        (model(**microbatch).loss * number / sum(numbers)).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             sums[name] = sums.get(name, torch.zeros(())) + parameter.grad.float()
-    return Found(sums, choices)
+    return RoutedStep(sums, choices)
 
 
-def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    norm = torch.stack([each.norm() for each in expected.values()]).norm()
-    return float(torch.stack([(found[name] - each).norm() for name, each in expected.items()]).norm() / norm)
+def distance(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    return float(
+        torch.stack([(gradients[name] - gradient).norm() for name, gradient in expected.items()]).norm()
+        / norm
+    )
 
 
-def flips(found: list[Tensor], expected: list[Tensor]) -> int:
+def flips(choices: list[Tensor], expected: list[Tensor]) -> int:
     """Return the number of tokens, over all layers, whose sets of experts differ."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(choices, expected, strict=True)
     return sum(int((one.sort(-1).values != other.sort(-1).values).any(-1).sum()) for one, other in pairs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, "experts: a combine weight is dropped"])
 def test_flips_of_routers_are_told_from_faults(pool: Pool, fault: str | None) -> None:
-    found: list[Found] = pool.run(4, under_the_layout, fault)
-    run = Found(found[0].gradients, found[0].choices + found[2].choices)  # ranks 1 and 3 are tp neighbours
+    steps: list[RoutedStep] = pool.run(4, under_the_layout, fault)
+    # Ranks 1 and 3 are tp neighbours.
+    run = RoutedStep(steps[0].gradients, steps[0].choices + steps[2].choices)
     alone, forced = in_one_process(None), in_one_process(run.choices)
     report = (
         f"{flips(run.choices, alone.choices)} tokens routed to other experts: distance "
@@ -136,7 +144,7 @@ def routing_of_the_check(layout: Layout) -> Routing | None:
 
 @pytest.mark.slow
 def test_the_check_counts_the_flips(pool: Pool) -> None:
-    run: list[Found] = pool.run(4, under_the_layout, None)
+    run: list[RoutedStep] = pool.run(4, under_the_layout, None)
     choices = run[0].choices + run[2].choices
     expected = flips(choices, in_one_process(None).choices)
     assert expected > 0

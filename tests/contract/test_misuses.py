@@ -23,24 +23,24 @@ class Result(NamedTuple):
 
 def results_of_rank(tried: Collection[str]) -> list[tuple[str, str]]:
     """Return every row's message, and the error of its suggestion if it is tried, on one rank."""
-    found = []
+    results = []
     for name, row in MISUSES.items():
-        found.append((row.message(), row.suggested() if name in tried else ""))
-    return found
+        results.append((row.message(), row.suggested() if name in tried else ""))
+    return results
 
 
 def faults(name: str, result: Result) -> list[str]:
     """List what is wrong with a row's message and suggestion."""
     message, *others = result.messages
     row = MISUSES[name]
-    found = [] if others == [message] * (NUM_RANKS - 1) else [f"ranks differ: {result.messages}"]
-    found += [f"{word!r} is not in {message!r}" for word in row.words if word not in message]
+    errors = [] if others == [message] * (NUM_RANKS - 1) else [f"ranks differ: {result.messages}"]
+    errors += [f"{word!r} is not in {message!r}" for word in row.words if word not in message]
     if name in OPTIONS:
         wrong, right = row.wrong["options"], row.right["options"]
         changed = [option for option, value in right.items() if wrong.get(option, LEFT_OUT) is not value]
         if not any(option in message for option in changed):
-            found.append(f"none of {changed}, which the suggestion changes, is in {message!r}")
-    return found + ([f"the suggestion fails: {result.error}"] if result.error else [])
+            errors.append(f"none of {changed}, which the suggestion changes, is in {message!r}")
+    return errors + ([f"the suggestion fails: {result.error}"] if result.error else [])
 
 
 def test_there_are_eighty() -> None:
@@ -60,4 +60,4 @@ def test_every_misuse_has_one_clear_message_on_every_rank_and_its_suggestion_run
         name: Result(tuple(message for message, _ in rows), next((error for _, error in rows if error), ""))
         for name, rows in zip(MISUSES, zip(*by_rank, strict=True), strict=True)
     }
-    assert {name: found for name, result in results.items() if (found := faults(name, result))} == {}
+    assert {name: errors for name, result in results.items() if (errors := faults(name, result))} == {}

@@ -112,12 +112,12 @@ def watched(feature: str) -> Iterator[Callable[[], bool]]:
         with mock.patch.object(functional, "scaled_dot_product_attention", sdpa):
             yield lambda: sdpa.call_count > 0
     elif feature == "fused norm":
-        with recorded("fuse_norms") as found:
-            yield lambda: bool(found[0][0])
+        with recorded("fuse_norms") as records:
+            yield lambda: bool(records[0][0])
     elif feature == "fused operators":
         torch._dynamo.reset()  # graphs of previous rows
-        with recorded("compile_elementwise") as found:
-            yield lambda: bool(found[0])
+        with recorded("compile_elementwise") as records:
+            yield lambda: bool(records[0])
     else:
         yield lambda: True
 
@@ -125,12 +125,12 @@ def watched(feature: str) -> Iterator[Callable[[], bool]]:
 @contextmanager
 def recorded(name: str) -> Iterator[list[Any]]:
     """Record the results of a function of `fused`."""
-    found: list[Any] = []
+    records: list[Any] = []
     original = getattr(fused, name)
 
     def recorded(*args: Any) -> Any:
-        found.append(original(*args))
-        return found[-1]
+        records.append(original(*args))
+        return records[-1]
 
     with mock.patch.object(fused, name, recorded):
-        yield found
+        yield records

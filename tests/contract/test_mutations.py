@@ -27,7 +27,7 @@ def departure(name: str, is_planted: bool) -> str | None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (not each.quick)) for name, each in FAULTS.items()],
+    [pytest.param(name, marks=[pytest.mark.slow] * (not fault.quick)) for name, fault in FAULTS.items()],
 )
 def test_a_planted_fault_is_noticed(pool: Pool, name: str) -> None:
     mutation = FAULTS[name]
@@ -35,9 +35,9 @@ def test_a_planted_fault_is_noticed(pool: Pool, name: str) -> None:
         reports = pool.run(mutation.world_size, departure, name, True, timeout=120.0)
     except Exception as error:
         reports = [f"{type(error).__name__}: {error}"]
-    found = [report for report in reports if report is not None]
-    assert found, "the check does not notice the fault"
-    assert any(mutation.notices(report) for report in found), found
+    differences = [report for report in reports if report is not None]
+    assert differences, "the check does not notice the fault"
+    assert any(mutation.notices(report) for report in differences), differences
 
 
 DISTINCT = {mutation.noticing: name for name, mutation in reversed(FAULTS.items())}

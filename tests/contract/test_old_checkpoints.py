@@ -17,8 +17,8 @@ ALLOWED = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 def goes_on(pool: Pool, name: str, run: Run, folder: Path) -> None:
     copy = shutil.copytree(WRITTEN / name, folder / name)
     expected = json.loads((WRITTEN / "losses.json").read_text())[name]
-    found = mean_over_ranks(pool.run(run.world_size, losses_of, run, copy, goes_on=True))
-    assert found == pytest.approx(expected, rel=ALLOWED[run.arguments["precision"]])
+    losses = mean_over_ranks(pool.run(run.world_size, losses_of, run, copy, goes_on=True))
+    assert losses == pytest.approx(expected, rel=ALLOWED[run.arguments["precision"]])
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,6 @@ def test_resumes_under_its_own_layout(pool: Pool, name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_resumes_in_one_process(pool: Pool, name: str, tmp_path: Path) -> None:
-    given = RUNS[name].arguments
-    kept = {key: value for key, value in given.items() if key not in ("tp_size", "pp_size", "pp_style")}
+    arguments = RUNS[name].arguments
+    kept = {key: value for key, value in arguments.items() if key not in ("tp_size", "pp_size", "pp_style")}
     goes_on(pool, name, replace(RUNS[name], world_size=1, arguments=kept), tmp_path)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CASES = ("8B first", "8B middle", "8B middle recomputed", "70B middle", "70B middle recomputed")
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.slow) for each in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_a_rank_of_many_allocates_as_much_as_the_page_says(case: str) -> None:
     size, place, *recomputed = case.split()
     name = f"{size} tp8·pp8·dp64"
@@ -26,7 +26,7 @@ def test_a_rank_of_many_allocates_as_much_as_the_page_says(case: str) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    measured = json.loads(done.stdout.splitlines()[-1])
     sizes, (tp, pp, _) = CLUSTERS[name].sizes, CLUSTERS[name].axes
     terms = {
         "x": 2 * CLUSTERS[name].length * sizes["hidden_size"],
@@ -37,6 +37,6 @@ def test_a_rank_of_many_allocates_as_much_as_the_page_says(case: str) -> None:
         "g": sizes["num_key_value_heads"] / sizes["num_attention_heads"],
     }
     nbytes = {what: value(cell, terms) for what, where, cell, _ in table("Memory") if value(where, terms)}
-    kept = nbytes["kept"] * found["layers"] * (pp - found["stage"])
-    beside = found["peak"] - found["held"]
+    kept = nbytes["kept"] * measured["layers"] * (pp - measured["stage"])
+    beside = measured["peak"] - measured["held"]
     assert 0.99 * kept <= beside <= kept + nbytes["layer"] + nbytes["at work"]

@@ -68,8 +68,14 @@ VARIANTS: dict[str, Variant] = {
     **{
         f"{model_type}, {stages}": (model_type, {}, layout)
         for model_type, stages, layout in (
-            *((each, "four stages", Layout(pp=4)) for each in ("gemma3", "sam", "blip-2", "umt5", "whisper")),
-            *((each, "several stages a rank", STAGES_OF_RANKS) for each in ("sam", "blip-2", "whisper")),
+            *(
+                (model_type, "four stages", Layout(pp=4))
+                for model_type in ("gemma3", "sam", "blip-2", "umt5", "whisper")
+            ),
+            *(
+                (model_type, "several stages a rank", STAGES_OF_RANKS)
+                for model_type in ("sam", "blip-2", "whisper")
+            ),
         )
     },
 }
@@ -319,7 +325,7 @@ def batch_rows() -> Iterator[ParityRow]:
     # Its layers get the cache as a positional argument, so recomputation would fill it twice.
     gpt2, recomputed = ModelChoice(model_type="gpt2"), replace(RING, recompute=1.0)
     yield as_quick(ParityRow(name="packed gpt2", choice=gpt2, layout=recomputed, batch=packed))
-    eager = [(each, RING) for each in EAGER_TYPES]
+    eager = [(model_type, RING) for model_type in EAGER_TYPES]
     eager += [*product(EAGER_TYPES[:2], UNSEEN_LAYOUTS), ("gpt_oss", ULYSSES)]  # with sinks
     for model_type, layout in eager:
         row = ParityRow(

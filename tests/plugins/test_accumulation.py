@@ -34,7 +34,9 @@ def averaged_by_one_process() -> list[float]:
     for step in range(STEPS):
         losses = [model(**batch_of(step, call)).loss for call in range(CALLS)]
         torch.stack(losses).mean().backward()
-        norm = torch.linalg.vector_norm(torch.stack([each.grad.norm() for each in model.parameters()]))
+        norm = torch.linalg.vector_norm(
+            torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+        )
         figures += [*(loss.item() for loss in losses), norm.item()]
         optimizer.step()
         optimizer.zero_grad()
@@ -43,20 +45,20 @@ def averaged_by_one_process() -> list[float]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(each, marks=[pytest.mark.slow] * ("zero_stage" in each)) for each in LAYOUTS],
+    [pytest.param(sizes, marks=[pytest.mark.slow] * ("zero_stage" in sizes)) for sizes in LAYOUTS],
     ids=str,
 )
 def test_several_calls_are_averaged_as_by_one_process(pool: Pool, sizes: dict[str, Any]) -> None:
     tolerance = 2e-2 if sizes.get("precision") == "fp16" else 1e-5
-    for found in pool.run(2, accumulate, sizes, by_calls=False):
-        assert found == pytest.approx(averaged_by_one_process(), rel=tolerance)
+    for figures in pool.run(2, accumulate, sizes, by_calls=False):
+        assert figures == pytest.approx(averaged_by_one_process(), rel=tolerance)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_several_backwards_are_averaged_as_by_one_process(pool: Pool, stage: int) -> None:
     expected = averaged_by_one_process()[CALLS :: CALLS + 1]
-    for found in pool.run(2, accumulate, {"zero_stage": stage}, by_calls=True):
-        assert found[CALLS :: CALLS + 1] == pytest.approx(expected, rel=1e-5)
+    for figures in pool.run(2, accumulate, {"zero_stage": stage}, by_calls=True):
+        assert figures[CALLS :: CALLS + 1] == pytest.approx(expected, rel=1e-5)
 
 
 def accumulate(sizes: dict[str, Any], *, by_calls: bool) -> list[float]:
@@ -83,8 +85,8 @@ def accumulate(sizes: dict[str, Any], *, by_calls: bool) -> list[float]:
 def test_weighted_calls_are_one_batch(pool: Pool) -> None:
     """The loss is the mean over all tokens, as for one larger batch."""
     expected = pool.run(1, weigh, 1)[0]
-    for found in pool.run(2, weigh, 2):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for norms in pool.run(2, weigh, 2):
+        assert norms == pytest.approx(expected, rel=1e-5)
 
 
 def weigh(calls: int) -> list[float]:
@@ -98,9 +100,11 @@ def weigh(calls: int) -> list[float]:
     rank, size = booster.plugin.data_rank
     figures = []
     for step in range(STEPS):
-        whole = make_batch(LLAMA, num_samples=8, seed=step)
-        for part in range(calls):
-            batch = {name: tensor.chunk(calls)[part].chunk(size)[rank] for name, tensor in whole.items()}
+        global_batch = make_batch(LLAMA, num_samples=8, seed=step)
+        for call in range(calls):
+            batch = {
+                name: tensor.chunk(calls)[call].chunk(size)[rank] for name, tensor in global_batch.items()
+            }
             booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
             with torch.no_grad():  # of another size
                 booster.execute_pipeline(iter([make_batch(LLAMA, num_samples=5, seed=9)]), model, criterion)
@@ -119,13 +123,15 @@ def test_replicas_are_averaged_in_the_last_call_only(pool: Pool, stage: int) -> 
 def averages_by_call(stage: int) -> list[int]:
     booster = booster_of(f"zero{stage}", precision="fp32", gradient_accumulation_steps=CALLS)
     model, optimizer = boosted(booster)
-    found = []
+    reductions = []
     for call in range(CALLS):
         with booster.plugin.ledger() as ledger:
             booster.execute_pipeline(share(booster, BERT, call), model, loss_of, optimizer)
         kinds = {kind: count.calls for (_, kind), count in ledger.traffic.items()}
-        found.append(sum(calls for kind, calls in kinds.items() if "reduce" in kind and "small" not in kind))
-    return found
+        reductions.append(
+            sum(calls for kind, calls in kinds.items() if "reduce" in kind and "small" not in kind)
+        )
+    return reductions
 
 
 def test_a_step_after_another_number_of_calls_is_refused(pool: Pool) -> None:
@@ -195,12 +201,12 @@ MIXTURES = {
 
 
 QUICK = ("bbc", "clc", "cslbc", "czlzc", "ccxl", "cxmlc", "cce")
-ALL = [(tuple(MIXTURES), *each) for each in ((0, False), (0, True), (2, False), (2, True))]
+ALL = [(tuple(MIXTURES), *settings) for settings in ((0, False), (0, True), (2, False), (2, True))]
 
 
 @pytest.mark.parametrize(
     ("orders", "stage", "overlaps"),
-    [(QUICK, 2, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL)],
+    [(QUICK, 2, True), *(pytest.param(*arguments, marks=pytest.mark.slow) for arguments in ALL)],
     ids=str,
 )
 def test_backwards_and_calls_before_a_step_add_up(
@@ -300,14 +306,14 @@ def have_gradients(stage: int) -> tuple[bool, bool]:
     booster = hybrid(zero_stage=stage, num_microbatches=2)
     model, optimizer = boosted(booster, LLAMA)
     batch = make_batch(LLAMA, num_samples=3, seed=0)
-    found = []
+    flags = []
     for to_none in (False, True):
         booster.execute_pipeline(iter([batch]), model, None, optimizer)
         optimizer.zero_grad(set_to_none=to_none)
         with pytest.raises(KeyError):
             fail(booster, model, optimizer, batch)
-        found.append({slot.has_gradient for slot in optimizer.reducer.slots})
-    (zeros,), (nones,) = found
+        flags.append({slot.has_gradient for slot in optimizer.reducer.slots})
+    (zeros,), (nones,) = flags
     return zeros, nones
 
 

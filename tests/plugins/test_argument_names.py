@@ -43,5 +43,7 @@ def test_arguments_of_colossalai(pool: Pool) -> None:
 
 def test_the_page_lists_every_argument_that_is_not_available() -> None:
     page = (Path(__file__).parents[2] / "docs" / "coming-from-colossalai.md").read_text()
-    own = {"wp_memory_pool"}  # an argument of an earlier release of Echelon
-    assert [name for _, table in COLOSSALAI for name in {*table} - own if f"`{name}" not in page] == []
+    earlier_arguments = {"wp_memory_pool"}  # an argument of an earlier release of Echelon
+    assert [
+        name for _, table in COLOSSALAI for name in {*table} - earlier_arguments if f"`{name}" not in page
+    ] == []

@@ -67,7 +67,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
     return {"pixels": pixels, "labels": torch.randint(3, (8,), generator=drawn)}
 
 
-def part(step: int, index: int, size: int) -> dict[str, Tensor]:
+def replica_batch(step: int, index: int, size: int) -> dict[str, Tensor]:
     return {name: tensor.chunk(size)[index] for name, tensor in batch_of(step).items()}
 
 
@@ -81,17 +81,17 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 def plain(num_replicas: int, *, num_steps: int = STEPS) -> dict[str, Tensor]:
     """Run a plain loop; with replicas, average gradients and running statistics in every step."""
     replicas = [Pictures() for _ in range(num_replicas)]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=LR) for each in replicas]
+    optimizers = [torch.optim.SGD(replica.parameters(), lr=LR) for replica in replicas]
     for step in range(num_steps):
         for call in range(CALLS):
-            for index, each in enumerate(replicas):
-                each(**part(CALLS * step + call, index, num_replicas))["loss"].backward()
-        for parameters in zip(*(each.parameters() for each in replicas), strict=True):
+            for index, replica in enumerate(replicas):
+                replica(**replica_batch(CALLS * step + call, index, num_replicas))["loss"].backward()
+        for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
             mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
             for parameter in parameters:
                 parameter.grad.copy_(mean)
         with torch.no_grad():
-            for buffers in zip(*(each.buffers() for each in replicas), strict=True):
+            for buffers in zip(*(replica.buffers() for replica in replicas), strict=True):
                 mean = torch.stack([*buffers]).double().mean(0)
                 for buffer in buffers:
                     buffer.copy_(mean)
@@ -112,7 +112,7 @@ def trained(
     model.train()
     for step in range(STEPS):
         for call in range(CALLS):
-            batch = part(CALLS * step + call, dist.get_rank(), dist.get_world_size())
+            batch = replica_batch(CALLS * step + call, dist.get_rank(), dist.get_world_size())
             booster.backward(model(**batch)["loss"], optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -155,6 +155,6 @@ def test_torchs_sync_batch_norm_normalizes_over_all_replicas_as_one_process_does
 
 def test_a_recomputed_batch_counts_once(pool: Pool) -> None:
     (expected,) = pool.run(1, trained, "replicas")
-    (found,) = pool.run(1, trained, "replicas", recomputes=True)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(found, plain(1), rtol=1e-5, atol=1e-5)
+    (recomputed,) = pool.run(1, trained, "replicas", recomputes=True)
+    torch.testing.assert_close(recomputed, expected)
+    torch.testing.assert_close(recomputed, plain(1), rtol=1e-5, atol=1e-5)

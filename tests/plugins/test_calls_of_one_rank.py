@@ -80,7 +80,8 @@ def test_a_call_of_one_rank_is_refused(
 ) -> None:
     errors = pool.run_failing(2, on_one_rank, kind, tmp_path, call, timeout=60.0)
     reported = [str(error) for error in errors]
-    assert not any("timed out in" in each for each in reported), reported  # the timeout was not what ended it
+    # The timeout was not what ended it.
+    assert not any("timed out in" in message for message in reported), reported
     assert any(
         isinstance(error, RankFailure) and all(name in str(error) for name in names) for error in errors
     ), reported

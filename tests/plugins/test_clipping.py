@@ -32,8 +32,8 @@ def one_process(parts: int) -> tuple[list[float], list[float]]:
     optimizer, losses, norms = sgd(model), [], []
     for step in range(NUM_STEPS):
         batch = make_batch(LLAMA, num_samples=8, seed=step)
-        cut = [{name: tensor.chunk(parts)[part] for name, tensor in batch.items()} for part in range(parts)]
-        loss = torch.stack([model(**each).loss for each in cut]).mean()
+        cut = [{name: tensor.chunk(parts)[index] for name, tensor in batch.items()} for index in range(parts)]
+        loss = torch.stack([model(**samples).loss for samples in cut]).mean()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         nn.utils.clip_grad_value_(model.parameters(), VALUE)
@@ -73,9 +73,9 @@ def test_one_loop_clips_under_every_plugin_as_one_process_does(pool: Pool) -> No
     ):
         losses, norms = one_process(parts)
         assert min(norms) > MAX_NORM, "nothing to clip"
-        for found in pool.run(ranks, train, kind, settings):
-            assert found[0] == pytest.approx(losses, rel=1e-5), (kind, settings)
-            assert found[1] == pytest.approx(norms, rel=1e-4), (kind, settings)
+        for figures in pool.run(ranks, train, kind, settings):
+            assert figures[0] == pytest.approx(losses, rel=1e-5), (kind, settings)
+            assert figures[1] == pytest.approx(norms, rel=1e-4), (kind, settings)
 
 
 def test_clipping_without_a_step_leaves_the_next_one_right(pool: Pool) -> None:

@@ -77,20 +77,22 @@ CALLS: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
 )
 
 
-def own(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return {name: each for name, each in inspect.signature(call).parameters.items() if name != "self"}
+def parameters_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {
+        name: parameter for name, parameter in inspect.signature(call).parameters.items() if name != "self"
+    }
 
 
 def differing(
     call: Callable[..., Any], theirs: Mapping[str, Any], others: Mapping[str, Unavailable]
 ) -> set[str]:
     """Return the arguments whose default is not ColossalAI's, which is not accepted as without effect either."""
-    found = set()
+    names = set()
     for name, default in theirs.items():
-        accepted = others[name].accepted if name in others else (own(call)[name].default,)
+        accepted = others[name].accepted if name in others else (parameters_of(call)[name].default,)
         if default is not REQUIRED and default not in accepted:
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def named_on_the_page() -> set[str]:
@@ -101,18 +103,20 @@ def named_on_the_page() -> set[str]:
 
 
 def test_every_default_is_colossalais_or_on_the_page() -> None:
-    found = set().union(
-        *(differing(*each) for each in PLUGINS), *(differing(call, theirs, {}) for call, theirs in CALLS)
+    names = set().union(
+        *(differing(*row) for row in PLUGINS), *(differing(call, theirs, {}) for call, theirs in CALLS)
     )
-    assert {"precision", "zero_bucket_size_in_m", "pin_memory", "use_safetensors"} <= found
-    assert found - named_on_the_page() == set()
+    assert {"precision", "zero_bucket_size_in_m", "pin_memory", "use_safetensors"} <= names
+    assert names - named_on_the_page() == set()
 
 
-@pytest.mark.parametrize(
-    ("call", "theirs"), [each[:2] for each in PLUGINS], ids=lambda value: str(value)[:40]
-)
+@pytest.mark.parametrize(("call", "theirs"), [row[:2] for row in PLUGINS], ids=lambda value: str(value)[:40])
 def test_arguments_by_place_have_colossalais_order(call: Callable[..., Any], theirs: dict[str, Any]) -> None:
-    by_place = [name for name, each in own(call).items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    by_place = [
+        name
+        for name, parameter in parameters_of(call).items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     shared = by_place[: len(theirs)]
     assert shared == list(theirs)[: len(shared)]
 

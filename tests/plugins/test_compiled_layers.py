@@ -63,17 +63,17 @@ def test_other_lengths_compile_once_more_and_no_further(pool: Pool, settings: di
 
 def states_in_backward() -> list[list[GradientState]]:
     """Return the state of each bucket when backward reaches the first layer."""
-    found: list[list[GradientState]] = []
+    states: list[list[GradientState]] = []
     with traced_layers(most_graphs=1):
         booster, model, optimizer = boosted(zero_stage=1, zero_bucket_size_in_m=2**-10, **COMPILED)
 
         def watch(layer: nn.Module, args: tuple, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(lambda _: found.append([each.state for each in optimizer.buckets]))
+            hidden.register_hook(lambda _: states.append([bucket.state for bucket in optimizer.buckets]))
 
         model.unwrap().model.layers[0].register_forward_hook(watch)
         booster.execute_pipeline(iter([batch_of(8)]), model, loss_of, optimizer)
-    return found
+    return states
 
 
 @pytest.mark.slow  # the compiler starts on two ranks
@@ -85,7 +85,7 @@ def test_reductions_start_before_the_backward_of_other_layers(pool: Pool) -> Non
 def compare_names() -> None:
     """Compare names of tensors and modules before and after the first call."""
     with traced_layers(most_graphs=1):
-        plain, compiled = (boosted(tp_size=2, **each)[1] for each in ({}, COMPILED))
+        plain, compiled = (boosted(tp_size=2, **settings)[1] for settings in ({}, COMPILED))
         for call in (lambda: None, lambda: compiled(**batch_of(8))):
             call()
             assert list(plain.tensors()) == list(compiled.tensors())
@@ -119,8 +119,8 @@ def masks_with(settings: dict[str, Any]) -> list[float]:
 )
 def test_compiled_layers_drop_the_same_entries(pool: Pool, settings: dict[str, Any]) -> None:
     expected = pool.run(2, losses_of, "hybrid", settings)
-    found = pool.run(2, masks_with, settings)
-    for one, other in zip(found, expected, strict=True):
+    compiled_losses = pool.run(2, masks_with, settings)
+    for one, other in zip(compiled_losses, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
 

@@ -25,10 +25,10 @@ def moved(how: str) -> tuple[int, list[int]]:
             num_key_value_heads=2,
         )
     )
-    whole, numbers, to = model.num_parameters(), list[int](), nn.Module.to
+    total, numbers, to = model.num_parameters(), list[int](), nn.Module.to
 
     def noted(self: nn.Module, *args: object, **kwargs: object) -> nn.Module:
-        numbers.append(sum(each.numel() for each in self.parameters()))
+        numbers.append(sum(parameter.numel() for parameter in self.parameters()))
         return to(self, *args, **kwargs)  # type: ignore[call-overload, no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,11 +40,11 @@ def moved(how: str) -> tuple[int, list[int]]:
         else:
             plugin = HybridParallelPlugin(precision="fp32", num_microbatches=2, **{how: 2})  # type: ignore[arg-type]
             Booster(plugin=plugin).boost(model)
-    return whole, numbers
+    return total, numbers
 
 
 @pytest.mark.parametrize("how", ["tp_size", "pp_size", "wp_size", "shard_model"])
 def test_a_model_is_cut_before_it_reaches_a_device(pool: Pool, how: str) -> None:
-    for whole, numbers in pool.run(2, moved, how):
+    for total, numbers in pool.run(2, moved, how):
         # Norms are replicated, embeddings too with wp_size, and a stage has one end of the model.
-        assert numbers and max(numbers) < (0.8 if how == "wp_size" else 0.6) * whole
+        assert numbers and max(numbers) < (0.8 if how == "wp_size" else 0.6) * total

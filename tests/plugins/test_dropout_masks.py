@@ -84,8 +84,9 @@ class Run:
     def loss(self, number: int, *, by_calls: bool = False) -> float:
         """Return the loss of a batch: by `execute_pipeline` if the plugin has a pipeline, else by calls."""
         rank, size = self.booster.plugin.data_rank
-        whole = make_batch(GPT2, num_samples=8, seed=number)
-        batch = {name: tensor[rank::size] for name, tensor in whole.items()}  # in the order of a dataloader
+        global_batch = make_batch(GPT2, num_samples=8, seed=number)
+        # In the order of a dataloader.
+        batch = {name: tensor[rank::size] for name, tensor in global_batch.items()}
         if by_calls or isinstance(self.booster.plugin, TorchDDPPlugin | TorchFSDPPlugin):
             call = partial(self.called, **batch)
             outputs = checkpoint(call, use_reentrant=False) if self.called_again else call()
@@ -98,14 +99,14 @@ class Run:
 
     def masks(self, **step: Any) -> Masks:
         """Return the entries that every dropout module of this rank kept in a step."""
-        found: Masks = {}
+        masks: Masks = {}
         for name, module in self.model.unwrap().named_modules():
             if isinstance(module, nn.Dropout) and module.p == 0.5:
                 module.register_forward_hook(
-                    lambda _, args, output, name=name: found.setdefault(name, []).append(output.detach() != 0)
+                    lambda _, args, output, name=name: masks.setdefault(name, []).append(output.detach() != 0)
                 )
         self.step(0, **step)
-        return found
+        return masks
 
 
 def masks_of(kind: str, sizes: dict[str, Any], *, seed: int | None = 0, **step: Any) -> Masks:
@@ -190,10 +191,10 @@ def test_recomputed_layers_drop_the_same_entries(
     by_calls = changed.get("by_calls", False)
     expected = pool.run(2, losses_of, kind, sizes, by_calls=by_calls)
     if changed is RECOMPUTED:
-        found = pool.run(2, losses_of, kind, sizes | RECOMPUTED)
+        losses = pool.run(2, losses_of, kind, sizes | RECOMPUTED)
     else:
-        found = pool.run(2, losses_of, kind, sizes, **changed)
-    for one, other in zip(found, expected, strict=True):
+        losses = pool.run(2, losses_of, kind, sizes, **changed)
+    for one, other in zip(losses, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-6)  # recomputed values may differ in the last digit
     assert expected[0][0] != expected[0][1]
 
@@ -287,19 +288,19 @@ def plain_losses(seeds: list[list[list[int]]]) -> list[float]:
 @pytest.mark.parametrize("kind", ["hybrid", "ddp", "fsdp"])
 def test_a_plain_loop_of_the_same_seeds_drops_the_same_entries(pool: Pool, kind: str, size: int) -> None:
     sizes = {"loss_reduction": "microbatch_mean"} if kind == "hybrid" else {}  # as the plain loop
-    found = pool.run(size, seeded_losses, kind, sizes)
-    seeds = [of_replica for _, of_replica in found]
+    by_rank = pool.run(size, seeded_losses, kind, sizes)
+    seeds = [of_replica for _, of_replica in by_rank]
     flat = [seed for of_replica in seeds for step in of_replica for seed in step]
     assert len(set(flat)) == len(flat) == size * 3 * (2 if kind == "hybrid" else 1)
     expected = pool.run(1, plain_losses, seeds)[0]
-    assert found[0][0] == pytest.approx(expected, rel=1e-6)
+    assert by_rank[0][0] == pytest.approx(expected, rel=1e-6)
 
 
 def changed_generators(kind: str, sizes: dict[str, Any], *, by_calls: bool, change: str) -> list[str]:
     """Return what changed the generators: boost, training of a model that draws from all of them, or validation."""
     np.random.standard_normal()  # a second one is kept in the generator's state
     run = Run(kind, sizes, seed=None, change=change)
-    found = ["boost"] * (generators() != run.before_boost)
+    causes = ["boost"] * (generators() != run.before_boost)
 
     def draw(*_: Any) -> None:
         np.random.standard_normal(3), random.random(), torch.rand(3)
@@ -310,10 +311,10 @@ def changed_generators(kind: str, sizes: dict[str, Any], *, by_calls: bool, chan
             module.register_forward_hook(draw)
     for number in range(2):
         run.step(number, by_calls=by_calls)
-    found += ["training"] * (generators() != run.before_boost)
+    causes += ["training"] * (generators() != run.before_boost)
     with torch.no_grad():  # in training mode
         run.loss(2, by_calls=by_calls)
-    return found + ["validation"] * (generators() != run.before_boost)
+    return causes + ["validation"] * (generators() != run.before_boost)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +340,8 @@ def changed_generators(kind: str, sizes: dict[str, Any], *, by_calls: bool, chan
 def test_the_generators_of_a_script_are_left_as_they_were(
     pool: Pool, size: int, kind: str, sizes: dict[str, Any], by_calls: bool, change: str
 ) -> None:
-    found = pool.run(size, changed_generators, kind, sizes, by_calls=by_calls, change=change)
-    assert found == [[]] * size
+    causes = pool.run(size, changed_generators, kind, sizes, by_calls=by_calls, change=change)
+    assert causes == [[]] * size
 
 
 QUIET = ModelChoice(model_type="gpt2")
@@ -382,12 +383,12 @@ def test_a_script_that_draws_its_batches_trains_on_the_same_data_under_every_lay
 
 def seeds_of_boosts(torch_seeds: list[int]) -> list[int]:
     """Return the seed of the stream of each boosted model; torch is seeded before each boost."""
-    found = []
+    seeds = []
     for seed in torch_seeds:
         torch.manual_seed(seed + 100 * dist.get_rank())
         run = Run("hybrid", {}, seed=None)
-        found.append(run.model.random.state()["seed"])
-    return found
+        seeds.append(run.model.random.state()["seed"])
+    return seeds
 
 
 def test_models_of_one_process_have_different_streams_that_all_ranks_agree_on(pool: Pool) -> None:
@@ -411,12 +412,12 @@ def test_seeding_torch_before_boost_decides_the_stream(monkeypatch: pytest.Monke
 
 def repeated_losses() -> list[float]:
     run = Run("hybrid", {})
-    found = []
+    losses = []
     for seed in (5, 5, 6):
         run.booster.seed(run.model, seed)
         with torch.no_grad():
-            found += [run.loss(0), run.loss(0)]
-    return found
+            losses += [run.loss(0), run.loss(0)]
+    return losses
 
 
 def test_a_seed_repeats_the_masks_of_calls(pool: Pool) -> None:

@@ -69,13 +69,13 @@ def _with_scores(models: Sequence[Any], batch: dict[str, Tensor], heads: int) ->
 def encoder_states(models: Sequence[Any], batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     """States of another encoder, embeddings of the decoder, and learned scores of both attentions."""
     leaves = [batch["drawn"].clone(), numbers(2, 9, 32), numbers(2, 1, 1, 13), numbers(2, 4, 9, 9)]
-    states, rows, mask, own_mask = (leaf.requires_grad_() for leaf in leaves)
+    states, rows, mask, decoder_mask = (leaf.requires_grad_() for leaf in leaves)
     labels = batch["labels"][:, :9].contiguous()
     outputs = models[0](
         encoder_outputs=(states,),
         decoder_inputs_embeds=rows,
         attention_mask=mask,
-        decoder_attention_mask=own_mask,
+        decoder_attention_mask=decoder_mask,
         labels=labels,
     )
     return outputs.loss, leaves
@@ -169,28 +169,28 @@ def compare(
     expected, expected_leaves = script(plain, batch())
     expected.backward()
     booster = hybrid(**settings)
-    pairs = [booster.boost(each, torch.optim.SGD(each.parameters(), lr=0.1))[:2] for each in models()]
+    pairs = [booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2] for model in models()]
     loss, leaves = script([Unwrapped(model) for model, _ in pairs], batch())
     booster.backward(loss, pairs[0][1])
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    for own, leaf in zip(leaves, expected_leaves, strict=True):
-        assert own.grad is not None and leaf.grad is not None
-        require_close(own.grad, leaf.grad, f"the leaf of {tuple(leaf.shape)}")
+    for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
+        assert leaf.grad is not None and expected_leaf.grad is not None
+        require_close(leaf.grad, expected_leaf.grad, f"the leaf of {tuple(expected_leaf.shape)}")
     for (model, optimizer), native in zip(pairs, plain, strict=True):
         optimizer.reduce_gradients()
-        found = gather_full(optimizer.gradients(), model.local_parameters, model.mesh)
-        grads = {name: native.get_parameter(name).grad for name in found}
+        gradients = gather_full(optimizer.gradients(), model.local_parameters, model.mesh)
+        grads = {name: native.get_parameter(name).grad for name in gradients}
         largest = max([grad.abs().max() for grad in grads.values() if grad is not None], default=0.0)
-        for name, gradient in found.items():
+        for name, gradient in gradients.items():
             if (grad := grads[name]) is None:
                 assert not gradient.any(), name
             else:
                 require_close(gradient, grad, name, noise=2**-23 * float(largest))
 
 
-def require_close(own: Tensor, expected: Tensor, name: str, noise: float = 0.0) -> None:
+def require_close(gradient: Tensor, expected: Tensor, name: str, noise: float = 0.0) -> None:
     """Require equality within 5e-6 of the largest entry, or the noise: a bias of keys has a gradient of 0."""
-    error, allowed = (own - expected).abs().max(), max(5e-6 * float(expected.abs().max()), noise)
+    error, allowed = (gradient - expected).abs().max(), max(5e-6 * float(expected.abs().max()), noise)
     assert error <= allowed, f"{name}: {error:.1e}, allowed {allowed:.1e}"
 
 
@@ -223,9 +223,9 @@ QUICK = tuple(layout for layout in LAYOUTS if layout not in SLOW)
 def layouts(*refused: str, quick: tuple[str, ...] = QUICK) -> list[Any]:
     """Return the names of the layouts but for those that refuse a script."""
     return [
-        each if each in quick else pytest.param(each, marks=pytest.mark.slow)
-        for each in LAYOUTS
-        if each not in refused
+        layout if layout in quick else pytest.param(layout, marks=pytest.mark.slow)
+        for layout in LAYOUTS
+        if layout not in refused
     ]
 
 
@@ -237,7 +237,7 @@ def test_gradients_of_embeddings_are_those_of_one_process(pool: Pool, layout: st
 
 @pytest.mark.parametrize(
     "script",
-    [two_models, *(pytest.param(each, marks=pytest.mark.slow) for each in (prompts, looked_up))],
+    [two_models, *(pytest.param(script, marks=pytest.mark.slow) for script in (prompts, looked_up))],
 )
 @pytest.mark.parametrize("layout", layouts(quick=("ring_attn", "tp", "zero")))
 def test_gradients_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
@@ -307,7 +307,7 @@ def test_stages_sum_the_gradients_of_trained_rotary_embeddings(pool: Pool, class
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("wp", "zero"))]
+    "layout", ["tp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("wp", "zero"))]
 )
 def test_gradients_of_a_layers_arguments_are_those_of_one_process(pool: Pool, layout: str) -> None:
     num_ranks, settings = LAYOUTS[layout]
@@ -352,15 +352,15 @@ def test_execute_pipeline_refuses_batches_with_gradients_on_every_rank(
     pool: Pool, num_ranks: int, settings: dict[str, Any]
 ) -> None:
     words = pool.run(num_ranks, train_with_gradients_of_batches, **settings)
-    assert all("detach() it" in each for each in words[0])
+    assert all("detach() it" in message for message in words[0])
     assert words == [words[0]] * num_ranks
 
 
 def call_two_models_of_a_pipeline() -> None:
     booster = hybrid(pp_size=2)
     pairs = [
-        booster.boost(each, torch.optim.SGD(each.parameters(), lr=0.1))[:2]
-        for each in map(build, ("LlamaForCausalLM", "LlamaModel"))
+        booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+        for model in map(build, ("LlamaForCausalLM", "LlamaModel"))
     ]
     with pytest.raises(RuntimeError, match=r"model\(\*\*batch\) under a pipeline \(pp_size=2\)"):
         two_models([model for model, _ in pairs], batch())
@@ -377,13 +377,13 @@ def compare_replicas() -> None:
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     replica, num_replicas = booster.plugin.data_rank
     leaves = []
-    for each in range(num_replicas):
-        expected, (leaf,) = prompts([plain], batch(each))
+    for index in range(num_replicas):
+        expected, (leaf,) = prompts([plain], batch(index))
         (expected / num_replicas).backward()
         leaves.append(leaf.grad * num_replicas)
-    loss, (own,) = prompts([Unwrapped(model)], batch(replica))
+    loss, (prompt,) = prompts([Unwrapped(model)], batch(replica))
     booster.backward(loss, optimizer)
-    require_close(own.grad, leaves[replica], "the prompt")
+    require_close(prompt.grad, leaves[replica], "the prompt")
     optimizer.reduce_gradients()
     for name, gradient in gather_full(optimizer.gradients(), model.local_parameters, model.mesh).items():
         require_close(gradient, plain.get_parameter(name).grad, name)

@@ -15,7 +15,9 @@ from .training import hybrid, sgd, share
 
 CHOICE = ModelChoice(model_type="mixtral", num_layers=2)
 # Calls of their own: one-hot choices with a capacity, and experts without parameters.
-SWITCH, LONGCAT = (ModelChoice(model_type=each) for each in ("switch_transformers", "longcat_flash"))
+SWITCH, LONGCAT = (
+    ModelChoice(model_type=model_type) for model_type in ("switch_transformers", "longcat_flash")
+)
 LLAMA = ModelChoice(model_type="llama", num_layers=1)
 LAYOUTS = (
     Layout(dp=2, recompute=1.0),
@@ -60,25 +62,25 @@ def counted(
     with torch.no_grad():
         booster.execute_pipeline(share(booster, choice, 0), model, loss_of)
     then = model.expert_load()
-    tokens, later = ({path: each.tokens for path, each in load.items()} for load in (first, then))
+    tokens, later = ({path: layer_load.tokens for path, layer_load in load.items()} for load in (first, then))
     return tokens, next(iter(first.values())).imbalance, later
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.slow) for each in FURTHER)], ids=str
+    "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in FURTHER)], ids=str
 )
 def test_the_tokens_of_an_expert_are_those_of_one_process(pool: Pool, layout: Layout) -> None:
     expected = counted_alone()
-    highest = [max(each) * len(each) / sum(each) for each in expected.values()]
+    highest = [max(counts) * len(counts) / sum(counts) for counts in expected.values()]
     for tokens, imbalance, later in pool.run(layout.world_size, counted, layout):
         assert tokens == expected
         assert imbalance == highest[0] > 1
-        assert later == {path: [0] * len(each) for path, each in expected.items()}
+        assert later == {path: [0] * len(counts) for path, counts in expected.items()}
 
 
 @pytest.mark.parametrize(
     "choice",
-    [pytest.param(each, marks=pytest.mark.slow) for each in (SWITCH, LONGCAT)],
+    [pytest.param(choice, marks=pytest.mark.slow) for choice in (SWITCH, LONGCAT)],
     ids=lambda choice: choice.model_type,
 )
 def test_experts_that_are_called_otherwise_are_counted(pool: Pool, choice: ModelChoice) -> None:

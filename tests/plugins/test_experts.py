@@ -16,7 +16,7 @@ from echelon.verify.model_choice import ModelChoice
 from ..pool import Pool
 from .training import hybrid, sgd, share, shares, steps
 
-MIXTRAL, LLAMA = (ModelChoice(model_type=each, num_layers=2) for each in ("mixtral", "llama"))
+MIXTRAL, LLAMA = (ModelChoice(model_type=model_type, num_layers=2) for model_type in ("mixtral", "llama"))
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -45,7 +45,7 @@ def test_adapters_of_experts_train_as_in_one_process(pool: Pool, tmp_path: Path)
     (alone,) = pool.run(1, trained_adapters, tmp_path / "1", 1)
     for numbers in pool.run(2, trained_adapters, tmp_path / "2", 2):
         assert numbers == pytest.approx(alone, rel=1e-5)
-    expected, saved = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("1", "2"))
+    expected, saved = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("1", "2"))
     assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-6)

@@ -25,26 +25,28 @@ SAMPLES = 9
 def batch_of(choice: ModelChoice, rank: int, size: int) -> tuple[dict[str, Tensor], float]:
     """Return a replica's share of a padded batch, and the factor from its mean to its share of the batch's mean."""
     batch = make_batch(choice, num_samples=SAMPLES, seed=0)
-    own = {name: each.tensor_split(size)[rank] for name, each in batch.items()}
-    count, total = (int((each["labels"] != -100).sum()) for each in (own, batch))
-    return own, count * size / total
+    replica_batch = {name: tensor.tensor_split(size)[rank] for name, tensor in batch.items()}
+    count, total = (int((inputs["labels"] != -100).sum()) for inputs in (replica_batch, batch))
+    return replica_batch, count * size / total
 
 
 def expected(choice: ModelChoice) -> dict[str, Tensor]:
     plain: Any = choice.build().double()
     plain(**batch_of(choice, 0, 1)[0]).loss.backward()
-    return {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    return {
+        name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None
+    }
 
 
 def departing(choice: ModelChoice, gradients: dict[str, Tensor]) -> list[str]:
     """Return the names of missing gradients, and of those that are 1e-10 of their largest entry from one process."""
     wanted = expected(choice)
-    largest = max(float(each.abs().max()) for each in wanted.values())
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     return sorted(wanted.keys() ^ gradients.keys()) + [
         name
-        for name, each in gradients.items()
-        if each.dtype != torch.float64
-        or (each - wanted[name]).abs().max() > 1e-10 * max(wanted[name].abs().max(), 1e-6 * largest)
+        for name, gradient in gradients.items()
+        if gradient.dtype != torch.float64
+        or (gradient - wanted[name]).abs().max() > 1e-10 * max(wanted[name].abs().max(), 1e-6 * largest)
     ]
 
 
@@ -54,11 +56,11 @@ def by_a_booster(kind: str, choice: ModelChoice) -> list[str]:
     batch, factor = batch_of(choice, *booster.plugin.data_rank)
     booster.backward(boosted(**batch).loss * factor, optimizer)
     named = dict(boosted.unwrap().named_parameters())
-    trained = ((name, each) for name, each in named.items() if each.grad is not None)
-    return departing(choice, {name: whole(each.grad) for name, each in trained})
+    trained = ((name, parameter) for name, parameter in named.items() if parameter.grad is not None)
+    return departing(choice, {name: full_gradient(parameter.grad) for name, parameter in trained})
 
 
-def whole(gradient: Any) -> Tensor:
+def full_gradient(gradient: Any) -> Tensor:
     full: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return full
 
@@ -75,8 +77,10 @@ def by_shard_former(sizes: dict[str, int]) -> list[str]:
     replica = 0 if config.replica_group is None else config.replica_group.rank()
     batch, factor = batch_of(MASKED, replica, config.data_parallel_size)
     (model(**batch).loss * factor).backward()
-    trained = ((name, each) for name, each in model.named_parameters() if each.grad is not None)
-    return departing(MASKED, {name: unsharded(each, config) for name, each in trained})
+    trained = (
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None
+    )
+    return departing(MASKED, {name: unsharded(parameter, config) for name, parameter in trained})
 
 
 def unsharded(parameter: nn.Parameter, config: ShardConfig) -> Tensor:

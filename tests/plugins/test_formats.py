@@ -31,14 +31,16 @@ def formats(choice: ModelChoice, is_frozen: bool) -> set[tuple[bool, torch.dtype
     booster, plain = hybrid(precision="bf16", ep_size=2), choice.build()
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not (is_frozen and ROUTER in name))
-    before = {name: each.detach().clone() for name, each in plain.named_parameters() if ROUTER in name}
+    before = {
+        name: parameter.detach().clone() for name, parameter in plain.named_parameters() if ROUTER in name
+    }
     model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
     booster.execute_pipeline(share(booster, choice, 0), model, loss_of, optimizer)
     optimizer.step()
     for name, weight in before.items():
         after = plain.get_parameter(name)
         assert torch.equal(after, weight.to(after.dtype)) == is_frozen
-    return {(ROUTER in name, each.dtype) for name, each in plain.named_parameters()}
+    return {(ROUTER in name, parameter.dtype) for name, parameter in plain.named_parameters()}
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -46,8 +48,8 @@ def formats(choice: ModelChoice, is_frozen: bool) -> set[tuple[bool, torch.dtype
 def test_weights_of_routers_have_the_format_of_the_config(
     pool: Pool, choice: ModelChoice, dtype: torch.dtype, is_frozen: bool
 ) -> None:
-    for found in pool.run(2, formats, choice, is_frozen):
-        assert found == {(True, dtype), (False, torch.bfloat16)}
+    for dtypes in pool.run(2, formats, choice, is_frozen):
+        assert dtypes == {(True, dtype), (False, torch.bfloat16)}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def format_of(choice: ModelChoice, buffer: str) -> torch.dtype:
     """Return the format of a buffer of a model in float32 that is boosted in bf16."""
     booster, model = hybrid(precision="bf16"), choice.build()
     booster.boost(model, sgd(model))
-    return next(each.dtype for name, each in model.named_buffers() if name.endswith(buffer))
+    return next(tensor.dtype for name, tensor in model.named_buffers() if name.endswith(buffer))
 
 
 def losses_under_fsdp(precision: str) -> list[float]:

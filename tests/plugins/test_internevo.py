@@ -178,15 +178,17 @@ def test_a_configuration_becomes_arguments(config: dict[str, Any], expected: dic
 
 def test_zero1_counts_ranks_with_the_same_weights() -> None:
     sizes = {-1: -1, 0: -1, 1: 1, 2: 8, 4: 16}
-    found = {size: plugin_arguments({"zero1": size, "weight": 4} | ISP_OF_2)["zero_size"] for size in sizes}
-    assert found == sizes
+    zero_sizes = {
+        size: plugin_arguments({"zero1": size, "weight": 4} | ISP_OF_2)["zero_size"] for size in sizes
+    }
+    assert zero_sizes == sizes
 
 
 def test_sections_and_arguments_can_be_given_besides() -> None:
     besides = {"hybrid_zero_optimizer": {"overlap_sync_grad": False, "overlap_sync_param": True}}
-    found = plugin_arguments(ISSUE, **besides, num_chunks=1, zero_size=4, dp_size=2)
+    arguments = plugin_arguments(ISSUE, **besides, num_chunks=1, zero_size=4, dp_size=2)
     expected = {"overlap_communication": False, "overlap_allgather": True, "zero_size": 4, "dp_size": 2}
-    assert found == ISP | expected
+    assert arguments == ISP | expected
 
 
 @pytest.mark.parametrize(("text", "reported"), [("{", "is not JSON"), ("[1]", "must hold an object")])

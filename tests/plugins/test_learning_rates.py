@@ -48,17 +48,17 @@ def reduce_on_plateau(stage: int) -> dict[str, float]:
 def test_the_returned_loss_is_the_one_of_the_gradients(pool: Pool, sizes: dict[str, Any]) -> None:
     """Replicas with batches of different sizes, and different numbers of microbatches."""
     model = FOUR_LAYERS.build()
-    own = [model(**batch_of(replica)).loss for replica in range(2)]
+    expected_losses = [model(**batch_of(replica)).loss for replica in range(2)]
     both = zip(batch_of(0).items(), batch_of(1).values(), strict=True)
     loss = model(**{name: torch.cat([first, second]) for (name, first), second in both}).loss
     loss.backward()
     norm = torch.linalg.vector_norm(
-        torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None])
+        torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None])
     )
-    for mean, replica_loss, found_norm, replica in pool.run(2 * sizes.get("pp_size", 1), losses_of, sizes):
+    for mean, replica_loss, last_norm, replica in pool.run(2 * sizes.get("pp_size", 1), losses_of, sizes):
         assert mean == pytest.approx(loss.item(), rel=1e-5)
-        assert replica_loss == pytest.approx(own[replica].item(), rel=1e-5)
-        assert found_norm == pytest.approx(float(norm), rel=1e-4)
+        assert replica_loss == pytest.approx(expected_losses[replica].item(), rel=1e-5)
+        assert last_norm == pytest.approx(float(norm), rel=1e-4)
 
 
 def batch_of(replica: int) -> dict[str, Tensor]:
@@ -72,13 +72,13 @@ def losses_of(sizes: dict[str, Any]) -> tuple[float, float, float | None, int]:
     replica, _ = booster.plugin.data_rank
     trained = booster.execute_pipeline(iter([batch_of(replica)]), model, loss_of, optimizer)["loss"]
     with torch.no_grad():
-        evaluated, own = (
+        evaluated, replica_loss = (
             booster.execute_pipeline(iter([batch_of(replica)]), model, loss_of, average_loss=average)["loss"]
             for average in (True, False)
         )
     assert float(evaluated) == pytest.approx(float(trained), rel=1e-6)
     optimizer.step()
-    return float(trained), float(own), optimizer.last_norm, replica
+    return float(trained), float(replica_loss), optimizer.last_norm, replica
 
 
 @pytest.mark.parametrize("average_loss", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -98,11 +98,11 @@ def ask_for_different_losses(weighted: bool) -> tuple[float, float, float]:
         return (outputs.loss * 7, 7) if weighted else outputs.loss
 
     with torch.no_grad():
-        mean, own, mixed = (
+        mean, replica_loss, mixed = (
             booster.execute_pipeline(share(booster, BERT, 0), model, criterion, average_loss=average)["loss"]
             for average in (True, False, dist.get_rank() == 0)
         )
-    return float(mean), float(own), float(mixed)
+    return float(mean), float(replica_loss), float(mixed)
 
 
 def test_the_loss_takes_one_message(pool: Pool) -> None:
@@ -135,8 +135,8 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 def test_an_option_that_differs_between_ranks_is_detected_at_the_step(
     pool: Pool, sizes: dict[str, Any]
 ) -> None:
-    for found in pool.run(2, differ_at_a_step, sizes):
-        for (name, (_, _, values)), (message, is_unchanged) in zip(DIFFERENT.items(), found, strict=True):
+    for outcomes in pool.run(2, differ_at_a_step, sizes):
+        for (name, (_, _, values)), (message, is_unchanged) in zip(DIFFERENT.items(), outcomes, strict=True):
             assert message.startswith("the settings of the optimizer differ between ranks")
             assert f"{name} of group 1 is {values}" in message
             assert is_unchanged
@@ -147,19 +147,19 @@ def differ_at_a_step(sizes: dict[str, Any]) -> list[tuple[str, bool]]:
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
     group = optimizer.param_groups[1]
-    found = []
+    outcomes = []
     for name, values in DIFFERENT.items():
         booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
         before = {name: weight.clone() for name, weight in model.tensors().items()}
         usual, group[name] = group[name], values[dist.get_rank()]
         message = refused(optimizer.step)
-        found.append(
+        outcomes.append(
             (message, all(torch.equal(weight, before[key]) for key, weight in model.tensors().items()))
         )
         group[name] = usual
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

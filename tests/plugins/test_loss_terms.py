@@ -113,12 +113,12 @@ def trained(model: nn.Module, batch: Batch, calls: int = 1) -> tuple[dict[str, T
     """Return gradients, loss, and loss of an evaluation, of a boosted model."""
     booster = hybrid(num_microbatches=4)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-    given = share(batch, booster.plugin)
+    replica_batch = share(batch, booster.plugin)
     with torch.inference_mode():
-        evaluated = float(booster.execute_pipeline(iter([given]), boosted)["loss"])
+        evaluated = float(booster.execute_pipeline(iter([replica_batch]), boosted)["loss"])
     for _ in range(calls):
         optimizer.zero_grad()
-        loss = booster.execute_pipeline(iter([given]), boosted, optimizer=optimizer)["loss"]
+        loss = booster.execute_pipeline(iter([replica_batch]), boosted, optimizer=optimizer)["loss"]
     optimizer.reduce_gradients()
     return optimizer.gradients(), float(loss), evaluated
 
@@ -130,11 +130,11 @@ def compared(kind: str) -> list[str]:
     gradients, loss, evaluated = trained(TwoTerms(kind), batch, calls=5)
     far = [
         name
-        for name, each in plain.named_parameters()
-        if each.grad is not None and each.grad.any()
-        if not (gradients[name] - each.grad).abs().max() <= 5e-6 * each.grad.abs().max()
+        for name, parameter in plain.named_parameters()
+        if parameter.grad is not None and parameter.grad.any()
+        if not (gradients[name] - parameter.grad).abs().max() <= 5e-6 * parameter.grad.abs().max()
     ]
-    return far + [str(each) for each in (loss, evaluated) if abs(each / expected.item() - 1) > 1e-6]
+    return far + [str(mean) for mean in (loss, evaluated) if abs(mean / expected.item() - 1) > 1e-6]
 
 
 @pytest.mark.parametrize(
@@ -154,17 +154,20 @@ def by_samples(kind: str) -> tuple[list[float], list[str]]:
     make, batch = (
         (Pairs, pairs_batch()) if kind in ("one way", "both ways") else (TwoTerms, two_batch(empty=0))
     )
-    plain, found = make(kind), []
-    parts = [{key: value.tensor_split(4)[index] for key, value in batch.items()} for index in range(4)]
-    expected = sum(plain(**part)["loss"].item() * len(part["x"]) for part in parts) / SAMPLES
-    lines = logged(lambda: found.extend(trained(make(kind), batch, calls=3)[1:]))
-    return [each / expected for each in found], lines
+    plain, losses = make(kind), []
+    microbatches = [{key: value.tensor_split(4)[index] for key, value in batch.items()} for index in range(4)]
+    expected = (
+        sum(plain(**microbatch)["loss"].item() * len(microbatch["x"]) for microbatch in microbatches)
+        / SAMPLES
+    )
+    lines = logged(lambda: losses.extend(trained(make(kind), batch, calls=3)[1:]))
+    return [loss / expected for loss in losses], lines
 
 
 @pytest.mark.parametrize("kind", ["one way", "both ways", *NOT_LINEAR, "a divided sum", "each sample"])
 def test_a_loss_that_is_no_sum_weighs_by_samples_and_says_so_once(pool: Pool, kind: str) -> None:
-    ((found, lines),) = pool.run(1, by_samples, kind)
-    assert found == pytest.approx([1, 1], rel=1e-6)
+    ((ratios, lines),) = pool.run(1, by_samples, kind)
+    assert ratios == pytest.approx([1, 1], rel=1e-6)
     assert sum("no sum of means over labels" in line for line in lines) == 1
 
 
@@ -192,16 +195,16 @@ def of_replicas() -> tuple[float, float]:
     """Return the loss of this replica's batch and the expected one."""
     batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms("scaled")
     boosted, *_ = booster.boost(model)
-    given = share(batch, booster.plugin)
+    replica_batch = share(batch, booster.plugin)
     with torch.no_grad():
-        found = booster.execute_pipeline(iter([given]), boosted, average_loss=False)["loss"]
-    return float(found), TwoTerms("scaled")(**given)["loss"].item()
+        loss = booster.execute_pipeline(iter([replica_batch]), boosted, average_loss=False)["loss"]
+    return float(loss), TwoTerms("scaled")(**replica_batch)["loss"].item()
 
 
 def test_a_replica_has_the_loss_of_its_batch(pool: Pool) -> None:
-    found = pool.run(2, of_replicas)
-    assert [loss for loss, _ in found] == pytest.approx([expected for _, expected in found], rel=1e-6)
-    assert found[0] != found[1]
+    losses = pool.run(2, of_replicas)
+    assert [loss for loss, _ in losses] == pytest.approx([expected for _, expected in losses], rel=1e-6)
+    assert losses[0] != losses[1]
 
 
 class Wrong(TwoTerms):
@@ -216,33 +219,33 @@ def changing(kinds: tuple[str, ...], calls: int) -> tuple[list[str], list[str]]:
     """Return the kinds of losses that depart after some calls, and the logged lines."""
     batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms(kinds[0])
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    found: list[str] = []
+    departing_kinds: list[str] = []
 
     def train() -> None:
         for call in range(calls):
             model.kind = kinds[call % len(kinds)] if call > 3 else kinds[0]
-            given = iter([share(batch, booster.plugin)])
-            loss = float(booster.execute_pipeline(given, boosted, optimizer=optimizer)["loss"])
+            batches = iter([share(batch, booster.plugin)])
+            loss = float(booster.execute_pipeline(batches, boosted, optimizer=optimizer)["loss"])
             optimizer.step()
             optimizer.zero_grad()
             if abs(loss / TwoTerms(model.kind)(**batch)["loss"].item() - 1) > 1e-6:
-                found.append(model.kind)
+                departing_kinds.append(model.kind)
 
     lines = logged(train)
-    return found, lines
+    return departing_kinds, lines
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_may_lose_its_second_term_and_get_it_again(pool: Pool, size: int) -> None:
-    for found, _ in pool.run(size, changing, ("scaled", "the first"), 9):
-        assert found == []
+    for departing_kinds, _ in pool.run(size, changing, ("scaled", "the first"), 9):
+        assert departing_kinds == []
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_new_term_weighs_by_samples_and_says_so(pool: Pool, size: int) -> None:
     """In the call where it appears; between replicas up to the next compared one, here none."""
-    (found, lines), *_ = pool.run(size, changing, ("the first", "scaled"), 9)
-    assert found == ["scaled"] * (1 if size == 1 else 2)
+    (departing_kinds, lines), *_ = pool.run(size, changing, ("the first", "scaled"), 9)
+    assert departing_kinds == ["scaled"] * (1 if size == 1 else 2)
     assert sum("more terms than in the calls before" in line for line in lines) == 1
 
 
@@ -254,8 +257,8 @@ def with_a_learned_temperature(of_model: bool) -> str:
     def criterion(outputs: Any, inputs: Any) -> Tensor:
         return F.mse_loss(outputs["logits"][:, 4] * scales[0], inputs["values"])
 
-    given = iter([two_batch()])
-    booster.execute_pipeline(given, boosted, criterion, optimizer=optimizer)
+    batches = iter([two_batch()])
+    booster.execute_pipeline(batches, boosted, criterion, optimizer=optimizer)
     return "trained"
 
 

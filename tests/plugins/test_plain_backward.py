@@ -34,7 +34,10 @@ def trained(kind: str, precision: str, *, by_booster: bool) -> dict[str, Tensor]
         optimizer.step()
         optimizer.zero_grad()
     parameters = model.unwrap().named_parameters()
-    return {name: getattr(each.detach(), "full_tensor", each.detach)().float() for name, each in parameters}
+    return {
+        name: getattr(parameter.detach(), "full_tensor", parameter.detach)().float()
+        for name, parameter in parameters
+    }
 
 
 def compare(kinds: tuple[str, ...], precision: str) -> None:
@@ -61,13 +64,13 @@ def refuse_all(kinds: tuple[str, ...]) -> None:
 def local(model: Any) -> dict[str, Tensor]:
     """Return this rank's shards of the weights."""
     parameters = model.unwrap().named_parameters()
-    return {name: getattr(each, "_local_tensor", each).detach() for name, each in parameters}
+    return {name: getattr(parameter, "_local_tensor", parameter).detach() for name, parameter in parameters}
 
 
 def refuse(kind: str) -> None:
     """Call a plain backward alone, before and after one of the booster, and after dropping the booster's gradients."""
     booster, model, optimizer = made(kind, "fp16")
-    before = {name: each.clone() for name, each in local(model).items()}
+    before = {name: shard.clone() for name, shard in local(model).items()}
 
     def backward(how: str) -> None:
         loss = model(**next(share(booster, CHOICE, 0))).loss
@@ -147,7 +150,7 @@ def step_by_closure(kind: str) -> tuple[float, bool, str]:
     """Return the loss, True if weights changed, and the error of a step of the plain optimizer."""
     booster, model, optimizer = made(kind, "fp16")
     plain = getattr(optimizer, "inner", None) or optimizer.optim
-    before = {name: each.clone() for name, each in local(model).items()}
+    before = {name: shard.clone() for name, shard in local(model).items()}
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -156,7 +159,7 @@ def step_by_closure(kind: str) -> tuple[float, bool, str]:
         return loss
 
     loss = optimizer.step(closure).item()
-    has_changed = any(not torch.equal(each, before[name]) for name, each in local(model).items())
+    has_changed = any(not torch.equal(shard, before[name]) for name, shard in local(model).items())
     closure()
     return loss, has_changed, refused(plain.step)
 

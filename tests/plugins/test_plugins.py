@@ -42,8 +42,8 @@ PLUGINS: dict[type, type] = {
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
 def test_the_arguments_of_a_plugin_are_its_options_and_all_are_described(plugin: Any) -> None:
     options, arguments = PLUGINS[plugin], signature(plugin).parameters
-    declared = {each.name: (each.type, each.default) for each in fields(options)}
-    assert {name: (each.annotation, each.default) for name, each in arguments.items()} == declared
+    declared = {option.name: (option.type, option.default) for option in fields(options)}
+    assert {name: (argument.annotation, argument.default) for name, argument in arguments.items()} == declared
     assert all(f"{name}: {text}" in plugin.__init__.__doc__ for name, text in described(options).items())
     assert option_errors(options()) == []
 
@@ -111,8 +111,8 @@ def count_items(num_microbatches: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_number_of_items_divides_the_sum_over_all_microbatches(pool: Pool, num_microbatches: int) -> None:
-    ((found, expected),) = pool.run(1, count_items, num_microbatches)
-    assert found == pytest.approx(expected, rel=1e-6)
+    ((loss, expected),) = pool.run(1, count_items, num_microbatches)
+    assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def weigh() -> None:
@@ -128,9 +128,9 @@ def weigh() -> None:
 
     def norm() -> float:
         optimizer.reduce_gradients()
-        found = sum(float(each.square().sum()) for each in optimizer.gradients().values())
+        squared_norm = sum(float(gradient.square().sum()) for gradient in optimizer.gradients().values())
         optimizer.zero_grad()
-        return found
+        return squared_norm
 
     with torch.no_grad():
         evaluated = run(weighted_by(4.0))
@@ -172,20 +172,20 @@ def test_a_random_collator_gives_one_batch_to_all_ranks_of_a_replica(pool: Pool)
 def boost_in_parts() -> tuple[set[str], float]:
     """Return the parameters that still exist after boost, and the fraction that was moved to the device."""
     model = LLAMA.build()
-    parameters = {name: weakref.ref(each) for name, each in model.named_parameters()}
-    own, whole = model.parameters, sum(each.numel() for each in model.parameters())
-    found = []
+    parameters = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    local_parameters, total = model.parameters, sum(parameter.numel() for parameter in model.parameters())
+    fractions = []
 
     def to(device: torch.device) -> torch.nn.Module:
-        found.append(sum(each.numel() for each in own()) / whole)
+        fractions.append(sum(parameter.numel() for parameter in local_parameters()) / total)
         return model
 
     with patch.object(model, "to", to):
         booster = hybrid(pp_size=2)
         boosted = booster.boost(model, make_optimizer(model), loss_of)
     gc.collect()
-    assert boosted and len(found) == 1
-    return still_alive(parameters, seconds=0.1), found[0]
+    assert boosted and len(fractions) == 1
+    return still_alive(parameters, seconds=0.1), fractions[0]
 
 
 def test_a_model_is_cut_into_stages_before_it_reaches_the_device_and_the_rest_is_freed(
@@ -228,8 +228,8 @@ def feed(error: str) -> None:
 )
 def test_an_error_in_the_data_is_reported_alike_on_every_rank(pool: Pool, error: str, message: str) -> None:
     errors = pool.run_failing(4, feed, error)
-    assert all(isinstance(each, ValueError) for each in errors)
-    assert len({str(each) for each in errors}) == 1
+    assert all(isinstance(failure, ValueError) for failure in errors)
+    assert len({str(failure) for failure in errors}) == 1
     assert re.search(message, str(errors[0]))
 
 

@@ -92,7 +92,7 @@ def called(sizes: dict[str, Any] | None, kernel: str, batch: dict[str, Tensor]) 
         if sizes is None:
             loss = plain(**batch).loss
             loss.backward()
-            grads = [each.grad for each in plain.parameters() if each.grad is not None]
+            grads = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
             return {"loss": loss.item(), "norm": float(torch.nn.utils.get_total_norm(grads))}
         booster = hybrid(custom_policy=TABLE, max_norm=1.0, **sizes)
         model, optimizer, *_ = booster.boost(plain, sgd(plain))

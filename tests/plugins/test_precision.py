@@ -29,7 +29,7 @@ def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], lis
     return (
         booster.plugin.precision,
         lines,
-        [str(each.message) for each in caught if each.category is UserWarning],
+        [str(warning.message) for warning in caught if warning.category is UserWarning],
     )
 
 

@@ -86,10 +86,10 @@ def gradients(kind: str, sizes: dict[str, Any], way: str, again: Again) -> dict[
         booster.backward(loss, optimizer)
     if kind in ("hybrid", "zero"):
         optimizer.reduce_gradients()
-        found = optimizer.gradients()
+        grads = optimizer.gradients()
     else:
-        found = {name: each.grad for name, each in boosted.unwrap().named_parameters()}
-    return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in found.items()}
+        grads = {name: parameter.grad for name, parameter in boosted.unwrap().named_parameters()}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
 
 
 def once(function: Callable[[], Tensor]) -> Tensor:
@@ -106,9 +106,11 @@ def repeated_by_reentry(function: Callable[[], Tensor]) -> Tensor:
 
 def departures(kind: str, sizes: dict[str, Any], way: str, again: Again) -> list[str]:
     """Return the names of parameters whose gradients differ from those without repetition."""
-    expected, found = (gradients(kind, sizes, way, each) for each in (once, again))
-    assert expected.keys() == found.keys() and any(each.any() for each in expected.values())
-    return [name for name, each in expected.items() if not torch.allclose(found[name], each, rtol=1e-5)]
+    expected, repeated = (gradients(kind, sizes, way, repeat) for repeat in (once, again))
+    assert expected.keys() == repeated.keys() and any(gradient.any() for gradient in expected.values())
+    return [
+        name for name, gradient in expected.items() if not torch.allclose(repeated[name], gradient, rtol=1e-5)
+    ]
 
 
 WAYS = [

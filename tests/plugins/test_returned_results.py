@@ -32,13 +32,13 @@ def go_back_again() -> tuple[str, str, str, float]:
     booster = hybrid(precision="fp16", initial_scale=2.0)
     model, optimizer = boosted(booster)
     loss = booster.execute_pipeline(share(booster, BERT, 0), model, loss_of, optimizer)["loss"]
-    found = [
+    errors = [
         refused(loss.backward),
         refused(lambda: booster.backward(loss, optimizer)),
         refused(lambda: booster.backward(loss * 2, optimizer)),  # a plain tensor
     ]
     optimizer.step()
-    return found[0], found[1], found[2], optimizer.last_norm
+    return errors[0], errors[1], errors[2], optimizer.last_norm
 
 
 def test_the_returned_loss_is_used_as_any_tensor(pool: Pool) -> None:
@@ -55,7 +55,7 @@ def use_a_loss() -> None:
     assert repr(loss) == str(loss) == repr(torch.tensor(number))
     assert loss.numpy() == number and loss.double().numpy() == number
     plain = (loss + 1, 2 * loss, loss.clone(), loss.detach(), torch.stack([loss, loss]), loss.float() / 2)
-    assert {type(each) for each in plain} == {torch.Tensor}
+    assert {type(tensor) for tensor in plain} == {torch.Tensor}
     buffer = io.BytesIO()
     torch.save({"loss": loss}, buffer)
     buffer.seek(0)
@@ -65,20 +65,20 @@ def use_a_loss() -> None:
         copy.deepcopy(loss),
         copy.copy(loss),
     ]
-    assert [(type(each), each.item()) for each in copies] == [(torch.Tensor, number)] * 4
+    assert [(type(tensor), tensor.item()) for tensor in copies] == [(torch.Tensor, number)] * 4
 
 
 @pytest.mark.parametrize("sizes", [{"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "pp_style": "zbv"}], ids=str)
 def test_outputs_are_on_the_last_stage_and_on_all_ranks_if_asked(pool: Pool, sizes: dict[str, Any]) -> None:
-    found = pool.run(4, evaluate_for_outputs, sizes)
-    for is_last, on_last, everywhere, mixed, expected in found:
+    by_rank = pool.run(4, evaluate_for_outputs, sizes)
+    for is_last, on_last, everywhere, mixed, expected in by_rank:
         assert (on_last is not None) == is_last
         for logits in (on_last, mixed) if is_last else ():
             torch.testing.assert_close(logits, expected)
         torch.testing.assert_close(everywhere, expected)
     # Only the first rank requests them.
-    assert [mixed is not None for _, _, _, mixed, _ in found] == [
-        is_last or rank == 0 for rank, (is_last, *_) in enumerate(found)
+    assert [mixed is not None for _, _, _, mixed, _ in by_rank] == [
+        is_last or rank == 0 for rank, (is_last, *_) in enumerate(by_rank)
     ]
 
 
@@ -89,14 +89,14 @@ def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, An
     model.eval()
     asked = (True, "all_ranks", "all_ranks" if dist.get_rank() == 0 else True)
     with torch.no_grad():
-        found = [
-            booster.execute_pipeline(share(booster, FOUR_LAYERS, 0), model, loss_of, return_outputs=each)[
+        outputs_by_request = [
+            booster.execute_pipeline(share(booster, FOUR_LAYERS, 0), model, loss_of, return_outputs=request)[
                 "outputs"
             ]
-            for each in asked
+            for request in asked
         ]
         expected = FOUR_LAYERS.build().eval()(**next(share(booster, FOUR_LAYERS, 0))).logits
-    logits = [None if outputs is None else outputs.logits for outputs in found]
+    logits = [None if outputs is None else outputs.logits for outputs in outputs_by_request]
     return booster.plugin.stage_manager.is_last_stage(), *logits, expected
 
 

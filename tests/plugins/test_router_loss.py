@@ -22,8 +22,8 @@ COMPARED, MICROBATCHES, NUM_EXPERTS = 3, 3, 4
 
 
 def mixture(*, adds: bool = True, model_type: str = "mixtral", **settings: Any) -> ModelChoice:
-    given = {"output_router_logits": adds, "num_hidden_layers": 2, **settings}
-    return ModelChoice(model_type=model_type, num_layers=2, settings=tuple(given.items()))
+    all_settings = {"output_router_logits": adds, "num_hidden_layers": 2, **settings}
+    return ModelChoice(model_type=model_type, num_layers=2, settings=tuple(all_settings.items()))
 
 
 def directly_called() -> tuple[float, float]:
@@ -34,13 +34,15 @@ def directly_called() -> tuple[float, float]:
     wanted.backward()
     boosted, optimizer, *_ = booster.boost(model, sgd(model))
     rank, size = booster.plugin.data_rank
-    loss = boosted(**{name: each.tensor_split([2])[rank] for name, each in batch.items()}).aux_loss
+    loss = boosted(**{name: tensor.tensor_split([2])[rank] for name, tensor in batch.items()}).aux_loss
     booster.backward(loss, optimizer)
     optimizer.reduce_gradients()
     name = "model.layers.1.mlp.gate.weight"
-    found, expected = optimizer.gradients()[name], plain.get_parameter(name).grad
+    gradient, expected = optimizer.gradients()[name], plain.get_parameter(name).grad
     assert size == 2 and expected is not None
-    return abs(float(loss.detach() / wanted.detach()) - 1), float((found - expected).norm() / expected.norm())
+    return abs(float(loss.detach() / wanted.detach()) - 1), float(
+        (gradient - expected).norm() / expected.norm()
+    )
 
 
 def test_direct_calls_have_the_loss_of_all_ranks(pool: Pool) -> None:
@@ -57,8 +59,8 @@ def evaluated_alone() -> float:
     batch = make_batch(mixture(), num_samples=3, seed=3)
     copied = copy.deepcopy(model)(**batch).aux_loss.detach()
     with torch.no_grad():
-        found = torch.stack([model(**batch).aux_loss, copied])
-        return float((found / plain(**batch).aux_loss - 1).abs().max())
+        losses = torch.stack([model(**batch).aux_loss, copied])
+        return float((losses / plain(**batch).aux_loss - 1).abs().max())
 
 
 def test_copies_and_calls_without_gradients_compute_their_own_tokens(pool: Pool) -> None:
@@ -68,15 +70,15 @@ def test_copies_and_calls_without_gradients_compute_their_own_tokens(pool: Pool)
 def returned(choice: ModelChoice, **settings: Any) -> tuple[float, bool] | None:
     """Return the distance of the auxiliary loss in the outputs of a pipeline's evaluation, and if it has logits."""
     booster, model, batch = hybrid(**settings), choice.build(), make_batch(choice, num_samples=4, seed=3)
-    parts = [{name: each.chunk(2)[index] for name, each in batch.items()} for index in range(2)]
-    expected = [choice.build()(**part).aux_loss.detach() for part in parts]
+    microbatches = [{name: tensor.chunk(2)[index] for name, tensor in batch.items()} for index in range(2)]
+    expected = [choice.build()(**microbatch).aux_loss.detach() for microbatch in microbatches]
     boosted, *_ = booster.boost(model, sgd(model))
     with torch.no_grad():
         outputs = booster.execute_pipeline(iter([batch]), boosted, loss_of, return_outputs=True)["outputs"]
     if outputs is None:
         return None
-    found: Tensor = outputs["aux_loss"]
-    return abs(float(found / torch.stack(expected).mean()) - 1), outputs.get("router_logits") is not None
+    aux_loss: Tensor = outputs["aux_loss"]
+    return abs(float(aux_loss / torch.stack(expected).mean()) - 1), outputs.get("router_logits") is not None
 
 
 # Of four layers: mixtures on one of the stages alone.
@@ -90,9 +92,9 @@ DENSE_FIRST, DENSE_LAST = (
     "choice", [mixture(), DENSE_FIRST, DENSE_LAST], ids=["all", "mixtures last", "mixtures first"]
 )
 def test_outputs_have_the_loss_but_no_logits_of_some_layers(pool: Pool, choice: ModelChoice) -> None:
-    found = [each for each in pool.run(2, returned, choice, pp_size=2) if each is not None]
-    assert [has_logits for _, has_logits in found] == [False]
-    assert found[0][0] < 1e-6
+    outcomes = [outcome for outcome in pool.run(2, returned, choice, pp_size=2) if outcome is not None]
+    assert [has_logits for _, has_logits in outcomes] == [False]
+    assert outcomes[0][0] < 1e-6
 
 
 def cost(adds: bool) -> tuple[Counter[tuple[str, str, str]], Places, bool]:

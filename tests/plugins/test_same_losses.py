@@ -68,9 +68,9 @@ def held(settings: dict[str, Any]) -> dict[str, int]:
 
 
 def test_masters_and_states_are_on_the_cpu(pool: Pool) -> None:
-    found = pool.run(2, held, {"stage": 1, "precision": "bf16", "cpu_offload": True})[0]
-    assert found["masters"] == found["states"] == 0
-    assert found["offloaded_states"] == 2 * found["offloaded_masters"] > 0
+    held_bytes = pool.run(2, held, {"stage": 1, "precision": "bf16", "cpu_offload": True})[0]
+    assert held_bytes["masters"] == held_bytes["states"] == 0
+    assert held_bytes["offloaded_states"] == 2 * held_bytes["offloaded_masters"] > 0
 
 
 def drawn(seed: int) -> tuple[Schedule, int]:
@@ -88,7 +88,7 @@ def figures(choice: ModelChoice, settings: dict[str, Any], samples: list[tuple[i
     model, optimizer = boosted(booster, choice)
     replica = booster.plugin.data_rank[0]
     num_batches = 2 if settings["zero_stage"] < 2 and "microbatch_size" in settings else 1
-    found = []
+    losses_and_norms = []
     for step, counts in enumerate(samples):
         for index in range(num_batches):
             batch = make_batch(choice, num_samples=counts[replica], seed=100 * step + 10 * index + replica)
@@ -98,11 +98,13 @@ def figures(choice: ModelChoice, settings: dict[str, Any], samples: list[tuple[i
                 trained = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
             with torch.no_grad():
                 evaluated = booster.execute_pipeline(iter([other]), model, loss_of, return_outputs=True)
-            found += [mean_over_replicas(float(each["loss"])) for each in (trained, evaluated)]
+            losses_and_norms += [
+                mean_over_replicas(float(outputs["loss"])) for outputs in (trained, evaluated)
+            ]
         optimizer.step()
-        found.append(optimizer.get_grad_norm())
+        losses_and_norms.append(optimizer.get_grad_norm())
         optimizer.zero_grad()
-    return found
+    return losses_and_norms
 
 
 SIX_LAYERS = replace(LLAMA, num_layers=6)  # the maximum number of stages of a random schedule
@@ -116,8 +118,8 @@ def test_any_order_that_can_run_trains_as_without_a_pipeline(pool: Pool, seed: i
     plain = {"num_microbatches": num_microbatches, "zero_stage": replicas - 1}
     cut = plain | {"pp_size": 2, "pp_style": schedule}
     expected = pool.run(replicas, figures, SIX_LAYERS, plain, [(8, 8)] * 3)[0]
-    for found in pool.run(2 * replicas, figures, SIX_LAYERS, cut, [(8, 8)] * 3):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for losses_and_norms in pool.run(2 * replicas, figures, SIX_LAYERS, cut, [(8, 8)] * 3):
+        assert losses_and_norms == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -136,5 +138,5 @@ def test_uneven_replicas_have_the_same_losses_with_and_without_a_pipeline(
     plain = {"zero_stage": zero_stage, "num_microbatches": None, "microbatch_size": 2}
     cut = plain | beside | {"pp_size": 2, "pp_style": style, "num_model_chunks": num_chunks}
     expected = pool.run(2, figures, choice, plain, UNEVEN)[0]
-    for found in pool.run(4, figures, choice, cut, UNEVEN):
-        assert found == pytest.approx(expected, rel=2e-5)
+    for losses_and_norms in pool.run(4, figures, choice, cut, UNEVEN):
+        assert losses_and_norms == pytest.approx(expected, rel=2e-5)

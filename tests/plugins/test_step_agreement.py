@@ -23,22 +23,22 @@ def batch_of(booster: Any, step: int) -> dict[str, torch.Tensor]:
 def run_step(
     booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor], outputs: bool | str = False
 ) -> Any:
-    found = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, return_outputs=outputs)
+    returned = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, return_outputs=outputs)
     optimizer.step()
     optimizer.zero_grad()
-    return found["outputs"] if outputs else float(found["loss"])
+    return returned["outputs"] if outputs else float(returned["loss"])
 
 
 def calls_of_steps(sizes: dict[str, Any], num_steps: int) -> list[dict[tuple[str, str], int]]:
     """The number of collectives by axis and kind in each step."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
-    found = []
+    calls_by_step = []
     for step in range(num_steps):
         with booster.plugin.ledger(optimizer) as ledger:
             run_step(booster, model, optimizer, batch_of(booster, step))
-        found.append({key: count.calls for key, count in ledger.traffic.items()})
-    return found
+        calls_by_step.append({key: count.calls for key, count in ledger.traffic.items()})
+    return calls_by_step
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def ask_for_outputs(sizes: dict[str, Any], ranks: tuple[int, ...], steps: tuple[
     """Steps of which some ask for outputs on some ranks: what came, and the traffic. An evaluation before the fifth."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
-    found = []
+    calls_by_step = []
     for step in range(COMPARED + 5):
         batch = batch_of(booster, step)
         if step == COMPARED + 1:
@@ -159,20 +159,20 @@ def ask_for_outputs(sizes: dict[str, Any], ranks: tuple[int, ...], steps: tuple[
         with booster.plugin.ledger(optimizer) as ledger:
             came = run_step(booster, model, optimizer, batch, asked)
         assert not asked or came.logits.shape[0] == len(batch["input_ids"])
-        found.append({key: count.calls for key, count in ledger.traffic.items()})
-    return found
+        calls_by_step.append({key: count.calls for key, count in ledger.traffic.items()})
+    return calls_by_step
 
 
 @pytest.mark.parametrize("sizes", [CLEAN["tp2"], pytest.param(CLEAN["pp2"], marks=pytest.mark.slow)], ids=str)
 def test_outputs_of_one_step_cost_no_other_step_anything(pool: Pool, sizes: dict[str, Any]) -> None:
-    for found in pool.run(2, ask_for_outputs, sizes, (0, 1), (0, 5)):
-        assert found[3] == found[4] == found[7] != found[5]
+    for calls in pool.run(2, ask_for_outputs, sizes, (0, 1), (0, 5)):
+        assert calls[3] == calls[4] == calls[7] != calls[5]
 
 
 @pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)
 def test_a_rank_that_always_asks_for_outputs_is_given_them(pool: Pool, sizes: dict[str, Any]) -> None:
-    for found in pool.run(2, ask_for_outputs, sizes, (0,), tuple(range(8))):
-        assert found[3] == found[4] == found[7]
+    for calls in pool.run(2, ask_for_outputs, sizes, (0,), tuple(range(8))):
+        assert calls[3] == calls[4] == calls[7]
 
 
 @pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)

@@ -29,7 +29,7 @@ NEAR = {"rtol": 1e-5, "atol": 1e-6}
 OFFLOAD = {"cpu_offload": True}
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_copy(tensor: Tensor) -> Tensor:
     """Return a full copy of a tensor, with the shards of all ranks."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
@@ -46,7 +46,9 @@ def prepared(choice: ModelChoice, change: str = "") -> nn.Module:
             parameter.requires_grad_(False)
     elif change == "unused":
         model.idle = nn.Linear(3, 5)
-        next(each for each in model.modules() if isinstance(each, nn.ModuleList))[0].idle = nn.Linear(1, 1)
+        next(module for module in model.modules() if isinstance(module, nn.ModuleList))[0].idle = nn.Linear(
+            1, 1
+        )
     return model
 
 
@@ -55,8 +57,10 @@ def microbatches(
 ) -> list[dict[str, Tensor]]:
     """Return one rank's microbatches of a global batch of 8 samples."""
     batch = make_batch(choice, num_samples=8, seed=step)
-    own = {name: tensor.chunk(replicas)[rank] for name, tensor in batch.items()}
-    return [{name: tensor.chunk(count)[index] for name, tensor in own.items()} for index in range(count)]
+    replica_batch = {name: tensor.chunk(replicas)[rank] for name, tensor in batch.items()}
+    return [
+        {name: tensor.chunk(count)[index] for name, tensor in replica_batch.items()} for index in range(count)
+    ]
 
 
 def reference(
@@ -112,7 +116,11 @@ def steps(
         named = dict(model.unwrap().named_parameters())
         # Undo the scaling of clipping, to compare the gradients.
         factor = max(float(norm) / max_norm, 1.0) if max_norm else 1.0
-        gradients = {name: whole(each.grad) * factor for name, each in named.items() if each.grad is not None}
+        gradients = {
+            name: full_copy(parameter.grad) * factor
+            for name, parameter in named.items()
+            if parameter.grad is not None
+        }
         optimizer.step()
         optimizer.zero_grad()
         records.append(
@@ -120,7 +128,7 @@ def steps(
                 loss=mean_over_replicas(sum(loss.item() for loss in losses) / count),
                 norm=float(norm),
                 gradients=gradients,
-                weights={name: whole(each) for name, each in named.items()},
+                weights={name: full_copy(parameter) for name, parameter in named.items()},
             )
         )
     return records
@@ -128,8 +136,8 @@ def steps(
 
 def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord]) -> None:
     """Compare loss, norm, every gradient and every weight of each step."""
-    for found in by_rank:
-        for ours, theirs in zip(found, expected, strict=True):
+    for records in by_rank:
+        for ours, theirs in zip(records, expected, strict=True):
             assert ours.loss == pytest.approx(theirs.loss, abs=2e-6)
             assert ours.norm == pytest.approx(theirs.norm, rel=1e-5)
             assert_equal(ours.gradients, theirs.gradients, **NEAR)
@@ -165,9 +173,11 @@ def test_training_equals_one_process(
 def test_16_bit_training_is_as_near_to_float32_as_one_process_is(
     pool: Pool, kind: str, precision: str
 ) -> None:
-    exact, peer = (reference(LLAMA, 2, count=2, precision=each) for each in ("fp32", precision))
-    for found in pool.run(2, steps, LLAMA, {"kind": kind, "precision": precision}, count=2):
-        for ours, theirs, true in zip(found, peer, exact, strict=True):
+    exact, peer = (
+        reference(LLAMA, 2, count=2, precision=float_format) for float_format in ("fp32", precision)
+    )
+    for records in pool.run(2, steps, LLAMA, {"kind": kind, "precision": precision}, count=2):
+        for ours, theirs, true in zip(records, peer, exact, strict=True):
             assert {weight.dtype for weight in ours.weights.values()} == {torch.float32}
             for name in ("gradients", "weights"):
                 usual = distance(getattr(theirs, name), getattr(true, name))
@@ -186,7 +196,7 @@ def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, i
     batch = make_batch(LLAMA, num_samples=2, seed=0)
     changes = []
     for step in range(2):
-        before = whole(parameter)
+        before = full_copy(parameter)
         loss = model(**batch).loss
         if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
             loss = loss * float("inf")
@@ -194,7 +204,7 @@ def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, i
         optimizer.clip_grad_by_value(1.0)  # does not hide an overflow
         optimizer.step()
         optimizer.zero_grad()
-        changes.append(not torch.equal(before, whole(parameter)))
+        changes.append(not torch.equal(before, full_copy(parameter)))
     return changes[0], changes[1], optimizer.scaler.get_scale(), optimizer.skipped_steps
 
 
@@ -229,19 +239,21 @@ def held(settings: dict[str, Any]) -> dict[str, Any]:
     rank, size = booster.plugin.data_rank
     booster.backward(model(**microbatches(LLAMA, 0, rank, size, 1)[0]).loss, optimizer)
     named = dict(model.unwrap().named_parameters())
-    gradients = sum(each.grad.to_local().numel() for each in named.values())
+    gradients = sum(parameter.grad.to_local().numel() for parameter in named.values())
     optimizer.step()
-    states = [state for each in named.values() for state in optimizer.state[each].values() if state.ndim]
-    sharded = [type(each).__name__ for each in model.unwrap().modules() if hasattr(each, "unshard")]
+    states = [
+        state for parameter in named.values() for state in optimizer.state[parameter].values() if state.ndim
+    ]
+    sharded = [type(module).__name__ for module in model.unwrap().modules() if hasattr(module, "unshard")]
     return {
-        "whole": sum(each.numel() for each in named.values()),
-        "parameters": sum(each.to_local().numel() for each in named.values()),
+        "whole": sum(parameter.numel() for parameter in named.values()),
+        "parameters": sum(parameter.to_local().numel() for parameter in named.values()),
         "rows": named["model.layers.0.mlp.up_proj.weight"].to_local().shape[0],
         "gradients": gradients,
         "states": sum(state.to_local().numel() for state in states),
         "sharded": sharded,
         "groups": [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups],
-        "on_cpu": {each.device.type for each in named.values()} == {"cpu"},
+        "on_cpu": {parameter.device.type for parameter in named.values()} == {"cpu"},
     }
 
 
@@ -328,11 +340,11 @@ def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
     model(**batch).loss.backward()
     assert reported == {name: refused(call) for name, call in calls.items()}
     optimizer.zero_grad()
-    before = whole(next(model.unwrap().parameters()))
+    before = full_copy(next(model.unwrap().parameters()))
     booster.backward(model(**batch).loss, optimizer)
     optimizer.clip_grad_by_norm(1.0)
     optimizer.step()
-    return reported, not torch.equal(before, whole(next(model.unwrap().parameters())))
+    return reported, not torch.equal(before, full_copy(next(model.unwrap().parameters())))
 
 
 def test_a_step_without_scaled_gradients_is_reported_and_a_later_one_works(pool: Pool) -> None:

@@ -80,14 +80,16 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def expected(steps: int, data: int) -> Iterator[tuple[dict[str, Tensor], float]]:
     """Yield the weights and the norm of one process after every step."""
-    whole = {name: Parameter(each) for name, each in weights(0).items()}
-    optimizer = sgd(whole.values())
+    parameters = {name: Parameter(values) for name, values in weights(0).items()}
+    optimizer = sgd(parameters.values())
     for step in range(1, 1 + steps):
         for name, gradient in gradients(step, range(data)).items():
-            whole[name].grad = gradient
-        norm = torch.cat([each.grad.flatten() for each in whole.values() if each.grad is not None]).norm()
+            parameters[name].grad = gradient
+        norm = torch.cat(
+            [parameter.grad.flatten() for parameter in parameters.values() if parameter.grad is not None]
+        ).norm()
         optimizer.step()
-        yield {name: each.detach().clone() for name, each in whole.items()}, norm.item()
+        yield {name: parameter.detach().clone() for name, parameter in parameters.items()}, norm.item()
 
 
 class Run:
@@ -103,7 +105,7 @@ class Run:
         self.named = dict(self.model.named_parameters())
         self.optimizer = ShardedOptimizer(
             sgd(self.model.parameters()),
-            [ManagedParameter.of(name, each, mesh=self.mesh) for name, each in self.named.items()],
+            [ManagedParameter.of(name, parameter, mesh=self.mesh) for name, parameter in self.named.items()],
             mesh=self.mesh,
             stage=stage,
             precision=PrecisionConfig(precision="fp32"),
@@ -114,13 +116,15 @@ class Run:
     def step(self, step: int) -> float | None:
         """Take a step on the gradients that backward leaves on this rank: means over wp, summands of partial ones."""
         data, tp, wp = (self.mesh.rank("data"), self.mesh.size("tp"), self.mesh.size("wp"))
-        own = gradients(step, range(data, data + 1))
+        replica_gradients = gradients(step, range(data, data + 1))
         over_wp = gradients(step, range(data // wp * wp, data // wp * wp + wp))
         loss = torch.zeros(())
         for name, parameter in self.named.items():
-            whole = over_wp[name] if name in ("experts", "one dim", "equal") else own[name]
+            full_gradient = (
+                over_wp[name] if name in ("experts", "one dim", "equal") else replica_gradients[name]
+            )
             parts = {"keys": tp, "norm": tp, "equal": tp, "summed": wp}.get(name, 1)
-            gradient = placed(name, whole, self.mesh).detach() / parts
+            gradient = placed(name, full_gradient, self.mesh).detach() / parts
             loss = loss + (parameter * gradient).sum()
         self.optimizer.backward(loss)
         self.optimizer.step()
@@ -133,10 +137,12 @@ class Run:
             "optimizer": trained_shards(self.optimizer, self.mesh),
         }
 
-    def require(self, whole: dict[str, Tensor]) -> None:
-        found = gather_full(self.named, self.named, self.mesh)
-        for name, each in found.items():
-            torch.testing.assert_close(each, whole[name], msg=lambda text, name=name: f"{name}: {text}")
+    def require(self, full_weights: dict[str, Tensor]) -> None:
+        gathered = gather_full(self.named, self.named, self.mesh)
+        for name, values in gathered.items():
+            torch.testing.assert_close(
+                values, full_weights[name], msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def train(folder: Path, sizes: list[dict[str, int]], stage: int) -> list[list[int]]:
@@ -165,7 +171,7 @@ def train(folder: Path, sizes: list[dict[str, int]], stage: int) -> list[list[in
 
 def test_two_axes_train_and_resume_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     for partitions in pool.run(4, train, tmp_path, [HALF, {"dp": 2, "tp": 2}, {"dp": 4}], 2):
-        assert sorted({tuple(each) for each in partitions}) == [(1, 1), (2, 2)]
+        assert sorted({tuple(partition) for partition in partitions}) == [(1, 1), (2, 2)]
 
 
 @pytest.mark.slow
@@ -173,4 +179,4 @@ def test_two_axes_train_and_resume_under_another_layout(pool: Pool, tmp_path: Pa
 def test_two_axes_train_and_resume_under_other_layouts(pool: Pool, tmp_path: Path, stage: int) -> None:
     others = [{"dp": 8}, {"dp": 4, "tp": 2}, {"dp": 2, "wp": 2, "tp": 4}]
     for partitions in pool.run(8, train, tmp_path, [TWO, *others], stage):
-        assert sorted({tuple(each) for each in partitions}) == [(2, 2), (4, 4)]
+        assert sorted({tuple(partition) for partition in partitions}) == [(2, 2), (4, 4)]

@@ -25,23 +25,23 @@ def measure(stage: int, wp: int) -> tuple[dict[str, int], dict[tuple[str, str], 
     """Return local bytes, the traffic of a step, and the numbers of sharded and of other elements."""
     booster = hybrid(wp_size=wp, zero_stage=stage, num_microbatches=1, zero_bucket_size_in_m=1)
     model, optimizer = boosted(booster, LLAMA)
-    placed = [(each, shard_on(each, "wp")) for each in model.local_parameters.values()]
-    sharded = sum(each.blocks[0] * own[0].numel() for own, each in placed if each is not None)
-    whole = sum(own.numel() for own, each in placed if each is None)
+    placed = [(parameter, shard_on(parameter, "wp")) for parameter in model.local_parameters.values()]
+    sharded = sum(shard.blocks[0] * parameter[0].numel() for parameter, shard in placed if shard is not None)
+    replicated = sum(parameter.numel() for parameter, shard in placed if shard is None)
     for step in range(2):
         with booster.plugin.ledger(optimizer) as ledger:
             booster.execute_pipeline(share(booster, LLAMA, step), model, loss_of, optimizer)
             optimizer.step()
     sent = {key: count.sent for key, count in ledger.traffic.items() if key[0] == "wp"}
-    return dict(ledger.held.items()), sent, sharded, whole
+    return dict(ledger.held.items()), sent, sharded, replicated
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_permanent_weights_and_their_states_are_sharded(pool: Pool, ranks: int, stage: int) -> None:
-    for held, sent, sharded, whole in pool.run(ranks, measure, stage, 2):
+    for held, sent, sharded, replicated in pool.run(ranks, measure, stage, 2):
         # Without padding: of odd numbers of rows, and of buckets.
-        assert held["parameters"] == pytest.approx(4 * (sharded / 2 + whole), rel=0.03)
-        states = 8 * (sharded + whole) / 4 if stage else 2 * held["parameters"]
+        assert held["parameters"] == pytest.approx(4 * (sharded / 2 + replicated), rel=0.03)
+        states = 8 * (sharded + replicated) / 4 if stage else 2 * held["parameters"]
         assert held["states"] == pytest.approx(states, rel=0.03)
         gathered = sent["wp", "all_gather"] + sent.get(("wp", "small all_gather"), 0)
         scattered = sent["wp", "reduce_scatter"] + sent.get(("wp", "small reduce_scatter"), 0)
@@ -58,7 +58,7 @@ def save_and_load(folder: Path, settings: dict[str, Any]) -> None:
     optimizer.zero_grad()
     booster.save_checkpoint(folder, 1, model=model, optimizer=optimizer).wait()
     saved = load_file(folder / "step-00000001" / "model" / "model.safetensors")
-    shapes = {name: each.shape for name, each in ODD.build_on_meta().named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in ODD.build_on_meta().named_parameters()}
     assert {name: saved[name].shape for name in saved} == {name: shapes[name] for name in saved}
     with LazyInitContext():
         lazy = ODD.build(seed=1)
@@ -67,8 +67,10 @@ def save_and_load(folder: Path, settings: dict[str, Any]) -> None:
     for name, parameter in other.local_parameters.items():
         assert torch.equal(parameter, model.local_parameters[name]), name
     losses = [
-        booster.execute_pipeline(share(booster, ODD, 1), each, loss_of, own)["loss"].item()
-        for each, own in ((model, optimizer), (other, second))
+        booster.execute_pipeline(share(booster, ODD, 1), trained_model, loss_of, trained_optimizer)[
+            "loss"
+        ].item()
+        for trained_model, trained_optimizer in ((model, optimizer), (other, second))
     ]
     assert losses[0] == losses[1]
 
@@ -98,7 +100,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool) -> None:
 
 def sharded_names(choice: ModelChoice) -> set[str]:
     model, _ = boosted(hybrid(wp_size=2), choice)
-    return {name for name, each in model.local_parameters.items() if shard_on(each, "wp") is not None}
+    return {
+        name for name, parameter in model.local_parameters.items() if shard_on(parameter, "wp") is not None
+    }
 
 
 @pytest.mark.parametrize(

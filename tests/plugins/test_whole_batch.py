@@ -102,13 +102,13 @@ def batch_of(name: str, seed: int = 3, *, empty: int = 7) -> Batch:
     return batch
 
 
-def global_loss(plain: nn.Module, batch: Batch, parts: list[Batch]) -> Tensor:
+def global_loss(plain: nn.Module, batch: Batch, microbatches: list[Batch]) -> Tensor:
     """Return the loss of a batch at once, but for an auxiliary loss: the mean over its microbatches."""
     outputs = plain(**batch)
     loss: Tensor = outputs["loss"]
     if outputs.get("aux_loss") is None:
         return loss
-    mean = torch.stack([plain(**part).aux_loss for part in parts]).mean()
+    mean = torch.stack([plain(**microbatch).aux_loss for microbatch in microbatches]).mean()
     return loss + plain.config.router_aux_loss_coef * (mean - outputs.aux_loss)
 
 
@@ -116,7 +116,7 @@ def parts_of(batch: Batch, plugin: Any) -> list[Batch]:
     """Return the microbatches, each with the samples of all replicas."""
     replicas = {key: value.tensor_split(plugin.data_rank[1]) for key, value in batch.items()}
     return [
-        {key: torch.cat([each.tensor_split(4)[index] for each in of]) for key, of in replicas.items()}
+        {key: torch.cat([tensor.tensor_split(4)[index] for tensor in of]) for key, of in replicas.items()}
         for index in range(4)
     ]
 
@@ -133,7 +133,7 @@ def departures(
     plain, batches = built(name), [batch_of(name, seed=3 + call, empty=empty) for call in range(calls)]
     booster, model = hybrid(**{"num_microbatches": 4} | sizes), built(name)
     if sizes.get("gradient_accumulation_steps"):
-        batches_at_once = [{key: torch.cat([each[key] for each in batches]) for key in batches[0]}]
+        batches_at_once = [{key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}]
     else:
         batches_at_once = batches
     for batch in batches_at_once:
@@ -147,16 +147,18 @@ def departures(
                 iter([share(batches[0], booster.plugin)]), boosted, criterion
             )
     for batch in batches:
-        given = share(batch, booster.plugin)
-        loss = booster.execute_pipeline(iter([given]), boosted, criterion, optimizer)["loss"]
+        replica_batch = share(batch, booster.plugin)
+        loss = booster.execute_pipeline(iter([replica_batch]), boosted, criterion, optimizer)["loss"]
     optimizer.reduce_gradients()
-    found = optimizer.gradients()
-    gradients = {key: each.grad for key, each in plain.named_parameters() if each.grad is not None}
-    largest = max(float(each.abs().max()) for each in gradients.values())
+    reduced_gradients = optimizer.gradients()
+    gradients = {
+        key: parameter.grad for key, parameter in plain.named_parameters() if parameter.grad is not None
+    }
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     far = {
-        key: float((each - gradients[key]).abs().max() / gradients[key].abs().max())
-        for key, each in found.items()
-        if each.shape == gradients[key].shape  # not padded vocabularies
+        key: float((gradient - gradients[key]).abs().max() / gradients[key].abs().max())
+        for key, gradient in reduced_gradients.items()
+        if gradient.shape == gradients[key].shape  # not padded vocabularies
         and gradients[key].abs().max() > 1e-5 * largest  # others are almost 0: biases of queries and keys
     }
     if calls == 1:
@@ -199,7 +201,7 @@ QUICK: tuple[dict[str, Any], ...] = (ZBV, TENSOR, RING)
 
 
 def _slow_but_for(layouts: tuple[Any, ...], quick: tuple[Any, ...] = QUICK) -> list[Any]:
-    return [each if each in quick else pytest.param(each, marks=pytest.mark.slow) for each in layouts]
+    return [layout if layout in quick else pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
 
 # Losses of other kinds, and the means over classes and entries.
@@ -246,7 +248,7 @@ def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]
 
 @pytest.mark.parametrize(
     "sizes",
-    _slow_but_for((*LAYOUTS, *(each for each in PARALLEL if "enable_fused_loss" not in each)), (ZBV,)),
+    _slow_but_for((*LAYOUTS, *(sizes for sizes in PARALLEL if "enable_fused_loss" not in sizes)), (ZBV,)),
     ids=str,
 )
 @pytest.mark.parametrize("name", [pytest.param("question", marks=pytest.mark.slow), "several terms"])
@@ -263,7 +265,7 @@ def test_an_auxiliary_loss_is_the_mean_over_microbatches(pool: Pool, sizes: dict
 
 @pytest.mark.parametrize(
     ("stage", "accumulation"),
-    [(0, 3), (2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 1), (2, 3)))],
+    [(0, 3), (2, 1), *(pytest.param(*arguments, marks=pytest.mark.slow) for arguments in ((0, 1), (2, 3)))],
 )
 def test_several_calls_add_up_or_are_one_batch(pool: Pool, stage: int, accumulation: int) -> None:
     sizes = {"zero_stage": stage} | ({"gradient_accumulation_steps": 3} if accumulation > 1 else {})
@@ -279,7 +281,7 @@ def test_several_calls_with_several_terms_add_up(pool: Pool) -> None:
 def accumulated_terms() -> list[str]:
     """Compare gradients of three accumulated calls with their mean, weighed by the labels of the first term."""
     plain, batches = built("several terms"), [batch_of("several terms", 3 + call) for call in range(3)]
-    counts = [(each["labels"] != -100).sum() for each in batches]
+    counts = [(batch["labels"] != -100).sum() for batch in batches]
     for batch, count in zip(batches, counts, strict=True):
         (plain(**batch).loss * count / sum(counts)).backward()
     booster, model = hybrid(num_microbatches=4, gradient_accumulation_steps=3), built("several terms")
@@ -287,9 +289,9 @@ def accumulated_terms() -> list[str]:
     for batch in batches:
         booster.execute_pipeline(iter([share(batch, booster.plugin)]), boosted, None, optimizer)
     optimizer.reduce_gradients()
-    found, head = optimizer.gradients(), "cls.seq_relationship.weight"
+    gradients, head = optimizer.gradients(), "cls.seq_relationship.weight"
     wanted = dict(plain.named_parameters())[head].grad
-    return [head] if (found[head] - wanted).abs().max() > 5e-6 * wanted.abs().max() else []
+    return [head] if (gradients[head] - wanted).abs().max() > 5e-6 * wanted.abs().max() else []
 
 
 def test_accumulated_calls_weigh_by_the_first_term(pool: Pool) -> None:
@@ -316,7 +318,7 @@ def summed(kind: Any, outputs: Any, inputs: Any) -> tuple[Tensor, Any]:
     "kind",
     [
         Tensor.double,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (int, float, np.float32, np.int64)),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (int, float, np.float32, np.int64)),
     ],
     ids=lambda kind: kind.__name__,
 )
@@ -342,15 +344,15 @@ def means_of_microbatches() -> tuple[float, float]:
     batch, plain = batch_of("sequence"), built("sequence")
     booster, model = hybrid(num_microbatches=4, loss_reduction="microbatch_mean"), built("sequence")
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-    found = booster.execute_pipeline(iter([batch]), boosted, None, optimizer)["loss"]
+    loss = booster.execute_pipeline(iter([batch]), boosted, None, optimizer)["loss"]
     cut = {key: value.tensor_split(4) for key, value in batch.items()}
     means = [plain(**{key: value[index] for key, value in cut.items()}).loss for index in range(4)]
-    return float(found), torch.stack(means).mean().item()
+    return float(loss), torch.stack(means).mean().item()
 
 
 def test_the_mean_of_means_is_an_option(pool: Pool) -> None:
-    ((found, expected),) = pool.run(1, means_of_microbatches)
-    assert found == pytest.approx(expected, rel=1e-6)
+    ((loss, expected),) = pool.run(1, means_of_microbatches)
+    assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def without_labels() -> tuple[float, float, int]:
@@ -359,8 +361,8 @@ def without_labels() -> tuple[float, float, int]:
     batch["labels"] = torch.full_like(batch["labels"], -100)
     booster, model = hybrid(num_microbatches=4), built("causal")
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-    given = share(batch, booster.plugin)
-    loss = booster.execute_pipeline(iter([given]), boosted, None, optimizer)["loss"]
+    replica_batch = share(batch, booster.plugin)
+    loss = booster.execute_pipeline(iter([replica_batch]), boosted, None, optimizer)["loss"]
     optimizer.step()
     return float(loss), optimizer.last_norm, optimizer.skipped_steps
 
@@ -375,16 +377,16 @@ def scale_after_the_first_steps() -> tuple[float, int]:
     booster, model = hybrid(num_microbatches=4, precision="fp16", initial_scale=2**12), built("causal")
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
     for step in range(2):
-        given = share(batch_of("causal", step), booster.plugin)
-        booster.execute_pipeline(iter([given]), boosted, None, optimizer)
+        replica_batch = share(batch_of("causal", step), booster.plugin)
+        booster.execute_pipeline(iter([replica_batch]), boosted, None, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer.loss_scale, optimizer.skipped_steps
 
 
 def test_scaled_gradients_have_the_magnitude_of_a_mean(pool: Pool) -> None:
-    for found in pool.run(2, scale_after_the_first_steps):
-        assert found == (2**12, 0)
+    for scale_and_skips in pool.run(2, scale_after_the_first_steps):
+        assert scale_and_skips == (2**12, 0)
 
 
 def by_the_guides_lines(is_exact: bool) -> float:
@@ -407,13 +409,13 @@ def by_the_guides_lines(is_exact: bool) -> float:
 
 def test_backward_averages_replicas_and_the_guides_lines_are_exact(pool: Pool) -> None:
     norms, batch = [], batch_of("causal")
-    for parts in (
+    for replica_batches in (
         [batch],
         [{key: value.tensor_split(2)[rank] for key, value in batch.items()} for rank in (0, 1)],
     ):
         plain = built("causal")
-        torch.stack([plain(**part).loss for part in parts]).mean().backward()
-        norms.append(float(torch.stack([each.grad.norm() for each in plain.parameters()]).norm()))
+        torch.stack([plain(**replica_batch).loss for replica_batch in replica_batches]).mean().backward()
+        norms.append(float(torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()))
     at_once, averaged = norms
     assert at_once != pytest.approx(averaged, rel=1e-2)
     assert pool.run(2, by_the_guides_lines, True) == pytest.approx([at_once] * 2, rel=1e-5)

@@ -28,7 +28,7 @@ def sgd(parameters: Any) -> Optimizer:
 
 def managed(model: nn.Module) -> list[ManagedParameter]:
     """Return all parameters of a model that is sharded over no axis but the data axis."""
-    return [ManagedParameter(name=name, parameter=each) for name, each in model.named_parameters()]
+    return [ManagedParameter(name=name, parameter=parameter) for name, parameter in model.named_parameters()]
 
 
 def shard(
@@ -60,7 +60,7 @@ def loss_of(model: nn.Sequential, seed: int) -> Tensor:
 
 def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dict[str, Tensor]:
     """Return the mean over ranks of the sum over microbatches, in plain torch; the model's gradients do not change."""
-    sums = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    sums = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for seeds in seeds_of_ranks:
         for seed in seeds:
             gradients = torch.autograd.grad(loss_of(model, seed), list(model.parameters()))
@@ -71,7 +71,7 @@ def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dic
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the weights."""
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], **tolerances: float) -> None:

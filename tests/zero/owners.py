@@ -37,9 +37,9 @@ class ByParameter(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    self._update(each, each.grad, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
 
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -106,8 +106,8 @@ def _rotated(matrix: Tensor, row: Tensor | None, column: Tensor | None) -> Tenso
 
 
 def muon(named: dict[str, Parameter]) -> Optimizer:
-    matrices = [each for name, each in named.items() if name.startswith("m_")]
-    rest = [each for name, each in named.items() if not name.startswith("m_")]
+    matrices = [parameter for name, parameter in named.items() if name.startswith("m_")]
+    rest = [parameter for name, parameter in named.items() if not name.startswith("m_")]
     return CombinedOptimizer(
         [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, fused=False)]
     )
@@ -167,10 +167,10 @@ def reference(make: Callable[..., Optimizer], data: int, steps: Iterable[int]) -
     named = {name: Parameter(drawn(name, 0)) for name in SHAPES}
     optimizer = make(named)
     for step in steps:
-        for name, each in named.items():
-            each.grad = sum(drawn(name, 10 * step + rank) for rank in range(data)) / data  # type: ignore[assignment]
+        for name, parameter in named.items():
+            parameter.grad = sum(drawn(name, 10 * step + rank) for rank in range(data)) / data  # type: ignore[assignment]
         optimizer.step()
-    return {name: each.detach().clone() for name, each in named.items()}
+    return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
 class Run:
@@ -183,13 +183,13 @@ class Run:
         self.model = nn.Module()
         self.named = {name: Parameter(drawn(name, 0)) for name in SHAPES}
         optimizer = make(self.named)  # before boost parameters are full
-        for name, each in self.named.items():
+        for name, parameter in self.named.items():
             for placement in placements(name, self.mesh):
-                place(each, placement, self.mesh.rank(placement.axis))
-            self.model.register_parameter(name, each)
+                place(parameter, placement, self.mesh.rank(placement.axis))
+            self.model.register_parameter(name, parameter)
         self.optimizer = ShardedOptimizer(
             optimizer,
-            [ManagedParameter.of(name, each, mesh=self.mesh) for name, each in self.named.items()],
+            [ManagedParameter.of(name, parameter, mesh=self.mesh) for name, parameter in self.named.items()],
             mesh=self.mesh,
             stage=stage,
             precision=PrecisionConfig(precision=options.pop("precision", "fp32")),
@@ -205,8 +205,8 @@ class Run:
             # Over ep backward leaves the sum of the gradients of its ranks.
             ep = self.mesh.size("ep") if name == "stack" else 1
             ranks = range(data // ep * ep, data // ep * ep + ep)
-            whole: Any = sum(drawn(name, 10 * step + rank) for rank in ranks)
-            gradient = placed(name, whole, self.mesh).detach()
+            full_gradient: Any = sum(drawn(name, 10 * step + rank) for rank in ranks)
+            gradient = placed(name, full_gradient, self.mesh).detach()
             loss = (
                 loss + (parameter * (gradient / (tp if name in ("m_keys", "m_router") else 1))).float().sum()
             )
@@ -217,6 +217,6 @@ class Run:
     def weights(self) -> dict[str, Tensor]:
         return gather_full(self.named, self.named, self.mesh)
 
-    def require(self, whole: dict[str, Tensor]) -> None:
-        for name, each in self.weights().items():
-            assert torch.equal(each, whole[name]), name
+    def require(self, full_weights: dict[str, Tensor]) -> None:
+        for name, weight in self.weights().items():
+            assert torch.equal(weight, full_weights[name]), name

@@ -23,7 +23,7 @@ def check_views() -> None:
     )
     assert [slot.start for slot in bucket.slots] == [0, 48, 64, 96]  # 35, 7, 21 and 3 elements
     assert bucket.parameters.numel() == bucket.gradients.numel() == 144  # 112 rounded up to 3 * ALIGNMENT
-    assert all(own is other for own, other in zip(model.parameters(), objects, strict=True))
+    assert all(parameter is other for parameter, other in zip(model.parameters(), objects, strict=True))
     assert_equal(weights_of(model), before)
     bucket.parameters.fill_(1)
     assert all(bool((parameter == 1).all()) for parameter in model.parameters())
@@ -55,7 +55,9 @@ def check_unrounded() -> None:
     before = weights_of(model)
     optimizer = shard(model, precision="bf16")
     assert_equal(optimizer.masters(), before, rtol=0, atol=0)
-    assert_equal(weights_of(model), {name: each.bfloat16() for name, each in before.items()}, rtol=0, atol=0)
+    assert_equal(
+        weights_of(model), {name: weight.bfloat16() for name, weight in before.items()}, rtol=0, atol=0
+    )
 
 
 def test_ranks_start_from_the_parameters_of_the_first(pool: Pool) -> None:

@@ -81,19 +81,21 @@ def check_clipping(
     for parameter, name in zip(expected, gradients, strict=True):
         parameter.grad = gradients[name].float() * (factor or 1.0)
     norm = nn.utils.clip_grad_norm_(expected, math.inf).item()
-    found, theirs = train_step(model, optimizer, rank, factor, clip), clip(Plain(expected))
+    returned_norm, theirs = train_step(model, optimizer, rank, factor, clip), clip(Plain(expected))
     # In 16 bits gradients have a relative rounding of at most 2**-8.
     tolerances = {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 5e-2, "atol": 1e-3}
     where = f"{clip.__name__} stage {stage} {precision} {factor}"
-    assert found == (None if theirs is None else pytest.approx(theirs, rel=tolerances["rtol"])), where
+    assert returned_norm == (None if theirs is None else pytest.approx(theirs, rel=tolerances["rtol"])), where
     assert optimizer.get_grad_norm() == pytest.approx(norm, rel=tolerances["rtol"]), where
     clipped = {
-        name: each.grad for name, each in zip(gradients, expected, strict=True) if each.grad is not None
+        name: parameter.grad
+        for name, parameter in zip(gradients, expected, strict=True)
+        if parameter.grad is not None
     }
     assert_equal(optimizer.gradients(), clipped, **tolerances)
     stepped = {
-        name: each.detach() - gradient
-        for each, (name, gradient) in zip(expected, clipped.items(), strict=True)
+        name: parameter.detach() - gradient
+        for parameter, (name, gradient) in zip(expected, clipped.items(), strict=True)
     }
     assert_equal(optimizer.masters(), stepped, **tolerances)
 
@@ -107,10 +109,10 @@ def train_step(
 ) -> float | None:
     optimizer.backward(loss_of(model, seed))
     optimizer.gradient_factor = factor
-    found = clip(optimizer)
+    norm = clip(optimizer)
     optimizer.step()
     assert optimizer.gradient_factor is None
-    return found
+    return norm
 
 
 def test_norm_and_value_are_of_the_tensor_and_pipeline_axes_together(pool: Pool) -> None:
@@ -213,11 +215,11 @@ def test_each_gradient_is_summed_averaged_and_counted_once(pool: Pool, stage: in
 def gradients_of(dp: int, tp: int) -> dict[str, Tensor]:
     """Return gradients sharded over tp, replicated over tp, and partial in a tp region."""
     of_both = torch.Generator().manual_seed(dp)
-    own = torch.Generator().manual_seed(10 + 2 * dp + tp)
+    of_rank = torch.Generator().manual_seed(10 + 2 * dp + tp)
     return {
         "replicated": torch.randn(5, 7, generator=of_both),
-        "split": torch.randn(9, 3, generator=own),
-        "shared": torch.randn(4, generator=own),
+        "split": torch.randn(9, 3, generator=of_rank),
+        "shared": torch.randn(4, generator=of_rank),
     }
 
 
@@ -231,11 +233,11 @@ def check_counted_once(stage: int, norm_type: float) -> None:
         [
             ManagedParameter(
                 name=name,
-                parameter=each,
+                parameter=parameter,
                 sum_groups=sums.get(name, ()),
                 is_primary=name == "split" or tp == 0,
             )
-            for name, each in parameters.items()
+            for name, parameter in parameters.items()
         ],
         mesh=mesh,
         stage=stage,
@@ -249,15 +251,15 @@ def check_counted_once(stage: int, norm_type: float) -> None:
     expected = {
         "replicated": (every[0, 0]["replicated"] + every[1, 0]["replicated"]) / 2,
         "split": (every[0, tp]["split"] + every[1, tp]["split"]) / 2,
-        "shared": sum(each["shared"] for each in every.values()) / 2,
+        "shared": sum(gradients["shared"] for gradients in every.values()) / 2,
     }
     gradients = optimizer.gradients()
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient)
         torch.testing.assert_close(parameters[name].detach(), -gradient)
     other_half = (every[0, 1 - tp]["split"] + every[1, 1 - tp]["split"]) / 2
-    whole = torch.cat([x.flatten() for x in (*expected.values(), other_half)])
-    norm = torch.linalg.vector_norm(whole, norm_type).item()
+    entries = torch.cat([x.flatten() for x in (*expected.values(), other_half)])
+    norm = torch.linalg.vector_norm(entries, norm_type).item()
     assert measured == pytest.approx(norm, rel=1e-5)
 
 

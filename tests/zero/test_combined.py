@@ -20,8 +20,8 @@ def make() -> tuple[list[Parameter], list[torch.optim.Optimizer]]:
 
 
 def step(optimizers: list[torch.optim.Optimizer], parameters: list[Parameter], seed: int) -> None:
-    for number, each in enumerate(parameters):
-        each.grad = drawn(*each.shape, seed=10 * seed + number)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = drawn(*parameter.shape, seed=10 * seed + number)
     for optimizer in optimizers:
         optimizer.step()
 
@@ -29,7 +29,7 @@ def step(optimizers: list[torch.optim.Optimizer], parameters: list[Parameter], s
 def test_a_combined_optimizer_steps_schedules_and_resumes_as_its_members() -> None:
     (ours, members), (theirs, alone) = make(), make()
     combined = CombinedOptimizer(members)
-    schedulers = [LambdaLR(each, lambda epoch: 1 / (1 + epoch)) for each in (combined, *alone)]
+    schedulers = [LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)) for optimizer in (combined, *alone)]
     for seed in range(3):
         step([combined], ours, seed)
         step(alone, theirs, seed)
@@ -38,8 +38,8 @@ def test_a_combined_optimizer_steps_schedules_and_resumes_as_its_members() -> No
     assert all(map(torch.equal, ours, theirs))
     resumed, others = make()
     again = CombinedOptimizer(others)
-    for each, value in zip(resumed, ours, strict=True):
-        each.data.copy_(value.detach())
+    for parameter, value in zip(resumed, ours, strict=True):
+        parameter.data.copy_(value.detach())
     again.load_state_dict(deepcopy(combined.state_dict()))
     assert [group["lr"] for group in again.param_groups] == [0.1 / 4, 1e-3 / 4, 0.1 / 4]
     step([combined], ours, 3)
@@ -52,21 +52,21 @@ def test_a_combined_optimizer_steps_schedules_and_resumes_as_its_members() -> No
 
 def test_a_stack_and_fused_matrices_are_updated_as_separate_matrices() -> None:
     stack, fused, wide = drawn(3, 8, 5), drawn(12, 6), drawn(4, 9)
-    parameters = [Parameter(each.clone()) for each in (stack, fused, wide)]
+    parameters = [Parameter(tensor.clone()) for tensor in (stack, fused, wide)]
     groups = [
         {"params": parameters[:1]},
         {"params": parameters[1:2], "blocks": (6, 4, 2)},
         {"params": parameters[2:], "blocks": (3, 3, 3), "transposed": True},
     ]
     separate = [*stack.unbind(), *fused.split((6, 4, 2)), *wide.split(3, 1)]
-    matrices = [Parameter(each.clone()) for each in separate]
+    matrices = [Parameter(matrix.clone()) for matrix in separate]
     ours, theirs = (
         Muon(groups, lr=0.1, weight_decay=0.2),
         torch.optim.Muon(matrices, lr=0.1, weight_decay=0.2),
     )
     for step in range(3):
-        for number, each in enumerate(parameters):
-            each.grad = drawn(*each.shape, seed=10 * step + number)
+        for number, parameter in enumerate(parameters):
+            parameter.grad = drawn(*parameter.shape, seed=10 * step + number)
         cut = [
             *parameters[0].grad.unbind(),
             *parameters[1].grad.split((6, 4, 2)),
@@ -76,5 +76,5 @@ def test_a_stack_and_fused_matrices_are_updated_as_separate_matrices() -> None:
             matrix.grad = gradient.clone()
         ours.step()
         theirs.step()
-    whole = [*parameters[0].unbind(), *parameters[1].split((6, 4, 2)), *parameters[2].split(3, 1)]
-    assert all(map(torch.equal, whole, matrices))
+    blocks = [*parameters[0].unbind(), *parameters[1].split((6, 4, 2)), *parameters[2].split(3, 1)]
+    assert all(map(torch.equal, blocks, matrices))

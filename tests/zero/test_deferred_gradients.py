@@ -49,7 +49,9 @@ def check_started() -> list[bool]:
             store.compute(PLACE)
             started.append(any(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets))
     optimizer.reduce_gradients()
-    assert_equal(optimizer.gradients(), {name: each.grad for name, each in expected.named_parameters()})
+    assert_equal(
+        optimizer.gradients(), {name: parameter.grad for name, parameter in expected.named_parameters()}
+    )
     return started
 
 
@@ -67,8 +69,8 @@ class Shared(nn.Sequential):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self[2](self[1](self[0](x)))
-        return self[3](self[2](self[1](self[0](x.flip(-1)))) + found)
+        hidden = self[2](self[1](self[0](x)))
+        return self[3](self[2](self[1](self[0](x.flip(-1)))) + hidden)
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
@@ -93,7 +95,9 @@ def check_twice(is_deferred: bool) -> None:
             with context(), store.adding():
                 optimizer.backward(loss_of(model, seed))
     optimizer.reduce_gradients()
-    assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})
+    assert_equal(
+        optimizer.gradients(), {name: parameter.grad for name, parameter in native.named_parameters()}
+    )
 
 
 def test_a_product_is_not_added_to_an_average_in_flight(pool: Pool) -> None:
@@ -104,7 +108,7 @@ def test_a_product_is_not_added_to_an_average_in_flight(pool: Pool) -> None:
 class Checkpointed(Shared):
     def forward(self, x: Tensor) -> Tensor:
         first = self[0](x)
-        both = sum(checkpoint(self[2], each, use_reentrant=True) for each in (first, self[1](first)))
+        both = sum(checkpoint(self[2], hidden, use_reentrant=True) for hidden in (first, self[1](first)))
         return self[3](both)
 
 

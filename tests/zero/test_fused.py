@@ -24,7 +24,9 @@ def test_the_fused_kernel_steps_unless_the_user_chose(pool: Pool) -> None:
 def check_fused() -> None:
     def fused(build: Any, **arguments: Any) -> bool | None:
         options = {"cpu_offload": arguments.pop("cpu_offload", False), "stage": arguments.pop("stage", 1)}
-        optimizer = shard(small_model(), lambda each: build(each, lr=1e-2, **arguments), **options)
+        optimizer = shard(
+            small_model(), lambda parameters: build(parameters, lr=1e-2, **arguments), **options
+        )
         chosen: bool | None = optimizer.param_groups[0].get("fused")
         return chosen
 
@@ -38,7 +40,7 @@ def check_fused() -> None:
     assert fused(torch.optim.SGD, momentum=0.9) is None
     assert fused(torch.optim.RMSprop) is None
     assert fused(Own) is None
-    by_loop = shard(small_model(), lambda each: torch.optim.AdamW(each, foreach=False))
+    by_loop = shard(small_model(), lambda parameters: torch.optim.AdamW(parameters, foreach=False))
     by_loop.param_groups[0]["foreach"] = None  # as loaded from a release that did not set it
     optimizer = shard(small_model(), torch.optim.AdamW)
     optimizer.load_state_dict(by_loop.local_state())
@@ -55,4 +57,4 @@ def test_counts_of_steps_are_where_the_kernel_reads_them() -> None:
     assert optimizer.param_groups[0]["fused"] is None or torch.version.cuda
     optimizer.param_groups[0]["fused"] = True  # as a user may have given it
     choose_fused_kernels(optimizer, torch.device("meta"))
-    assert {optimizer.state[each]["step"].device.type for each in parameters} == {"meta"}
+    assert {optimizer.state[parameter]["step"].device.type for parameter in parameters} == {"meta"}

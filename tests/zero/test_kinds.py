@@ -20,19 +20,19 @@ def grad(parameter: Parameter) -> Tensor:
     return parameter.grad
 
 
-def by_rows_of_large_matrices(_: object, each: Parameter, __: object) -> Tensor | float:
-    is_large = each.ndim == 2 and min(each.shape) >= 128
-    return grad(each).norm(dim=1, keepdim=True) if is_large else 1.0
+def by_rows_of_large_matrices(_: object, parameter: Parameter, __: object) -> Tensor | float:
+    is_large = parameter.ndim == 2 and min(parameter.shape) >= 128
+    return grad(parameter).norm(dim=1, keepdim=True) if is_large else 1.0
 
 
 SIZES: dict[str, Size] = {
-    "SignDescent": lambda group, each, held: grad(each).abs(),
+    "SignDescent": lambda group, parameter, held: grad(parameter).abs(),
     # As LARS.
-    "TrustRatio": lambda group, each, held: grad(each).norm() / each.norm(),
+    "TrustRatio": lambda group, parameter, held: grad(parameter).norm() / parameter.norm(),
     # As Prodigy.
-    "WholeNorm": lambda group, each, held: torch.cat([grad(one).flatten() for one in held]).norm(),
+    "WholeNorm": lambda group, parameter, held: torch.cat([grad(one).flatten() for one in held]).norm(),
     # As Muon with AdamW.
-    "ByGroup": lambda group, each, held: grad(each).norm() if group.get("mixes") else 1.0,
+    "ByGroup": lambda group, parameter, held: grad(parameter).norm() if group.get("mixes") else 1.0,
     "OfLargeMatrices": by_rows_of_large_matrices,
 }
 
@@ -47,10 +47,10 @@ class Scaled(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        held = [each for group in self.param_groups for each in group["params"]]
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
         for group in self.param_groups:
-            for each in group["params"]:
-                each.sub_(group["lr"] * grad(each) / type(self).size(group, each, held))
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * grad(parameter) / type(self).size(group, parameter, held))
 
 
 class Unusual(Scaled):

@@ -42,7 +42,7 @@ def count(stage: int, num_parameters: int, num_buckets: int) -> tuple[int, Count
     arguments: dict[str, Any] = {"bucket_size": size, "max_norm": 1e-3, "overlap_communication": False}
     optimizer = shard(model, torch.optim.AdamW, stage=stage, precision="bf16", **arguments)
     for _ in range(4):  # in the first three, ranks compare their calls
-        optimizer.backward(torch.stack([each.float().square().sum() for each in model]).sum())
+        optimizer.backward(torch.stack([parameter.float().square().sum() for parameter in model]).sum())
         with Operators() as operators:
             optimizer.step()
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def count_microbatch(layout: Layout | None, num_layers: int) -> list[int]:
             with Operators() as back:
                 backward(loss)
     both = forward.names, back.names
-    return [each.total() for each in both] + [collectives_of(each) for each in both]
+    return [names.total() for names in both] + [collectives_of(names) for names in both]
 
 
 def collectives_of(names: Counter[str]) -> int:
@@ -100,7 +100,9 @@ def collectives_of(names: Counter[str]) -> int:
 def test_a_layer_launches_as_many_operators_as_the_page_says(pool: Pool) -> None:
     plain, *_ = pool.run(1, count_layer, None)
     added = {
-        name: [own - alone for own, alone in zip(pool.run(2, count_layer, layout)[0], plain, strict=True)]
+        name: [
+            sharded - alone for sharded, alone in zip(pool.run(2, count_layer, layout)[0], plain, strict=True)
+        ]
         for name, layout in LAYOUTS.items()
     }
     assert added == {
@@ -112,8 +114,8 @@ def test_a_layer_launches_as_many_operators_as_the_page_says(pool: Pool) -> None
 def test_a_step_launches_as_many_operators_as_the_page_says(pool: Pool, stage: int) -> None:
     formulas = {name: formula for name, formula, _ in table("What a step launches")}
     for num_parameters, num_buckets in ((4, 1), (12, 3), (120, 3)):
-        found, names = pool.run(2, count, stage, num_parameters, num_buckets)[0]
-        assert found == num_buckets
+        bucket_count, names = pool.run(2, count, stage, num_parameters, num_buckets)[0]
+        assert bucket_count == num_buckets
         terms = {"B": num_buckets, "G": 1, "stage": stage}
         expected = {name: value(formula, terms) for name, formula in formulas.items()}
         others = expected.pop("others")

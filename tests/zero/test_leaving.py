@@ -24,7 +24,9 @@ def check_frozen_later() -> None:
         optimizer.backward(loss_of(model, 0))
         optimizer.step()
         optimizer.zero_grad()
-        changed = {name for name, each in weights_of(model).items() if not torch.equal(each, before[name])}
+        changed = {
+            name for name, weight in weights_of(model).items() if not torch.equal(weight, before[name])
+        }
         assert changed == ({"2.weight", "2.bias"} if frozen else set(before))
 
 
@@ -34,7 +36,7 @@ def test_parameters_of_other_stages_leave_the_optimizer(pool: Pool) -> None:
 
 def check_other_stages() -> None:
     model, elsewhere = small_model(), nn.Linear(2, 2)
-    groups = [{"params": list(each.parameters())} for each in (elsewhere, model[2])]
+    groups = [{"params": list(module.parameters())} for module in (elsewhere, model[2])]
     inner = torch.optim.Adagrad(groups, lr=0.1)
     before, groups = {**weights_of(elsewhere), **weights_of(model)}, list(inner.param_groups)
     optimizer = shard(model, lambda _: inner)

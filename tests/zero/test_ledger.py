@@ -56,15 +56,15 @@ def train(
 def test_stages_cost_as_much_as_the_formulas_say(
     pool: Pool, ranks: int, backwards: int, precision: Precision
 ) -> None:
-    part, width = (ranks - 1) / ranks, 4 if precision == "fp32" else 2
+    fraction, width = (ranks - 1) / ranks, 4 if precision == "fp32" else 2
     masters = 0 if precision == "fp32" else 4 * PSI
     for stage, expected_traffic, gradients, buffers, share in (
-        (0, {("dp", "all_reduce"): (3, 4 * PSI, 8 * PSI * part)}, 4 * PSI, 0, 1),
+        (0, {("dp", "all_reduce"): (3, 4 * PSI, 8 * PSI * fraction)}, 4 * PSI, 0, 1),
         (
             1,
             {
-                ("dp", "reduce_scatter"): (3, 4 * PSI, 4 * PSI * part),
-                ("dp", "all_gather"): (3, width * PSI, width * PSI * part),
+                ("dp", "reduce_scatter"): (3, 4 * PSI, 4 * PSI * fraction),
+                ("dp", "all_gather"): (3, width * PSI, width * PSI * fraction),
             },
             4 * PSI,
             0,
@@ -73,8 +73,12 @@ def test_stages_cost_as_much_as_the_formulas_say(
         (
             2,
             {
-                ("dp", "reduce_scatter"): (3 * backwards, 4 * PSI * backwards, 4 * PSI * part * backwards),
-                ("dp", "all_gather"): (3, width * PSI, width * PSI * part),
+                ("dp", "reduce_scatter"): (
+                    3 * backwards,
+                    4 * PSI * backwards,
+                    4 * PSI * fraction * backwards,
+                ),
+                ("dp", "all_gather"): (3, width * PSI, width * PSI * fraction),
             },
             4 * PSI // ranks,
             2 * 4 * BUCKET,
@@ -108,18 +112,18 @@ def test_a_part_of_the_ranks_averages_its_slice_with_the_others(pool: Pool, stag
 def test_owners_cost_as_much_as_the_formulas_say(pool: Pool, precision: Precision) -> None:
     """Each way an entry crosses once, unless its owner has it; a rank sends 1/n of that on average."""
     ranks, width = 2, 4 if precision == "fp32" else 2
-    part = (ranks - 1) / ranks
+    fraction = (ranks - 1) / ranks
     sent, masters, states = 0.0, 0, 0
     for counts, held in pool.run(ranks, train, 1, precision, 1, -1, torch.optim.Muon):
         calls, _, sent_here = counts.pop(("dp", "all_to_all"))
         assert calls == 2
         sent += sent_here
         assert counts == {
-            ("dp", "reduce_scatter"): (3, 4 * PSI, 4 * PSI * part),
-            ("dp", "all_gather"): (3, width * PSI, width * PSI * part),
+            ("dp", "reduce_scatter"): (3, 4 * PSI, 4 * PSI * fraction),
+            ("dp", "all_gather"): (3, width * PSI, width * PSI * fraction),
         }
         masters, states = masters + held["masters"], states + held["states"]
-    assert sent == (4 + width) * PSI * part
+    assert sent == (4 + width) * PSI * fraction
     assert masters == states == 4 * PSI
 
 
@@ -136,8 +140,8 @@ def exchange() -> None:
         send = group.send([big], peer, 0)
         group.recv([torch.empty(2048)], peer, 0).wait()
         send.wait()
-    found = {key: (count.calls, count.nbytes, count.sent) for key, count in traffic.counts.items()}
-    assert found.pop(("pp", "send")) == (1, 8192, 8192)
-    assert found.pop(("pp", "recv")) == (1, 8192, 0)
-    ((_, kind),) = found
-    assert kind == "small all_reduce" and found.popitem()[1] == (1, 8, 8.0)
+    counts = {key: (count.calls, count.nbytes, count.sent) for key, count in traffic.counts.items()}
+    assert counts.pop(("pp", "send")) == (1, 8192, 8192)
+    assert counts.pop(("pp", "recv")) == (1, 8192, 0)
+    ((_, kind),) = counts
+    assert kind == "small all_reduce" and counts.popitem()[1] == (1, 8, 8.0)

@@ -42,14 +42,16 @@ def check_states() -> None:
             plain, offloaded = small_model(), small_model()
             optimizer = shard(plain, adamw, stage=stage, precision=precision)
             other = shard(offloaded, adamw, stage=stage, precision=precision, cpu_offload=True)
-            for model, each in ((plain, optimizer), (offloaded, other)):
-                train(model, each, range(2))
+            for model, sharded_optimizer in ((plain, optimizer), (offloaded, other)):
+                train(model, sharded_optimizer, range(2))
             assert_equal(other.masters(), optimizer.masters(), rtol=0, atol=0)
-            states = [copy.deepcopy(each.local_state()) for each in (other, optimizer)]
+            states = [
+                copy.deepcopy(sharded_optimizer.local_state()) for sharded_optimizer in (other, optimizer)
+            ]
             optimizer.load_state_dict(states[0])
             other.load_state_dict(states[1])
-            for model, each in ((plain, optimizer), (offloaded, other)):
-                train(model, each, range(2, 4))
+            for model, sharded_optimizer in ((plain, optimizer), (offloaded, other)):
+                train(model, sharded_optimizer, range(2, 4))
             assert_equal(other.masters(), optimizer.masters(), rtol=0, atol=0)
             assert_equal(weights_of(offloaded), weights_of(plain), rtol=0, atol=0)
 
@@ -87,8 +89,8 @@ def check_memory() -> None:
             }, (precision, stage)
             for bucket in optimizer.buckets:
                 places = {
-                    each.untyped_storage().data_ptr()
-                    for each in (
+                    tensor.untyped_storage().data_ptr()
+                    for tensor in (
                         bucket.parameters,
                         bucket.masters,
                         bucket.gradient_slice,
@@ -117,8 +119,8 @@ def check_pinned() -> None:
             assert registered.nbytes == held["offloaded_gradients"] + held["offloaded_masters"]
             assert set(registered.sizes.values()) == {4 * hidden**2 // share}
             assert set(registered.sizes) == {
-                each.data_ptr()
+                tensor.data_ptr()
                 for bucket in optimizer.buckets
-                for each in (bucket.masters, bucket.stepped_gradients)
+                for tensor in (bucket.masters, bucket.stepped_gradients)
             }
             del optimizer, model

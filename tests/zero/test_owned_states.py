@@ -67,11 +67,11 @@ def in_16_bits() -> None:
         for step in (1, 2):
             run.step(step)
         masters = run.optimizer.masters()
-        for name, each in masters.items():
-            assert torch.equal(each.to(torch.bfloat16), run.named[name]), name
-            assert not torch.equal(each, run.named[name].float()), name
+        for name, master in masters.items():
+            assert torch.equal(master.to(torch.bfloat16), run.named[name]), name
+            assert not torch.equal(master, run.named[name].float()), name
             if tp == 1:
-                assert torch.equal(kept.setdefault(name, each), each), (name, sizes, stage)
+                assert torch.equal(kept.setdefault(name, master), master), (name, sizes, stage)
 
 
 def test_masters_are_unrounded_in_16_bits(pool: Pool) -> None:
@@ -100,13 +100,13 @@ def test_masters_follow_parameters_that_were_written_to(pool: Pool) -> None:
     pool.run(2, after_writes)
 
 
-def own_state() -> None:
+def local_state() -> None:
     """The local state of this layout restores masters and states."""
     run, other = (Run({}, 1, OPTIMIZERS["adafactor"], precision="bf16") for _ in range(2))
     run.step(1)
     other.optimizer.load_state_dict(deepcopy(run.optimizer.local_state()))
-    for each in (run, other):
-        each.step(2)
+    for trained in (run, other):
+        trained.step(2)
     for name, master in run.optimizer.masters().items():
         assert torch.equal(master, other.optimizer.masters()[name]), name
     third = Run({"zero": 1}, 1, OPTIMIZERS["adafactor"], precision="bf16")
@@ -128,4 +128,4 @@ def test_members_of_a_boosted_optimizer_are_not_stepped_alone(pool: Pool) -> Non
 
 
 def test_local_state_restores_full_masters(pool: Pool) -> None:
-    pool.run(2, own_state)
+    pool.run(2, local_state)

@@ -57,15 +57,19 @@ def check_alone() -> None:
 
 
 WAYS_TO_LOOK = {
-    "parameters": lambda model: [each.detach().clone() for each in model.parameters()],
-    "state_dict": lambda model: [each.clone() for each in model.state_dict().values()],
-    "attributes": lambda model: [each.detach() for i in (0, 2) for each in (model[i].weight, model[i].bias)],
+    "parameters": lambda model: [parameter.detach().clone() for parameter in model.parameters()],
+    "state_dict": lambda model: [tensor.clone() for tensor in model.state_dict().values()],
+    "attributes": lambda model: [
+        parameter.detach() for i in (0, 2) for parameter in (model[i].weight, model[i].bias)
+    ],
     "get_parameter": lambda model: [
         model.get_parameter(name).detach() for name in ("0.weight", "0.bias", "2.weight", "2.bias")
     ],
-    "deepcopy": lambda model: [each.detach() for each in plain_copy(model).parameters()],
-    "pickle": lambda model: [each.detach() for each in pickle.loads(pickle.dumps(model)).parameters()],
-    "torch.save": lambda model: [each.detach() for each in saved(model).parameters()],
+    "deepcopy": lambda model: [parameter.detach() for parameter in plain_copy(model).parameters()],
+    "pickle": lambda model: [
+        parameter.detach() for parameter in pickle.loads(pickle.dumps(model)).parameters()
+    ],
+    "torch.save": lambda model: [parameter.detach() for parameter in saved(model).parameters()],
     "functional_call": lambda model: looked_up_by_functional_call(model),
 }
 
@@ -87,9 +91,9 @@ def saved(model: nn.Module) -> nn.Module:
 
 def looked_up_by_functional_call(model: nn.Module) -> list[Tensor]:
     """Return the parameters after a call with other weights: the original ones are restored."""
-    other = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    other = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     assert not torch.func.functional_call(model, other, torch.ones(1, 5)).any()
-    return [each.detach() for each in model.parameters()]
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 def test_parameters_are_gathered_for_every_way_to_read_them(pool: Pool) -> None:
@@ -112,11 +116,11 @@ def check_reference() -> None:
     optimizer = late(model)
     optimizer.backward(loss_of(model, 0))
     optimizer.step()
-    assert [each.numel() for each in taken] == [0, 0, 0, 0]
+    assert [parameter.numel() for parameter in taken] == [0, 0, 0, 0]
     with pytest.raises(RuntimeError):
         F.linear(torch.ones(1, 5), taken[0])
     optimizer.parameter_gather.wait()
-    assert [each.numel() for each in taken] == [35, 7, 21, 3]
+    assert [parameter.numel() for parameter in taken] == [35, 7, 21, 3]
 
 
 def test_a_state_loaded_during_an_all_gather_is_kept(pool: Pool) -> None:
@@ -140,8 +144,8 @@ def test_the_optimizer_returns_weights_and_gradients_during_an_all_gather(pool: 
 def check_returned() -> None:
     model, optimizer, expected = stepped()
     assert_equal(optimizer.masters(), expected, rtol=0.0, atol=0.0)
-    shapes = {name: each.shape for name, each in expected.items()}
-    assert {name: each.shape for name, each in optimizer.gradients().items()} == shapes
+    shapes = {name: master.shape for name, master in expected.items()}
+    assert {name: gradient.shape for name, gradient in optimizer.gradients().items()} == shapes
     assert next(iter(vars(model[0])["_parameters"]._arrivals.values()))._work is not None  # still in flight
 
 

@@ -23,14 +23,14 @@ from .helpers import assert_equal, loss_of, mean_gradients, shard, small_model, 
 def test_neighbours_shard_and_all_ranks_average(
     pool: Pool, num_slices: int, owned: str, slices: bool
 ) -> None:
-    found = pool.run(4, with_slices, slices, average, num_slices)
-    assert "".join(str(index) for index, *_ in found) == owned
-    assert [counts for _, counts, *_ in found] == [rank < num_slices for rank in range(4)]
-    for index, _, own, whole in found:
+    by_rank = pool.run(4, with_slices, slices, average, num_slices)
+    assert "".join(str(index) for index, *_ in by_rank) == owned
+    assert [counts for _, counts, *_ in by_rank] == [rank < num_slices for rank in range(4)]
+    for index, _, local_slice, gathered in by_rank:
         expected = [1.5 + 10 * place for place in range(8)]
         length = 8 // num_slices
-        assert own == expected[index * length : (index + 1) * length]
-        assert whole == expected
+        assert local_slice == expected[index * length : (index + 1) * length]
+        assert gathered == expected
 
 
 def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
@@ -39,8 +39,13 @@ def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
     work = partition.average_(gradients)
     assert work is not None
     work.wait()
-    own = partition.local_slice(gradients)
-    return partition.index, partition.is_counted, own.tolist(), partition.gathered(own).tolist()
+    local_slice = partition.local_slice(gradients)
+    return (
+        partition.index,
+        partition.is_counted,
+        local_slice.tolist(),
+        partition.gathered(local_slice).tolist(),
+    )
 
 
 @SLICES
@@ -81,13 +86,15 @@ def average_thirds(num_slices: int) -> None:
 def test_a_sharded_parameter_is_averaged_over_the_ranks_with_the_same_shard(
     pool: Pool, num_slices: int, slices: int, parts: list[list[int]]
 ) -> None:
-    for rank, (ranks, index, counts, own) in enumerate(pool.run(4, average_over_replicas, num_slices)):
+    for rank, (ranks, index, counts, local_slice) in enumerate(
+        pool.run(4, average_over_replicas, num_slices)
+    ):
         assert ranks == parts[rank % 2]
         assert index == (rank // 2 if slices == 2 else 0)
         assert counts == (slices == 2 or rank < 2)
         expected = [10 * place + sum(ranks) / 2 for place in range(8)]
         length = 8 // slices
-        assert own == expected[index * length : (index + 1) * length]
+        assert local_slice == expected[index * length : (index + 1) * length]
 
 
 def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[float]]:
@@ -101,9 +108,9 @@ def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[f
 
 
 def test_the_second_sum_of_an_average_begins_without_a_wait(pool: Pool) -> None:
-    for rank, (entered, own) in enumerate(pool.run(4, average_beside)):
+    for rank, (entered, local_slice) in enumerate(pool.run(4, average_beside)):
         assert entered == 1, "before anybody waits, on a stream that waits for the first sum"
-        assert own == [1.5 + 10 * place for place in range(8)][rank % 2 * 4 :][:4]
+        assert local_slice == [1.5 + 10 * place for place in range(8)][rank % 2 * 4 :][:4]
 
 
 def average_beside() -> tuple[int, list[float]]:
@@ -128,11 +135,15 @@ def average_beside() -> tuple[int, list[float]]:
 
 
 def test_placement_and_tie_determine_where_a_gradient_is_summed_and_counted(pool: Pool) -> None:
-    found = pool.run(4, reduced_over)
-    assert [each["whole"] for each in found] == [([], rank == 0) for rank in range(4)]
-    assert [each["norm"] for each in found] == [([[0, 1, 2, 3]], rank == 0) for rank in range(4)]
+    reductions = pool.run(4, reduced_over)
+    assert [reduction["whole"] for reduction in reductions] == [([], rank == 0) for rank in range(4)]
+    assert [reduction["norm"] for reduction in reductions] == [
+        ([[0, 1, 2, 3]], rank == 0) for rank in range(4)
+    ]
     neighbours = [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [each["key"] for each in found] == [([neighbours[rank]], rank % 2 == 0) for rank in range(4)]
+    assert [reduction["key"] for reduction in reductions] == [
+        ([neighbours[rank]], rank % 2 == 0) for rank in range(4)
+    ]
     same_place = [[0, 2], [1, 3], [0, 2], [1, 3]]  # in the stages' tensor axes
     tied = pool.run(4, reduced_over_tie)
     assert tied == [([neighbours[rank], same_place[rank]], rank == 0) for rank in range(4)]
@@ -182,5 +193,7 @@ def train_in_pairs(stage: int) -> float:
         assert bucket.masters.numel() * 2 == bucket.parameters.numel()
     norm = optimizer.get_grad_norm()
     assert norm is not None
-    assert norm == pytest.approx(torch.cat([each.flatten() for each in gradients.values()]).norm().item())
+    assert norm == pytest.approx(
+        torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+    )
     return norm

@@ -50,16 +50,16 @@ def test_scaler_continues_from_its_state() -> None:
     for overflow in (True, False, False):
         fp16.update(overflow)
     other.load_state_dict(fp16.state_dict())
-    for each in (fp16, other):
-        each.update(False)
-        each.update(True)
+    for loss_scaler in (fp16, other):
+        loss_scaler.update(False)
+        loss_scaler.update(True)
     assert other.state_dict() == fp16.state_dict()
 
 
 def test_a_model_beyond_fp16_is_an_error_on_every_rank_at_the_minimum_scale(pool: Pool) -> None:
-    found = pool.run(2, train_beyond_fp16)
-    assert found[0] == found[1]
-    text, skipped, scale = found[0]
+    by_rank = pool.run(2, train_beyond_fp16)
+    assert by_rank[0] == by_rank[1]
+    text, skipped, scale = by_rank[0]
     # The scale falls from 64 to 1 in six overflows after the first; hysteresis 2.
     assert (skipped, scale) == (8, 1.0)
     assert "min_scale=1" in text and "8 steps in a row" in text and "precision='bf16'" in text

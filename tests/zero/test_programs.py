@@ -74,7 +74,7 @@ class Plain:
     def run(self, letter: str, seed: int) -> None:
         """Execute a letter."""
         parameters = list(self.model.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.stepped = self.stepped if letter in "rg" else {}
         if letter in "bnolcpih":
             for rank in self.ranks[:1] if letter == "o" else self.ranks:
@@ -99,7 +99,9 @@ class Plain:
     def step(self, parameters: list[nn.Parameter]) -> None:
         """Step with clipped gradients, but report the gradients before clipping."""
         before = {
-            name: each.grad.clone() for name, each in self.model.named_parameters() if each.grad is not None
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
         }
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         sgd(parameters).step()
@@ -108,7 +110,9 @@ class Plain:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients; right after a step, those of the step."""
         native = dict(self.model.named_parameters())
-        return self.stepped or {name: each.grad for name, each in native.items() if each.grad is not None}
+        return self.stepped or {
+            name: parameter.grad for name, parameter in native.items() if parameter.grad is not None
+        }
 
 
 def loss_at(model: nn.Sequential, letter: str, seed: int) -> Tensor:

@@ -135,13 +135,15 @@ def check_padding() -> None:
     assert optimizer.skipped_steps == 0
 
 
-def own(parameters: dict[str, tuple[Parameter, tuple[Any, ...]]], mesh: ParallelMesh) -> ShardedOptimizer:
+def optimizer_of(
+    parameters: dict[str, tuple[Parameter, tuple[Any, ...]]], mesh: ParallelMesh
+) -> ShardedOptimizer:
     """Make an optimizer of parameters with their sum groups, in separate buckets."""
     return ShardedOptimizer(
-        sgd([each for each, _ in parameters.values()]),
+        sgd([parameter for parameter, _ in parameters.values()]),
         [
-            ManagedParameter(name=name, parameter=each, sum_groups=groups)
-            for name, (each, groups) in parameters.items()
+            ManagedParameter(name=name, parameter=parameter, sum_groups=groups)
+            for name, (parameter, groups) in parameters.items()
         ],
         mesh=mesh,
         stage=1,
@@ -157,7 +159,9 @@ def test_buckets_with_a_sum_group_wait_for_the_reduction(pool: Pool) -> None:
 def check_tied() -> None:
     mesh, model = ParallelMesh(pp=2), small_model()
     groups = {"0.weight": (mesh.group("pp"),)}
-    optimizer = own({name: (each, groups.get(name, ())) for name, each in model.named_parameters()}, mesh)
+    optimizer = optimizer_of(
+        {name: (parameter, groups.get(name, ())) for name, parameter in model.named_parameters()}, mesh
+    )
     with optimizer.reducer.last_backward():
         optimizer.backward(loss_of(model, 2 * mesh.rank("dp") + mesh.rank("pp")))
     in_flight = {
@@ -177,7 +181,7 @@ def check_sums() -> None:
     mesh, rank = ParallelMesh(sp=2, tp=2), dist.get_rank()
     both, one, none = (nn.Parameter(torch.zeros(size)) for size in (3, 2, 4))
     tp, sp = mesh.group("tp"), mesh.group("sp")
-    optimizer = own({"both": (both, (tp, sp)), "one": (one, (sp,)), "none": (none, (tp,))}, mesh)
+    optimizer = optimizer_of({"both": (both, (tp, sp)), "one": (one, (sp,)), "none": (none, (tp,))}, mesh)
     if rank < 3:
         both.grad = torch.full((3,), 10.0**rank)
     if rank > 1:
@@ -234,7 +238,9 @@ def check_format(stage: int) -> None:
         tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
         assert_equal(optimizer.gradients(), mean_gradients(model, [[0], [1]]), **tolerance)
         kind = "small reduce_scatter" if stage else "small all_reduce"
-        numbers.append(max(count.nbytes for (_, found), count in traffic.counts.items() if found == kind))
+        numbers.append(
+            max(count.nbytes for (_, collective), count in traffic.counts.items() if collective == kind)
+        )
     # At stage 0 the flags have the same kind: one float32 for each of four parameters.
     flags = 0 if stage else 4 * 4
     assert numbers[0] - flags == 2 * (numbers[1] - flags)

@@ -102,7 +102,7 @@ def check_loaded_weights(precision: Precision, refreshes: bool) -> None:
     if refreshes:
         optimizer.refresh_masters()
         assert_equal(
-            optimizer.masters(), {name: each.float() for name, each in loaded.items()}, rtol=0, atol=0
+            optimizer.masters(), {name: weight.float() for name, weight in loaded.items()}, rtol=0, atol=0
         )
     optimizer.backward(loss_of(model, dist.get_rank()))
     optimizer.step()
@@ -110,7 +110,7 @@ def check_loaded_weights(precision: Precision, refreshes: bool) -> None:
     expected = {name: 0.25 - gradient for name, gradient in gradients.items()}
     assert_equal(optimizer.masters(), expected)
     dtype = next(model.parameters()).dtype
-    assert_equal(weights_of(model), {name: each.to(dtype) for name, each in optimizer.masters().items()})
+    assert_equal(weights_of(model), {name: master.to(dtype) for name, master in optimizer.masters().items()})
 
 
 def test_masters_keep_their_low_bits_where_weights_did_not_change(pool: Pool) -> None:

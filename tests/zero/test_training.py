@@ -73,8 +73,12 @@ def build_optimizer(case: Odd, model: Odds) -> Optimizer:
     """Make an optimizer with its own weight decay and learning rate in every group."""
     return case.build(
         [
-            {"params": [model.weights[index] for index in own], "lr": LR / (1 + at), "weight_decay": 0.1 * at}
-            for at, own in enumerate(case.groups)
+            {
+                "params": [model.weights[index] for index in indices],
+                "lr": LR / (1 + at),
+                "weight_decay": 0.1 * at,
+            }
+            for at, indices in enumerate(case.groups)
         ],
         lr=LR,
     )
@@ -93,13 +97,17 @@ def train_plainly(case: Odd) -> tuple[list[dict[str, Tensor]], list[float], dict
         for rank in range(RANKS):
             for microbatch in range(MICROBATCHES):
                 (model(seed_of(step, rank, microbatch)) / (RANKS * MICROBATCHES)).backward()
-        named = {name: each for name, each in model.named_parameters() if each.grad is not None}
-        gradients.append({name: each.grad.clone() for name, each in named.items() if each.grad is not None})
+        named = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
+        gradients.append(
+            {name: parameter.grad.clone() for name, parameter in named.items() if parameter.grad is not None}
+        )
         norms.append(nn.utils.clip_grad_norm_(named.values(), 1.0).item())
         if step != OVERFLOW_STEP:
             optimizer.step()
         optimizer.zero_grad()
-    return gradients, norms, {name: each.detach() for name, each in model.named_parameters()}
+    return gradients, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -148,10 +156,10 @@ def check_case(case: Odd, arguments: dict[str, Any]) -> None:
             optimizer.backward(loss * float("inf") if overflows else loss)
         optimizer.reduce_gradients()
         gradients = optimizer.gradients()
-        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optimizer.step()
         if step == OVERFLOW_STEP:
-            assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+            assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
         else:
             assert_equal(gradients, expected[step], rtol=1e-5, atol=1e-6)
             assert optimizer.last_norm == pytest.approx(norms[step], rel=1e-5)
@@ -159,7 +167,10 @@ def check_case(case: Odd, arguments: dict[str, Any]) -> None:
     assert optimizer.skipped_steps == 1
     # The tolerance is for float32 sums in another order, amplified by four steps of AdamW (eps 1e-5).
     assert_equal(
-        {name: each.detach() for name, each in model.named_parameters()}, weights, rtol=1e-5, atol=1e-3 * LR
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        weights,
+        rtol=1e-5,
+        atol=1e-3 * LR,
     )
 
 

@@ -8,7 +8,9 @@ from ..mutations import Mutation
 
 def planted(file: str) -> dict[str, Mutation]:
     """Return the faults of a file by name, prefixed by the file's name."""
-    return {f"{file}: {name}": found for name, found in import_module(f"{__name__}.{file}").FAULTS.items()}
+    return {
+        f"{file}: {name}": mutation for name, mutation in import_module(f"{__name__}.{file}").FAULTS.items()
+    }
 
 
-FAULTS = {name: found for file in iter_modules(__path__) for name, found in planted(file.name).items()}
+FAULTS = {name: mutation for file in iter_modules(__path__) for name, mutation in planted(file.name).items()}

@@ -120,10 +120,10 @@ def without_counts(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     """Restart AdamW's bias correction."""
 
     def counted(*args: Any) -> dict[str, Any]:
-        found = state(*args)
-        for each in found["state"].values():
-            each["step"] = torch.zeros_like(each["step"])
-        return found
+        optimizer_state = state(*args)
+        for parameter_state in optimizer_state["state"].values():
+            parameter_state["step"] = torch.zeros_like(parameter_state["step"])
+        return optimizer_state
 
     return counted
 
@@ -131,19 +131,19 @@ def without_counts(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
 def without_options(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Keep the learning rates that the optimizer was built with."""
 
-    def found(trained: Any, *args: Any) -> dict[str, Any]:
+    def state_with_doubled_rates(trained: Any, *args: Any) -> dict[str, Any]:
         made = state(trained, *args)
         for group, present in zip(made["param_groups"], trained.inner.param_groups, strict=True):
             group["lr"] = present["lr"] * 2
         return made
 
-    return found
+    return state_with_doubled_rates
 
 
 def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTensor]:
     """Shift the first box of a tensor by one row."""
 
-    def found(*args: Any, **kwargs: Any) -> LocalTensor:
+    def shifted_piece(*args: Any, **kwargs: Any) -> LocalTensor:
         local = local_piece(*args, **kwargs)
         first = next(iter(local.boxes), None)
         if first is None or not local.shape or first.box.ends()[0] == local.shape[0]:
@@ -152,14 +152,14 @@ def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTenso
         moved = LocalBox(first.box._replace(offset=(start + 1, *rest)), first.local)
         return replace(local, boxes=(moved, *local.boxes[1:]))
 
-    return found
+    return shifted_piece
 
 
 def without_masters(read_into: Callable[..., None]) -> Callable[..., None]:
     """Make master weights from the 16-bit weights."""
 
     def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
-        read_into({name: each for name, each in local.items() if not name.startswith("master/")}, stored)
+        read_into({name: tensor for name, tensor in local.items() if not name.startswith("master/")}, stored)
 
     return read
 
@@ -170,7 +170,7 @@ def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
     def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
         left = next(name for name in local if name.startswith("exp_avg_sq/") and local[name].boxes)
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        read_into({name: each for name, each in local.items() if not (is_last and name == left)}, stored)
+        read_into({name: tensor for name, tensor in local.items() if not (is_last and name == left)}, stored)
 
     return read
 
@@ -178,22 +178,22 @@ def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
 def rotated(received: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Rotate by one entry a tensor that consists of several ranks' boxes."""
 
-    def found(written: Any, *args: Any) -> torch.Tensor:
-        whole = received(written, *args)
-        return whole if len(written.sources) == 1 else whole.view(-1).roll(1).view(whole.shape)
+    def rotated_tensor(written: Any, *args: Any) -> torch.Tensor:
+        tensor = received(written, *args)
+        return tensor if len(written.sources) == 1 else tensor.view(-1).roll(1).view(tensor.shape)
 
-    return found
+    return rotated_tensor
 
 
 def on_one_rank_alone(plan: Callable[..., Any]) -> Callable[..., Any]:
     """Leave the last rank's boxes of states out of the plan."""
 
-    def found(planner: Any) -> Any:
+    def partial_plan(planner: Any) -> Any:
         if dist.get_rank() == dist.get_world_size() - 1:
             planner._items.clear()
         return plan(planner)
 
-    return found
+    return partial_plan
 
 
 def remove_first(folder: Path, final: Path) -> Path:

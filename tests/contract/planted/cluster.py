@@ -35,7 +35,7 @@ def overlapped(slices: bool) -> str | None:
     return departs(slices, zero=1, overlap_allgather=True)
 
 
-def own_slice_alone(self: Any) -> None:
+def local_slice_alone(self: Any) -> None:
     """Receive the slices of other ranks without adding them."""
     for receives in self._receives:
         for work, _ in receives:
@@ -71,7 +71,7 @@ def not_gathered(buffer: Tensor, local_slice: Tensor, group: Any) -> InFlight[Te
 FAULTS = {
     "slices of other ranks are not added": fault(
         "cluster.gloo:ReduceScatter.add_up",
-        own_slice_alone,
+        local_slice_alone,
         check=stage_two,
         args=(True,),
         notice="^step 1: gradient of ",

@@ -40,9 +40,9 @@ def unsummed_in_graphs(begin: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def left_aside(layer: nn.Module) -> Iterator[None]:
     """Lose the gradients that are set aside for the compiler."""
-    for each in layer.parameters():
-        if each.grad is not None and each.grad.dtype != each.dtype:
-            each.grad = None
+    for parameter in layer.parameters():
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            parameter.grad = None
     yield
 
 

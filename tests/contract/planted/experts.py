@@ -90,8 +90,8 @@ def exchanges_without_rows() -> str | None:
         output = output_of(mixture, x)
         in_forward = counted.call_count
         output.sum().backward()
-    found = counted.call_count - in_forward
-    return None if found == 2 else f"{found} exchanges in backward, not 2"
+    exchanges = counted.call_count - in_forward
+    return None if exchanges == 2 else f"{exchanges} exchanges in backward, not 2"
 
 
 def hooks_not_run() -> str | None:
@@ -100,7 +100,7 @@ def hooks_not_run() -> str | None:
     Averages of ZeRO-2 begin in hooks. Without some of them ranks wait for each other, if their buckets end so.
     """
     model: Any = ModelChoice(model_type="switch_transformers").build()
-    (mixture, *_) = (each for each in model.modules() if hasattr(each, "experts"))
+    (mixture, *_) = (module for module in model.modules() if hasattr(module, "experts"))
     assert dist.group.WORLD is not None
     ExpertParallel(mixture.experts, dist.group.WORLD, INTERFACES["SwitchTransformersExperts"])
     ran: set[str] = set()
@@ -112,7 +112,7 @@ def hooks_not_run() -> str | None:
 
 def without_identity(interfaces: dict[str, Interface]) -> dict[str, Interface]:
     """Add nothing for experts without parameters."""
-    return {name: replace(each, is_identity_above=False) for name, each in interfaces.items()}
+    return {name: replace(interface, is_identity_above=False) for name, interface in interfaces.items()}
 
 
 FAULTS = {

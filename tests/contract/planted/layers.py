@@ -76,7 +76,9 @@ def attending_with_the_first_head(
 ) -> Callable[[Any, Tensor], Tensor]:
     def first(self: Any, x: Tensor) -> Tensor:
         group, self.group = self.group, _First(self.group)
-        with patch.object(linear, "gather_to", lambda parts, own, dim: gather_to(parts, own.group, dim)):
+        with patch.object(
+            linear, "gather_to", lambda parts, first_group, dim: gather_to(parts, first_group.group, dim)
+        ):
             out = forward(self, x)
         self.group = group
         return out
@@ -152,7 +154,7 @@ FAULTS = {
     ),
     "a chunk's sum of exponentials is local": fault(
         f"{LAYERS}.chunked_loss:begin_gather",
-        lambda own, group: InFlight(None, torch.stack([own] * group.size())),
+        lambda tensor, group: InFlight(None, torch.stack([tensor] * group.size())),
         LLAMA,
         CHUNKED,
     ),
@@ -188,7 +190,7 @@ FAULTS = {
     ),
     "groups of heads are sharded over all ranks": fault(
         "shardformer.tables.heads:Heads.fused_cut",
-        around(lambda cut: lambda *given: replace(cut(*given), stretches=1)),
+        around(lambda cut: lambda *arguments: replace(cut(*arguments), stretches=1)),
         ModelChoice(
             model_type="falcon",
             num_layers=2,

@@ -19,7 +19,7 @@ from ..mutations import around, fault
 
 def built() -> str | None:
     """Return the difference between a lazily and an eagerly built model, or in the numbers drawn afterwards."""
-    found: list[Any] = []
+    builds: list[Any] = []
     for context in (LazyInitContext(), nullcontext()):
         torch.manual_seed(0)
         with context:
@@ -30,8 +30,8 @@ def built() -> str | None:
             weight[1:3] *= 2
             model.register_buffer("sum", early + weight)
             model.register_buffer("other_way_round", weight * 3 + early)
-        found.append((model, torch.rand(3)))
-    (lazy, drawn), (eager, expected) = found
+        builds.append((model, torch.rand(3)))
+    (lazy, drawn), (eager, expected) = builds
     errors = differences(materialize(lazy), eager) + ([] if torch.equal(drawn, expected) else ["drawn next"])
     return "; ".join(errors) or None
 
@@ -43,7 +43,7 @@ def without_state(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def forgetting(value: type[Value]) -> Callable[..., Value]:
     """Forget the rest of a tensor when a call writes to a part of it."""
-    return lambda **given: value(**given | {"before": None})
+    return lambda **fields: value(**fields | {"before": None})
 
 
 def overwriting(made: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,8 +37,8 @@ def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
 
 def of_known_kind(args: Any, kwargs: Any) -> bool:
     """Answer masks that were changed in place as before."""
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    return all(isinstance(each, TensorWithHostCopy) for each in tensors)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return all(isinstance(tensor, TensorWithHostCopy) for tensor in tensors)
 
 
 def at_the_start(of: Callable[..., Tensor]) -> Callable[..., Tensor]:

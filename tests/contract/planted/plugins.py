@@ -21,8 +21,8 @@ def always_first(self: Any) -> tuple[int, int]:
 
 def departing_statistics(name: str) -> str | None:
     """Compare running statistics and weights of two replicas with a plain loop."""
-    found, expected = trained(name), plain(2)
-    far = [key for key in expected if not torch.allclose(found[key], expected[key], atol=1e-5)]
+    state, expected = trained(name), plain(2)
+    far = [key for key in expected if not torch.allclose(state[key], expected[key], atol=1e-5)]
     return f"not those of a plain loop: {far}" if far else None
 
 
@@ -36,8 +36,8 @@ def of_one_label(counted: Callable[..., Any]) -> Callable[..., Any]:
     """Let every loss count one label."""
 
     def one(*args: Any) -> Any:
-        found = counted(*args)
-        return None if found is None else found._replace(denominator=torch.ones_like(found.denominator))
+        record = counted(*args)
+        return None if record is None else record._replace(denominator=torch.ones_like(record.denominator))
 
     return one
 

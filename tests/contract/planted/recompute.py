@@ -91,7 +91,7 @@ FAULTS = {
     ),
     "modules of all layers are recomputed": fault(
         "shardformer.recompute:_recomputed",
-        lambda layers, config: [each for local in layers.values() for each in local],
+        lambda layers, config: [layer for local in layers.values() for layer in local],
         check=test_named_modules_run_twice_and_no_others,
         num_ranks=1,
         notice="^AssertionError",

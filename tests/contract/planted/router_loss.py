@@ -19,7 +19,7 @@ def by_layer(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Multiply fractions and probabilities in every layer, and average the products."""
 
     def compute_by_layer(self: Any, logits: tuple[Tensor, ...], *further: Any) -> Tensor:
-        return torch.stack([compute(self, (each,), *further) for each in logits]).mean()
+        return torch.stack([compute(self, (layer_logits,), *further) for layer_logits in logits]).mean()
 
     return compute_by_layer
 
@@ -31,12 +31,12 @@ def without_gradient(total: Tensor, group: Any) -> Tensor:
 
 def emptied(sent: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
     """Send statistics of no tokens."""
-    return lambda self: tuple(each * 0 for each in sent(self))
+    return lambda self: tuple(statistic * 0 for statistic in sent(self))
 
 
 def cut_off(sent: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
     """Send statistics without their graph."""
-    return lambda self: tuple(each.detach() for each in sent(self))
+    return lambda self: tuple(statistic.detach() for statistic in sent(self))
 
 
 def unmasked(sum_up: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -24,45 +24,45 @@ LLAMA, GPT2, BERT = (ModelChoice(model_type=name) for name in ("llama", "gpt2", 
 ULYSSES, RING_ATTENTION = Layout(sp=2, sequence="all_to_all"), Layout(sp=2, sequence="ring_attn")
 
 
-def positions_of_the_first(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return _of_the_first(own, is_meant=lambda given: "position_ids" in given)
+def positions_of_the_first(shard: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return _of_the_first(shard, is_meant=lambda arguments: "position_ids" in arguments)
 
 
-def tokens_of_the_first(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return _of_the_first(own, is_meant=lambda given: "position_ids" not in given)
+def tokens_of_the_first(shard: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return _of_the_first(shard, is_meant=lambda arguments: "position_ids" not in arguments)
 
 
-def _of_the_first(own: Callable[..., Tensor], is_meant: Callable[[Any], bool]) -> Callable[..., Tensor]:
-    def first(self: Any, whole: Tensor) -> Tensor:
+def _of_the_first(shard: Callable[..., Tensor], is_meant: Callable[[Any], bool]) -> Callable[..., Tensor]:
+    def first(self: Any, tensor: Tensor) -> Tensor:
         assert self._full_call is not None
-        return self._axis.order.shard(whole, -1, 0) if is_meant(self._full_call[1]) else own(self, whole)
+        return self._axis.order.shard(tensor, -1, 0) if is_meant(self._full_call[1]) else shard(self, tensor)
 
     return first
 
 
-def labels_cut_before_they_are_shifted(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def labels_cut_before_they_are_shifted(shard: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def late(self: Any, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
         if padding != -100:
-            return own(self, x, dim, padding=padding)
+            return shard(self, x, dim, padding=padding)
         unshifted = F.pad(x, (1, 0), value=padding)[..., :-1]
-        cut = own(self, unshifted, dim, padding=padding)
+        cut = shard(self, unshifted, dim, padding=padding)
         return F.pad(cut, (0, 1), value=padding)[..., 1:].contiguous()
 
     return late
 
 
-def own_rows_alone(rows: Tensor, group: Any) -> InFlight[Tensor]:
+def local_rows_alone(rows: Tensor, group: Any) -> InFlight[Tensor]:
     """Scatter a region's output without the sum."""
     return InFlight(None, rows[group.rank()].contiguous())
 
 
 def from_the_end(self: Any, kept: Tensor) -> Tensor:
     """Gather a region's input again in another order."""
-    whole: Tensor = self._begin(kept).wait()
-    return whole.flip(1).flatten(0, 1)
+    gathered: Tensor = self._begin(kept).wait()
+    return gathered.flip(1).flatten(0, 1)
 
 
-def with_keys_of_the_own_rank(mask: Callable[..., Any]) -> Callable[..., Any]:
+def with_local_keys(mask: Callable[..., Any]) -> Callable[..., Any]:
     """Mask keys that came round the ring as if they were at the local positions: another causal mask."""
     return lambda self, source, device: mask(self, self.axis.rank, device)
 
@@ -93,11 +93,11 @@ SPLIT_GATHER = "shardformer.layers.split_gather"
 REGATHER = Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))
 OVERLAP = Layout(tp=2, sequence="split_gather", options=("enable_sequence_overlap",))
 PARTIAL = "shardformer.layer_split:PartialGrad"
-OWN = f"{SEQUENCE}.before_layers:ShardedCalls._shard"
+SHARD = f"{SEQUENCE}.before_layers:ShardedCalls._shard"
 
 FAULTS = {
     "a region's end is scattered without its sum": fault(
-        f"{SPLIT_GATHER}:begin_sum_of_rows", own_rows_alone, LLAMA, Layout(tp=2, sequence="split_gather")
+        f"{SPLIT_GATHER}:begin_sum_of_rows", local_rows_alone, LLAMA, Layout(tp=2, sequence="split_gather")
     ),
     "a region's input is gathered again in another order": fault(
         "shardformer.layers.deferred_linear:Regather.rows", from_the_end, LLAMA, REGATHER
@@ -120,8 +120,8 @@ FAULTS = {
     "gradients of a rank's part of the loss are not scaled": fault(
         f"{SEQUENCE}.loss:times_num_ranks", lambda gradient, axis: gradient, LLAMA, RING_ATTENTION
     ),
-    "positions are those of the first rank": fault(OWN, around(positions_of_the_first), LLAMA, ULYSSES),
-    "tokens are those of the first rank": fault(OWN, around(tokens_of_the_first), LLAMA, RING_ATTENTION),
+    "positions are those of the first rank": fault(SHARD, around(positions_of_the_first), LLAMA, ULYSSES),
+    "tokens are those of the first rank": fault(SHARD, around(tokens_of_the_first), LLAMA, RING_ATTENTION),
     "labels are sharded before they are shifted": fault(
         "shardformer.layers.sequence_axis:SequenceAxis.shard",
         around(labels_cut_before_they_are_shifted),
@@ -130,7 +130,7 @@ FAULTS = {
     ),
     "sinks are those of the first rank's heads": fault(
         f"{SEQUENCE}.ulysses:HeadShare.local_entries",
-        around(lambda own: lambda self, x, dim, rank: own(self, x, dim, 0)),
+        around(lambda local_entries: lambda self, x, dim, rank: local_entries(self, x, dim, 0)),
         EagerChoice(model_type="gpt_oss"),
         ULYSSES,
     ),
@@ -142,7 +142,7 @@ FAULTS = {
     ),
     "FlexAttention takes the keys of other ranks for local ones": fault(
         f"{SEQUENCE}.ring_attention:_RingCall._flex_mask",
-        around(with_keys_of_the_own_rank),
+        around(with_local_keys),
         check=attend_round_rings,
         notice="^AssertionError: results: ",
     ),

@@ -31,8 +31,8 @@ def shared(value: Any, configs: dict[int, Any]) -> Any:
     return value
 
 
-def sharing_configs(own: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda value, configs: value if isinstance(value, PretrainedConfig) else own(value, configs)
+def sharing_configs(copied: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value, configs: value if isinstance(value, PretrainedConfig) else copied(value, configs)
 
 
 def refused(name: str) -> str | None:
@@ -47,7 +47,7 @@ def unchanged() -> str | None:
     sequence = SequenceParallelism(mode="ring_attn")
     split_errors(model, policy_for(model), tp_size=2, sp_size=2, sequence=sequence)
     after = _state(model)
-    return next((name for name, each in before.items() if after[name] != each), None)
+    return next((name for name, entry in before.items() if after[name] != entry), None)
 
 
 def refused_sequences() -> str | None:
@@ -70,7 +70,7 @@ def in_replicas() -> str | None:
 
 def _state(model: nn.Module) -> dict[str, Any]:
     hooks = {path: len(module._forward_pre_hooks) for path, module in model.named_modules()}
-    shapes = {name: each.shape for name, each in model.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return {**shapes, **hooks, "attention": model.config._attn_implementation}
 
 

@@ -23,7 +23,7 @@ def gate_and_up_in_one_block(table: Table) -> Table:
 
 def without_second_inputs(table: Table) -> Table:
     """Leave a second input's gradient partial on each rank."""
-    parts = {path: part and without_second_inputs(part) for path, part in table.parts.items()}
+    parts = {path: subtable and without_second_inputs(subtable) for path, subtable in table.parts.items()}
     return replace(table, second_input={}, parts=parts)
 
 

@@ -171,7 +171,11 @@ FAULTS = {
     ),
     "replicated parameters count on every rank in the norm": fault(
         "plugins.hybrid_model:managed_parameters",
-        around(lambda manage: lambda *a, **k: [replace(each, is_primary=True) for each in manage(*a, **k)]),
+        around(
+            lambda manage: (
+                lambda *a, **k: [replace(parameter, is_primary=True) for parameter in manage(*a, **k)]
+            )
+        ),
         LLAMA,
         Layout(tp=2, max_norm=0.1),
     ),
