@@ -98,7 +98,7 @@ class TransformersExperts(DataParallel):
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the averaged gradients, gathered. Communicates."""
-        return {name: each.full_tensor() for name, each in gradients_of(self._model).items()}
+        return {name: gradient.full_tensor() for name, gradient in gradients_of(self._model).items()}
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
