@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2, "pp_size": 1},
 }
 RANKS = 2
-PLAIN, SAVED, STALL, SLOWER, WHOLE = "plain", "saved", "stall", "slower steps", "until done"
+PLAIN, SAVED, STALL, SLOWER, DONE = "plain", "saved", "stall", "slower steps", "until done"
 _SAME_BYTES = 0.02  # relative to the bytes of tensors: the size of indices and archives
 
 
@@ -75,7 +75,7 @@ def rounds_of(
         lambda: {SAVED: clock.time(lambda: training.save(folder, use_async=False).wait())},
         lambda: beside(training, clock, folder),
     ]
-    local_seconds: dict[str, list[float]] = {name: [] for name in (PLAIN, SAVED, STALL, SLOWER, WHOLE)}
+    local_seconds: dict[str, list[float]] = {name: [] for name in (PLAIN, SAVED, STALL, SLOWER, DONE)}
     for number in range(-arguments.warmup, arguments.rounds):
         for turn in range(len(ways)):
             times = ways[(turn + number) % len(ways)]()
@@ -96,7 +96,7 @@ def beside(training: SavedTraining, clock: Clock, folder: Path) -> dict[str, flo
         seconds = clock.time(lambda: step(training))
         slower, total = slower + max(0.0, seconds - usual), total + seconds
     saves[0].wait()
-    return {STALL: stall, SLOWER: slower, WHOLE: stall + total}
+    return {STALL: stall, SLOWER: slower, DONE: stall + total}
 
 
 def everywhere(is_done: bool) -> bool:
@@ -137,7 +137,7 @@ def clean(folder: Path, *, again: bool = True) -> None:
 
 def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the medians of the rounds' ratios to torch's own save."""
-    return {name: report.ratio(seconds[name], seconds[PLAIN]) for name in (SAVED, STALL, SLOWER, WHOLE)}
+    return {name: report.ratio(seconds[name], seconds[PLAIN]) for name in (SAVED, STALL, SLOWER, DONE)}
 
 
 def show_results(results: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -145,7 +145,7 @@ def show_results(results: dict[str, Any], arguments: argparse.Namespace) -> None
     for layout, measured in results["layouts"].items():
         measured["ratios"] = ratios(measured)
         rows = []
-        for name in (PLAIN, SAVED, STALL, SLOWER, WHOLE):
+        for name in (PLAIN, SAVED, STALL, SLOWER, DONE):
             quartiles = " – ".join(f"{quartile * 1e3:.1f}" for quartile in report.spread(measured[name]))
             to_plain = f"{measured['ratios'].get(name, 1.0):.3f}"
             rows.append([name, f"{median(measured[name]) * 1e3:.1f}", quartiles, to_plain])

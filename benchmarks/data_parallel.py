@@ -41,7 +41,7 @@ class DataParallel(OneBatch):
         }
 
 
-def own_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
+def local_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
     """Return this rank's samples of the batch; all ranks have the same number.
 
     Raises:

@@ -73,7 +73,7 @@ class EchelonPipeline(Stepped):
     def compute(self) -> None:
         """Compute loss and gradients of the batch. Communicates over the world."""
         outputs = self._booster.execute_pipeline(
-            iter([self._data]), self._model, _own_loss, self._optimizer, return_loss=True
+            iter([self._data]), self._model, _loss_of, self._optimizer, return_loss=True
         )
         self._loss = outputs["loss"]
 
@@ -87,7 +87,7 @@ class EchelonPipeline(Stepped):
         return self._optimizer.gradients()
 
 
-def _own_loss(outputs: Any, inputs: Any) -> Tensor:
+def _loss_of(outputs: Any, inputs: Any) -> Tensor:
     return outputs.loss
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from data_parallel import DataParallel, own_samples
+from data_parallel import DataParallel, local_samples
 from memory import held_at_stage, require_held
 from torch import Tensor
 from workload import MakeOptimizer, Workload, adamw
@@ -39,7 +39,7 @@ class EchelonZero(DataParallel):
             boosted,
             optimizer,
             backward=partial(booster.backward, optimizer=optimizer),
-            batch=own_samples(workload, plugin.mesh.device),
+            batch=local_samples(workload, plugin.mesh.device),
         )
 
     def gradients(self) -> Mapping[str, Tensor]:
